@@ -1,0 +1,31 @@
+"""What every benchmark prints first: where and with what it ran."""
+
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+
+def processor() -> str:
+    """Name of the CPU, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    count = sum(line.startswith("processor") for line in lines)
+    return f"{name}, {count} cores" if count else name
+
+
+def heading() -> str:
+    """Machine, how busy it is, versions and command, as Markdown."""
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "ejkernel-core"))
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    busy = f"; load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"`{command}`\n\n{processor()}{busy}; Python {platform.python_version()}, {packages}\n"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])

@@ -1,0 +1,245 @@
+"""Every check of the project, one session each; ``python3 -m nox -l`` lists them.
+
+Sessions install from the tree, with uv where it is found and with pip elsewhere.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["lint", "types", "tests"]
+
+ROOT = Path(__file__).parent
+DIST = ROOT / "dist"
+DEVICE_BACKENDS = ("triton", "pallas", "cuda")
+PARTS = ("core", "xla", *DEVICE_BACKENDS)
+EXTRAS = ("gpu", "rocm", "tpu", "all")
+TOOLCHAINS = ("triton", "jax_triton", "torch", "jax.experimental.pallas", "jax_cuda13_plugin", "libtpu")
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+PYTHONS = nox.project.python_versions(PROJECT)
+
+
+def part(name: str) -> str:
+    """The folder of a distribution, in the form that pip and uv take for a path."""
+    return f"./packages/ejkernel-{name}"
+
+
+def group(*names: str) -> list[str]:
+    """The requirements of dependency groups."""
+    return list(nox.project.dependency_groups(PROJECT, *names))
+
+
+def install(session: nox.Session, *requirements: str, extras: str = "") -> None:
+    """Install ejkernel (core and XLA) from the tree, editable, next to `requirements`."""
+    session.install("-e", f"{part('core')}{extras}", "-e", part("xla"), "-e", ".", *requirements)
+
+
+def install_all(session: nox.Session, *groups: str) -> None:
+    """Install every backend; those for devices come without their toolchains, which run nowhere but on the device."""
+    install(session, *group(*groups))
+    for name in DEVICE_BACKENDS:
+        session.install("--no-deps", "-e", part(name))
+
+
+def interpreter(version: str) -> str | None:
+    """The command that runs this version of Python here: a shim on the path may exist and still run nothing."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    command = shutil.which(f"python{version}")
+    if command and subprocess.run([command, "-c", ""], capture_output=True, check=False).returncode == 0:
+        return command
+    return None
+
+
+# --- using it --------------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run flash attention, forward and gradient, on this machine."""
+    install(session)
+    session.run("ejkernel", "demo", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, quickly unless told otherwise after `--`."""
+    install_all(session, "bench")
+    for script in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
+        session.run("python", str(script), *(session.posargs or ["--quick"]))
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+def pytest(session: nox.Session, *args: str) -> None:
+    """Run pytest on at most four processes, none of which starts a pool of its own for NumPy."""
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    parallel = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", *parallel, *args, *session.posargs, env=threads)
+
+
+def examples(session: nox.Session) -> None:
+    """Execute the fenced Python of the documentation, in one process: the examples of a page share their names."""
+    session.run("python", "-m", "pytest", "docs", "README.md")
+
+
+def suite(session: nox.Session) -> None:
+    """Run the tests, and without a selection of them the documentation's examples too."""
+    install_all(session, "test")
+    pytest(session)
+    if not session.posargs:
+        examples(session)
+
+
+def absent(session: nox.Session) -> None:
+    """Stand in for a suite whose interpreter this machine does not have."""
+    session.skip(f"no {session.name.replace('tests-', 'Python ')} here")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests on the running interpreter, then the third-party backends."""
+    suite(session)
+    if not session.posargs:
+        session.notify("third_party")
+
+
+for _version in PYTHONS:
+    _python = interpreter(_version)
+    nox.session(name=f"tests-{_version}", python=_python or False)(suite if _python else absent)
+
+
+@nox.session
+def third_party(session: nox.Session) -> None:
+    """Install two backends from outside: the suite must pass the honest one and catch the one that lies."""
+    outside = ("./tests/third_party_plugin", "./tests/third_party_liar")
+    install(session, *outside, *group("test"))
+    # Elsewhere the tests skip without the two; here that would be a session that passes and tests nothing.
+    session.run(
+        "python", "-m", "pytest", "tests/third_party", *session.posargs, env={"EJKERNEL_THIRD_PARTY": "required"}
+    )
+
+
+def floors(*names: str) -> Iterator[str]:
+    """The lowest version of everything that the named parts import directly, as pins."""
+    for name in names:
+        for line in nox.project.load_toml(f"{part(name)}/pyproject.toml")["project"]["dependencies"]:
+            requirement = Requirement(line)
+            yield from (f"{requirement.name}=={s.version}" for s in requirement.specifier if s.operator == ">=")
+
+
+@nox.session(python=interpreter(PYTHONS[0]) or False)
+def minimal(session: nox.Session) -> None:
+    """Run the demo and the conformance suite on the oldest Python, with the lowest versions the metadata allows."""
+    if not interpreter(PYTHONS[0]):
+        session.skip(f"no Python {PYTHONS[0]} here")
+    install(session, *group("test"), *dict.fromkeys(floors("core", "xla")))
+    session.run("ejkernel", "demo")
+    pytest(session, "--pyargs", "ejkernel_conformance")
+
+
+# --- reading it ------------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, spelling, import rules, change fragments and metadata."""
+    session.install(*group("lint"))
+    sources = os.pathsep.join(str(ROOT / part(name) / "src") for name in PARTS)
+    manifests = ["pyproject.toml", *(f"{part(name)}/pyproject.toml" for name in PARTS)]
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("codespell")
+    session.run("lint-imports", env={"PYTHONPATH": sources})
+    session.run("towncrier", "build", "--draft", "--version", PROJECT["project"]["version"], silent=True)
+    session.run("validate-pyproject", *manifests)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with pyright, strictly."""
+    install_all(session, "types")
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site, any warning being an error, and execute the examples in it."""
+    install(session, *group("docs", "test"))
+    session.run("mkdocs", "build", "--strict")
+    examples(session)
+
+
+# --- shipping it -----------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build the six distributions, and prove in clean environments that they install and run."""
+    session.install(*group("release"))
+    shutil.rmtree(DIST, ignore_errors=True)
+    for project in (".", *map(part, PARTS)):
+        session.run("python", "-m", "build", "--outdir", str(DIST), project)
+    check_wheels(session)
+    check_plain_install(session)
+    check_backends_alone(session)
+
+
+def check_wheels(session: nox.Session) -> None:
+    """Check the metadata, that versions move together, and that each wheel holds its licence and its type marker."""
+    built = sorted(DIST.glob("*.whl"))
+    session.run("twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
+    versions = {wheel.name.split("-")[1] for wheel in built}
+    if len(built) != len(PARTS) + 1 or len(versions) != 1:
+        session.error(f"expected {len(PARTS) + 1} wheels of one version, got {[wheel.name for wheel in built]}")
+    for wheel in built:
+        names = [Path(name).name for name in zipfile.ZipFile(wheel).namelist()]
+        wanted = {"LICENSE"} if wheel.name.startswith("ejkernel-") else {"LICENSE", "py.typed"}
+        if missing := wanted.difference(names):
+            session.error(f"{wheel.name} lacks {', '.join(sorted(missing))}")
+
+
+def clean_environment(session: nox.Session, name: str) -> Path:
+    """Make an empty environment with pip in it, and return the folder of its commands."""
+    folder = Path(session.create_tmp()) / name
+    session.run("python", "-m", "virtualenv", "--quiet", "--clear", str(folder))
+    return folder / ("Scripts" if os.name == "nt" else "bin")
+
+
+def pip_install(session: nox.Session, commands: Path, *args: str) -> None:
+    """Install with the pip of that environment, taking ejkernel's own wheels from `dist`."""
+    session.run(str(commands / "pip"), "install", "--quiet", "--find-links", str(DIST), *args, external=True)
+
+
+def check_plain_install(session: nox.Session) -> None:
+    """`pip install ejkernel` runs, and every extra resolves against the wheels just built."""
+    commands = clean_environment(session, "plain")
+    pip_install(session, commands, "ejkernel")
+    session.run(str(commands / "ejkernel"), "demo", external=True)
+    for extra in EXTRAS:
+        pip_install(session, commands, "--dry-run", f"ejkernel[{extra}]")
+
+
+def check_backends_alone(session: nox.Session) -> None:
+    """Each backend, with core and nothing of its toolchain, imports and is discovered."""
+    commands = clean_environment(session, "core")
+    pip_install(session, commands, "ejkernel-core")
+    for name in PARTS[1:]:
+        folder = Path(session.create_tmp()) / f"only-{name}"
+        shutil.rmtree(folder, ignore_errors=True)
+        pip_install(session, commands, "--no-deps", "--target", str(folder), f"ejkernel-{name}")
+        alone = {"PYTHONPATH": str(folder)}
+        script = f"import sys, ejkernel_{name}; sys.exit(' '.join(sys.modules.keys() & set({TOOLCHAINS!r})) or 0)"
+        session.run(str(commands / "python"), "-c", script, env=alone, external=True)
+        session.run(str(commands / "ejkernel"), "doctor", env=alone, external=True)

@@ -1,0 +1,298 @@
+"""What `explain`, `tune` and `bench` have in common: the call they are about, given on the command line.
+
+An operation's public signature says everything: parameters annotated as arrays are given by `--shape`, the others by
+`-o`, and its own named cases by `--case`. So an operation that a backend adds works here like the others.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+from jaxtyping import AbstractArray
+
+from ejkernel.ops.arguments import optional_fields
+from ejkernel.ops.model import CALL_OPTIONS, Op
+from ejkernel.ops.plugins import registry
+
+WORDS = {"true": True, "false": False, "none": None}
+BARE = 3  # arrays that a single bare shape stands for: query, key and value
+SHAPE_HELP = (
+    "Shape of an array argument, dtype optional: query=1,128,8,64:bfloat16. One without a name is the first three "
+    "required arrays; several are the required arrays in order. Repeatable."
+)
+DTYPE_HELP = "Dtype of the floating arrays whose shape does not name one."
+OPTION_HELP = "Another argument of the operation, such as -o causal=true or -o sliding_window=128. Repeatable."
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One `--shape`: the argument it names, if any, its sizes and its dtype, if given."""
+
+    name: str | None
+    sizes: tuple[int, ...]
+    dtype: str | None
+
+
+def parse_shape(text: str) -> Shape:
+    """Reads `[NAME=]SIZES[:DTYPE]`, for example `query=1,128,8,64:bfloat16`; a scalar is `NAME=` without sizes."""
+    name, named, rest = text.rpartition("=")
+    sizes, _, dtype = rest.partition(":")
+    parts = [] if name and not sizes.strip() else [size.strip() for size in sizes.split(",")]
+    if not all(part.isdecimal() for part in parts) or (named and not name):
+        raise click.BadParameter(f"got {text!r}, wants sizes with commas between them, such as 1,128,8,64")
+    return Shape(name.strip() or None, tuple(map(int, parts)), dtype_name(dtype) if dtype else None)
+
+
+def find_operation(text: str) -> Op:
+    """Looks an operation up; dashes are as good as underscores."""
+    try:
+        return registry().op(text.replace("-", "_"))
+    except ValueError:
+        raise click.BadParameter(f"no operation {text!r}; there are {', '.join(sorted(registry().ops))}") from None
+
+
+def dtype_name(text: str) -> str:
+    """Checks that there is such a dtype."""
+    try:
+        return jnp.dtype(text).name
+    except TypeError:
+        raise click.BadParameter(f"there is no dtype {text!r}") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of an operation.
+
+    Attributes:
+        op: The operation.
+        label: What to call it in a table.
+        abstract: Its argument record, with `jax.ShapeDtypeStruct` leaves.
+        platform: The toolchain asked for, or None.
+        make: PRNG key -> argument record with random data.
+    """
+
+    op: Op
+    label: str
+    abstract: Any
+    platform: str | None
+    make: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallSpec:
+    """The call that a command line describes, as it was typed."""
+
+    op: Op
+    shapes: tuple[Shape, ...]
+    kv_shape: Shape | None
+    value_dim: int | None
+    dtype: str
+    platform: str | None
+    options: tuple[str, ...]
+    cases: tuple[str, ...]
+
+    def calls(self, default: str | None = None) -> list[Call]:
+        """The calls: the named cases, or the one that the shapes describe.
+
+        Args:
+            default: Tag of the cases that are meant where neither is given; None asks for one of them.
+
+        Raises:
+            click.UsageError: It is no valid call of the operation.
+        """
+        shaped = bool(self.shapes or self.kv_shape or self.options or self.value_dim)
+        if self.cases and shaped:
+            raise click.UsageError("--case brings its own shapes and options; give one or the other")
+        if shaped:
+            return [self._from_shapes()]
+        names = self.cases or tuple(c.name for c in self.op.cases if default is not None and default in c.tags)
+        if not names:
+            required = ", ".join(required_arrays(self.op))
+            raise click.UsageError(f"--shape or --case is needed: {self.op.name} takes {required}")
+        return [self._from_case(name) for name in names]
+
+    def one(self) -> Call:
+        """The call, of which there must be exactly one."""
+        found = self.calls()
+        if len(found) > 1:
+            raise click.UsageError("--case can be given once here")
+        return found[0]
+
+    def _from_case(self, name: str) -> Call:
+        known = {case.name: case for case in self.op.cases}
+        if name not in known:
+            raise click.UsageError(f"{self.op.name} has no case {name!r}; it has {', '.join(map(repr, known))}")
+        make = known[name].make
+        abstract = jax.eval_shape(make, jax.random.key(0))
+        return Call(op=self.op, label=name, abstract=abstract, platform=self.platform, make=make)
+
+    def _from_shapes(self) -> Call:
+        given = self._arrays() | self._literals()
+        missing = [name for name in required_arrays(self.op) if name not in given]
+        if missing:
+            raise click.UsageError(f"{self.op.name} needs the shape of {', '.join(missing)}: --shape {missing[0]}=...")
+        with one_line_errors():
+            abstract = self.op.arguments(**given)
+            self.op.validate(abstract)
+        make = functools.partial(self.op.make_inputs, abstract)
+        return Call(op=self.op, label=_label(given), abstract=abstract, platform=self.platform, make=make)
+
+    def _arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes = _by_name(self.op, self.shapes)
+        if self.kv_shape is not None:
+            shapes |= {name: self.kv_shape for name in ("key", "value")}
+        if self.value_dim is not None and "value" in shapes:
+            value = shapes["value"]
+            shapes["value"] = dataclasses.replace(value, sizes=(*value.sizes[:-1], self.value_dim))
+        elif self.value_dim is not None:
+            raise click.UsageError("--value-dim: no shape of 'value' is given")
+        dtypes = array_dtypes(self.op)
+        for name in shapes:
+            if name not in dtypes:
+                raise click.UsageError(_no_such(self.op, name, dtypes, "array argument"))
+        return {
+            name: jax.ShapeDtypeStruct(shape.sizes, shape.dtype or self._dtype(dtypes[name]))
+            for name, shape in shapes.items()
+        }
+
+    def _dtype(self, accepted: frozenset[str]) -> str:
+        return next((name for name in (self.dtype, "int32", "bool") if name in accepted), self.dtype)
+
+    def _literals(self) -> dict[str, Any]:
+        known, arrays = plain_options(self.op), array_dtypes(self.op)
+        given: dict[str, Any] = {}
+        for text in self.options:
+            name, separator, value = text.partition("=")
+            name = name.strip()
+            if not separator:
+                raise click.UsageError(f"-o: got {text!r}, wants NAME=VALUE")
+            if name in arrays and name not in known:
+                raise click.UsageError(f"-o: {name} of {self.op.name} is an array: --shape {name}=...")
+            if name in CALL_OPTIONS:
+                raise click.UsageError(f"-o: {name} is no argument of the call; see --platform")
+            if name not in known:
+                raise click.UsageError(f"-o: {_no_such(self.op, name, known, 'option')}")
+            given[name] = literal(value.strip())
+        return given
+
+
+def takes_call(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command OP and the options that describe a call of it; it gets them as one `CallSpec`."""
+
+    @functools.wraps(command)
+    def collected(**given: Any) -> Any:
+        _check_devices()
+        names = [field.name for field in dataclasses.fields(CallSpec)]
+        return command(CallSpec(**{name: given.pop(name) for name in names}), **given)
+
+    for decorate in reversed(_PARAMETERS):
+        collected = decorate(collected)
+    return collected
+
+
+_PARAMETERS = (
+    click.argument("op", metavar="OP", type=find_operation),
+    click.option("--shape", "shapes", type=parse_shape, metavar="[NAME=]SIZES[:DTYPE]", multiple=True, help=SHAPE_HELP),
+    click.option(
+        "--kv-shape", type=parse_shape, metavar="SIZES", help="Shape of key and value, where not the query's."
+    ),
+    click.option("--value-dim", type=click.IntRange(min=1), help="Last size of value, where not the key's."),
+    click.option("--dtype", type=dtype_name, metavar="DTYPE", default="float32", show_default=True, help=DTYPE_HELP),
+    click.option("--platform", metavar="NAME", help="Toolchain the call must run on: triton, pallas, cuda or xla."),
+    click.option("-o", "--option", "options", metavar="NAME=VALUE", multiple=True, help=OPTION_HELP),
+    click.option("--case", "cases", metavar="NAME", multiple=True, help="One of the operation's named cases, instead."),
+)
+
+
+def required_arrays(op: Op) -> list[str]:
+    """The array arguments that every call of an operation gives, in public order."""
+    optional = optional_fields(op.arguments)
+    return [name for name in array_dtypes(op) if name not in optional]
+
+
+def array_dtypes(op: Op) -> dict[str, frozenset[str]]:
+    """The array arguments of an operation, with the names of the dtypes that they may have."""
+    found: dict[str, frozenset[str]] = {}
+    for name, parameter in _parameters(op).items():
+        dtypes = [d for array in _members(parameter) if _is_array(array) for d in array.dtypes]
+        if dtypes:
+            found[name] = frozenset(dtypes)
+    return found
+
+
+def plain_options(op: Op) -> list[str]:
+    """The arguments of an operation that a literal can give: whatever also takes something that is no array."""
+    values = {name: [m for m in _members(p) if m is not type(None)] for name, p in _parameters(op).items()}
+    plain = (bool, int, float, str, Any)
+    return [
+        name
+        for name, members in values.items()
+        if any(m in plain or typing.get_origin(m) in (tuple, typing.Literal) for m in members)
+    ]
+
+
+def literal(text: str) -> Any:
+    """The value that a user means: a Python literal, true, false, none, or the text itself."""
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+@contextmanager
+def one_line_errors() -> Generator[None]:
+    """Turns the errors of a call that is wrong into usage errors, which click prints without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _parameters(op: Op) -> dict[str, inspect.Parameter]:
+    return {name: p for name, p in op.signature.parameters.items() if name not in CALL_OPTIONS}
+
+
+def _members(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    annotation = parameter.annotation
+    return (annotation,) if _is_array(annotation) else typing.get_args(annotation) or (annotation,)
+
+
+def _is_array(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, AbstractArray)
+
+
+def _by_name(op: Op, shapes: tuple[Shape, ...]) -> dict[str, Shape]:
+    named = {shape.name: shape for shape in shapes if shape.name is not None}
+    bare = [shape for shape in shapes if shape.name is None]
+    names = [name for name in required_arrays(op) if name not in named]
+    if len(bare) > len(names):
+        raise click.UsageError(f"--shape: got {len(bare)} without a name, {op.name} takes {', '.join(names) or 'none'}")
+    if len(bare) == 1:
+        bare = bare * min(BARE, len(names))
+    return named | dict(zip(names, bare, strict=False))
+
+
+def _no_such(op: Op, name: str, known: Any, kind: str) -> str:
+    return f"{op.name} has no {kind} {name!r}; it has {', '.join(known)}"
+
+
+def _label(given: dict[str, Any]) -> str:
+    shapes = [f"{n} {x.dtype.name}[{','.join(map(str, x.shape))}]" for n, x in given.items() if hasattr(x, "shape")]
+    return ", ".join(shapes + [f"{name}={value}" for name, value in given.items() if not hasattr(value, "shape")])
+
+
+def _check_devices() -> None:
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise click.ClickException(f"JAX found no device: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,87 @@
+"""Comparing what a benchmark ran with what the operation means."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.cli.measuring import temporary_bytes
+from ejkernel.ops.model import Op
+
+# References are plain jnp and may hold every score at once; beyond this a check costs more than what it checks.
+LIMIT_BYTES = 2 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A comparison: whether it passed (None: there was none), and a few words about it."""
+
+    passed: bool | None
+    text: str
+
+
+def check(op: Op, args: Any, record: Any, passes: str, result: Any) -> Check:
+    """Compares an output, or an output and its gradients, with the operation's reference.
+
+    Args:
+        op: The operation.
+        args: The call's argument record.
+        record: The same, lowered.
+        passes: `"forward"`, or with backward.
+        result: What ran: the family's output, or (output, gradients of its sum by record field).
+    """
+    dtype = jnp.dtype(op.family.dtype(record)).name
+    if dtype not in op.tolerance:
+        return Check(None, f"skipped: no tolerance for {dtype}")
+    rtol, atol = op.tolerance[dtype].rtol, op.tolerance[dtype].atol
+    if passes == "forward":
+        want = _reference(op.reference, args)
+        got = op.finish(args, result)
+    else:
+        names = tuple(sorted(result[1]))
+        want = _reference(functools.partial(_gradients, op, names), record)
+        got = [result[1][name] for name in names]
+    if isinstance(want, Check):
+        return want
+    pairs = [(_wide(g), _wide(w)) for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    # A gradient is a sum of many products, so its small entries carry the rounding of the large ones.
+    largest = max((float(jnp.max(jnp.abs(w), initial=0.0)) for _, w in pairs), default=0.0)
+    scale = 1.0 if passes == "forward" else max(1.0, largest)
+    error = max((float(jnp.max(jnp.abs(g - w), initial=0.0)) for g, w in pairs), default=0.0)
+    passed = all(
+        bool(jnp.all(jnp.abs(g - w) <= atol * scale + rtol * jnp.maximum(jnp.abs(w), scale))) for g, w in pairs
+    )
+    return Check(passed, f"{'agrees' if passed else 'DIFFERS'}, by at most {error:.1e}")
+
+
+def _reference(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What the reference gives, or the check that it is too large for."""
+    try:
+        compiled = jax.jit(function).lower(argument).compile()
+        needed = temporary_bytes(compiled)
+        if needed is None or needed > LIMIT_BYTES:
+            size = "an unknown amount" if needed is None else f"{needed / 2**30:.1f} GiB"
+            return Check(None, f"skipped: the reference needs {size} of memory")
+        return compiled(argument)
+    except jax.errors.JaxRuntimeError as error:
+        return Check(None, f"skipped: the reference does not run here: {str(error).splitlines()[0]}")
+
+
+def _gradients(op: Op, names: tuple[str, ...], record: Any) -> list[Any]:
+    def total(some: dict[str, Any]) -> Any:
+        output = op.family.reference(dataclasses.replace(record, **some))[0]
+        return sum(jnp.sum(leaf.astype(_accumulator(leaf))) for leaf in jax.tree.leaves(output))
+
+    gradients = jax.grad(total)({name: getattr(record, name) for name in names})
+    return [gradients[name] for name in names]
+
+
+def _accumulator(x: Any) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(_accumulator(x))

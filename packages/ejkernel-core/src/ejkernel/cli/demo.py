@@ -1,0 +1,122 @@
+"""`ejkernel demo`."""
+
+import functools
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from ejkernel._version import __version__
+from ejkernel.cli.measuring import interleaved, temporary_bytes
+from ejkernel.cli.tables import console, megabytes, milliseconds, print_decision, print_plain, print_table
+from ejkernel.modules import flash_attention
+from ejkernel.ops.explain import explain
+from ejkernel.ops.plugins import registry
+
+HEADS, KV_HEADS, SIZE, REPEATS = 8, 2, 64, 2
+# Of the largest entry. Other devices than CPUs multiply float32 matrices with fewer bits unless told otherwise.
+ALLOWED = {"cpu": 1e-4}
+ALLOWED_ELSEWHERE = 2e-2
+
+
+@click.command()
+@click.option("--length", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens in the sequence.")
+@click.pass_context
+def demo(ctx: click.Context, length: int) -> None:
+    """Run flash attention on this machine.
+
+    Forward and gradient, through plugin discovery, dispatch and the configuration chain, compared with the textbook
+    formula. Exits with 1 if they differ.
+    """
+    out = console()
+    _introduce(out)
+    inputs = _inputs(length)
+    query = "x".join(map(str, inputs[0].shape))
+    print_plain(
+        out, f"2. One call, and who serves it: causal, {HEADS} query heads on {KV_HEADS} KV heads, {query}", "bold"
+    )
+    decision = explain(flash_attention, *inputs[:3], causal=True)
+    print_decision(out, decision)
+    if decision.forward.implementation is None or decision.backward.implementation is None:
+        ctx.exit(1)
+    ours, theirs = (_compiled(attention, inputs) for attention in (_ejkernel, _naive))
+    good = _check(out, ours(*inputs), theirs(*inputs))
+    _compare(out, [("ejkernel", ours), ("the textbook formula", theirs)], inputs)
+    print_plain(
+        out,
+        "All is well." if good else "WRONG: the results differ by more than rounding.",
+        "bold green" if good else "bold red",
+    )
+    if not good:
+        ctx.exit(1)
+
+
+def _introduce(out: Console) -> None:
+    found = registry()
+    kinds = sorted({f"{device.device_kind} ({device.platform})" for device in jax.devices()})
+    print_plain(out, "1. What is here", "bold")
+    versions = f"ejkernel {__version__}, JAX {jax.__version__}, Python {platform.python_version()}"
+    print_plain(out, f"{versions}; {len(jax.devices())} device(s): {', '.join(kinds)}")
+    rows = [(p.name, p.distribution, p.error or "loaded") for p in found.plugins]
+    print_table(out, "", "backend", "distribution", "status", rows=rows)
+
+
+def _inputs(length: int) -> tuple[jax.Array, ...]:
+    """Query, key, value, and the cotangent of the output."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return tuple(jax.random.normal(k, (1, length, h, SIZE)) for k, h in zip(keys, heads, strict=True))
+
+
+def _ejkernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return flash_attention(query, key, value, causal=True)
+
+
+def _naive(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Attention as textbooks write it: all scores at once, [H, T, T]."""
+    highest = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
+    scores = highest("bthd,bshd->bhts", query, key) * SIZE**-0.5
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return highest("bhts,bshd->bthd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), value)
+
+
+def _compiled(attention: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> Any:
+    """The output and the gradients with respect to query, key and value, as one compiled function."""
+
+    def both(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array) -> dict[str, jax.Array]:
+        output, pull = jax.vjp(attention, query, key, value)
+        gradients = zip(("query", "key", "value"), pull(cotangent), strict=True)
+        return {"output": output} | {f"gradient of {name}": gradient for name, gradient in gradients}
+
+    return jax.jit(both).lower(*inputs).compile()
+
+
+def _check(out: Console, got: dict[str, jax.Array], want: dict[str, jax.Array]) -> bool:
+    print_plain(out, "3. Is it right? The largest differences from the textbook formula", "bold")
+    allowed = ALLOWED.get(jax.devices()[0].platform, ALLOWED_ELSEWHERE)
+    rows, good = list[Any](), True
+    for name in sorted(want, reverse=True):
+        largest = float(jnp.max(jnp.abs(want[name])))
+        error = float(jnp.max(jnp.abs(got[name] - want[name])))
+        right = error <= allowed * largest  # False for NaN
+        good &= right
+        verdict = ("yes", "green") if right else ("NO", "bold red")
+        rows.append((name, f"{error:.1e}", f"{largest:.2f}", f"{allowed * largest:.1e}", verdict))
+    headings = ("of", "largest error", "largest entry", "allowed error", "right")
+    print_table(out, "", *headings, rows=rows, right=headings[1:4])
+    return good
+
+
+def _compare(out: Console, sides: list[tuple[str, Any]], inputs: tuple[jax.Array, ...]) -> None:
+    print_plain(out, "4. What does it cost? Forward and gradient", "bold")
+    times = interleaved([functools.partial(compiled, *inputs) for _, compiled in sides], REPEATS, warm=True)
+    rows = [
+        (name, milliseconds(seconds), megabytes(temporary_bytes(compiled)))
+        for (name, compiled), seconds in zip(sides, times, strict=True)
+    ]
+    print_table(out, "", "", "ms", "temporary MB", rows=rows, right=["ms", "temporary MB"])

@@ -1,0 +1,111 @@
+"""`ejkernel doctor`."""
+
+import collections
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import jax
+from rich.console import Console
+
+from ejkernel._version import __version__
+from ejkernel.cli.tables import console, print_plain, print_table
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.device import DeviceInfo, device_info
+from ejkernel.ops.model import Implementation
+from ejkernel.ops.plugins import Registry, registry
+
+
+@click.command()
+@click.option("--strict", is_flag=True, help="Exit with 1 if a plugin did not load or there is no device.")
+@click.pass_context
+def doctor(ctx: click.Context, strict: bool) -> None:
+    """Show backends, devices, versions and what is wrong."""
+    out, found = console(), registry()
+    print_table(out, "Versions", "what", "version", rows=_versions())
+    devices, trouble = _devices()
+    _print_devices(out, devices, trouble)
+    _print_plugins(out, found)
+    _print_operations(out, found, set(devices))
+    _print_store(out)
+    if strict and (found.failed or trouble):
+        ctx.exit(1)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "ejkernel", __version__
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    for name in ("jax", "jaxlib", "numpy"):
+        yield name, importlib.metadata.version(name)
+
+
+def _devices() -> tuple[collections.Counter[DeviceInfo], str]:
+    """The kinds of devices, with how many there are; and why there are none, if so."""
+    try:
+        return collections.Counter(map(device_info, jax.devices())), ""
+    except RuntimeError as error:
+        return collections.Counter(), str(error).splitlines()[0]
+
+
+def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], trouble: str) -> None:
+    rows = [(count, device, device.platform, device.vendor or "-") for device, count in devices.items()]
+    print_table(out, "Devices", "count", "kind", "platform", "vendor", rows=rows, right=["count"])
+    if trouble:
+        print_plain(out, f"JAX found no device: {trouble}\n", "red")
+
+
+def _print_plugins(out: Console, found: Registry) -> None:
+    provided = collections.Counter(found.providers.values())
+    rows = [
+        (p.name, p.distribution, provided[p.name], (p.error, "red") if p.error else ("loaded", "green"))
+        for p in found.plugins
+    ]
+    headings = ("plugin", "distribution", "implementations", "status")
+    print_table(out, "Backends", *headings, rows=rows, right=["implementations"])
+    if not rows:
+        print_plain(out, "No backend is installed: pip install ejkernel-xla runs everything everywhere.\n", "red")
+
+
+def _print_operations(out: Console, found: Registry, here: set[DeviceInfo]) -> None:
+    rows: list[tuple[object, ...]] = []
+    for op in sorted(found.ops):
+        implementations = found.implementations[op]
+        rows += [("" if n else op, *_implementation(one, here)) for n, one in enumerate(implementations)]
+        if not implementations:
+            rows.append((op, ("none installed", "red"), *[""] * 5))
+    headings = ("operation", "implementation", "platform", "priority", "gradient", "devices", "toolchain")
+    print_table(out, "Operations", *headings, rows=rows, right=["priority"])
+
+
+def _implementation(implementation: Implementation, here: set[DeviceInfo]) -> tuple[object, ...]:
+    requires = implementation.requires
+    serves = any(requires.devices & device.names for device in here)
+    missing = [name for name in requires.modules if importlib.util.find_spec(name) is None]
+    toolchain = (
+        ", ".join(f"{name} (missing)" if name in missing else name for name in requires.modules) or "none needed"
+    )
+    return (
+        implementation.name,
+        implementation.platform,
+        implementation.priority,
+        "yes" if implementation.backward else "no",
+        (f"{', '.join(sorted(requires.devices))}{'' if serves else ' (not here)'}", "green" if serves else "red"),
+        (toolchain, "red" if missing else "green"),
+    )
+
+
+def _print_store(out: Console) -> None:
+    store = PersistentCache()
+    count = len(store.entries())
+    state = "writable" if _writable(store.path) else "read-only: tuning is kept for the life of a process"
+    print_plain(out, f"Store {store.path}: {count} {'entry' if count == 1 else 'entries'}, {state}")
+
+
+def _writable(path: Path) -> bool:
+    """Whether the store could be written, without writing it: its nearest existing directory is asked."""
+    directory = next(parent for parent in path.absolute().parents if parent.is_dir())
+    return os.access(directory, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))

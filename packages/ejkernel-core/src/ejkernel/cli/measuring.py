@@ -1,0 +1,33 @@
+"""Timing that a noisy machine disturbs evenly, and what compiled functions say about their memory."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = False) -> list[float]:
+    """Median seconds of each call; they take turns.
+
+    Args:
+        calls: What to time; each returns its arrays.
+        repeats: Timed runs of each.
+        warm: Whether they have run before; otherwise they do once, untimed.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for call in () if warm else calls:
+        jax.block_until_ready(call())
+    for _ in range(repeats):
+        for call, record in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            record.append(time.perf_counter() - start)
+    return [statistics.median(record) for record in times]
+
+
+def temporary_bytes(compiled: Any) -> int | None:
+    """Memory that a compiled function needs besides its inputs and outputs; None where the device does not say."""
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else int(analysis.temp_size_in_bytes)

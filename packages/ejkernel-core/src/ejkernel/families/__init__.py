@@ -1,0 +1,1 @@
+"""Families: the records that operations lower to, their meaning, their residuals."""

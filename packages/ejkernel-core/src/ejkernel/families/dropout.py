@@ -1,0 +1,50 @@
+"""The project's dropout: one keep decision per (seed, batch, head, query, key), the same on every backend.
+
+A decision is a pure function of its five counters, so it does not depend on tile sizes, on the order in which
+tiles are visited, or on whether the forward or the backward pass asks.
+
+The mixer is the finaliser of MurmurHash3 (A. Appleby, public domain):
+`x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16`, all modulo 2**32.
+"""
+
+import jax
+import jax.numpy as jnp
+
+GOLDEN = 0x9E3779B1  # 2**32 / golden ratio, made odd: spreads consecutive key indices over all bits
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """MurmurHash3's 32-bit finaliser on uint32 values of any shape."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def row_keys(seed: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Array) -> jax.Array:
+    """One uint32 per softmax row: `mix(query + mix(head + mix(batch + mix(seed))))`; broadcasts its arguments.
+
+    Args:
+        seed: Integer scalar; its low 32 bits are used.
+        batch: Global batch indices.
+        head: Global query-head indices.
+        query: Global query indices.
+    """
+    state = mix(seed.astype(jnp.uint32))
+    for counter in (batch, head, query):
+        state = mix(counter.astype(jnp.uint32) + state)
+    return state
+
+
+def keep(row_key: jax.Array, key_index: jax.Array, dropout_prob: float) -> jax.Array:
+    """Whether each (row, key) survives: `mix(row_key ^ (key_index * GOLDEN)) >= dropout_prob * 2**32`.
+
+    Args:
+        row_key: uint32 from `row_keys`, broadcastable against `key_index`.
+        key_index: Global key indices.
+        dropout_prob: Probability of dropping, in [0, 1).
+
+    Returns:
+        Boolean array of the broadcast shape, True where the weight is kept (and then scaled by `1 / (1 - p)`).
+    """
+    threshold = jnp.uint32(min(round(dropout_prob * 2**32), 2**32 - 1))
+    return mix(row_key ^ (key_index.astype(jnp.uint32) * jnp.uint32(GOLDEN))) >= threshold

@@ -1,0 +1,150 @@
+"""The grouped matmul family: the record its operations lower to and its meaning.
+
+The rows of lhs belong to groups, one after another: group g owns the `group_sizes[g]` rows that follow those of the
+groups before it. For a row i of group g, among the groups whose matrices are given:
+
+    w_g   = rhs_g * rhs_scale_g          one scale for every column and block of rows of the matrix
+    out_i = lhs_i w_g + rhs_bias_g + existing_out_i
+
+Every other row is `existing_out_i`, or 0. Sums are taken in float32 (float64 for float64 lhs).
+
+Source: the dropless mixture of experts of Gale et al. 2022, arXiv:2211.15841.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.model import Family
+
+
+@arguments
+class GroupedMatmul:
+    """Canonical input of one grouped matmul. M rows, K contracted, N columns, E matrices.
+
+    Attributes:
+        lhs: [M, K] floating.
+        rhs: [E, K, N], or [E, N, K] if `transpose_rhs`; floating, or integer with `rhs_scale`.
+        group_sizes: [G] int32, rows of every group.
+        out_dtype: Floating dtype of the output.
+        group_offset: int32 scalar, the group that the first matrix belongs to; None is 0. The rows of groups without
+            a matrix are those of no group.
+        existing_out: [M, N] floating, added to the product.
+        rhs_scale: [E, blocks, 1, N] floating, factors on blocks of `K / blocks` of the contracted elements.
+        rhs_bias: [E, 1, N] floating.
+        transpose_rhs: Whether the matrices lie with their columns first.
+        precision: Of the matrix products.
+    """
+
+    lhs: jax.Array
+    rhs: jax.Array
+    group_sizes: jax.Array
+    out_dtype: Any = static()
+    group_offset: jax.Array | None = None
+    existing_out: jax.Array | None = None
+    rhs_scale: jax.Array | None = None
+    rhs_bias: jax.Array | None = None
+    transpose_rhs: bool = static(False)
+    precision: lax.Precision = static(lax.Precision.DEFAULT)
+
+
+def accumulator(record: GroupedMatmul) -> Any:
+    """The dtype of sums: float32, or float64 for float64 lhs."""
+    return jnp.promote_types(record.lhs.dtype, jnp.float32)
+
+
+def columns(record: GroupedMatmul) -> int:
+    """N."""
+    return record.rhs.shape[1 if record.transpose_rhs else 2]
+
+
+def group_rows(record: GroupedMatmul) -> tuple[jax.Array, jax.Array]:
+    """First row of every matrix's group and the row after its last, both int32 [E] and in 0..M."""
+    ends = jnp.cumsum(jnp.maximum(record.group_sizes, 0), dtype=jnp.int32)
+    bounds = jnp.minimum(jnp.pad(ends, (1, 0)), record.lhs.shape[0])
+    matrices, groups = record.rhs.shape[0], ends.shape[0]
+    if record.group_offset is None:
+        return bounds[:matrices], bounds[1 : matrices + 1]
+    group = record.group_offset + jnp.arange(matrices, dtype=jnp.int32)
+    first = bounds[jnp.clip(group, 0, groups)]
+    return first, jnp.where(group >= 0, bounds[jnp.clip(group + 1, 0, groups)], first)
+
+
+def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Matrices as they are multiplied with.
+
+    Args:
+        record: Whose layout they have.
+        rhs: [..., K, N] or [..., N, K], some of the record's.
+        scale: [..., blocks, 1, N], their scales.
+    """
+    if scale is None:
+        return rhs
+    factors = spread(record, scale.astype(accumulator(record)))
+    return rhs.astype(accumulator(record)) * factors
+
+
+def spread(record: GroupedMatmul, scale: jax.Array) -> jax.Array:
+    """Scales [..., blocks, 1, N] repeated to the shape of the matrices."""
+    factors = jnp.repeat(scale[..., 0, :], record.lhs.shape[1] // scale.shape[-3], axis=-2)
+    return jnp.swapaxes(factors, -1, -2) if record.transpose_rhs else factors
+
+
+def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
+    """The family's meaning in plain jnp, every row times every matrix; float64 if lhs is, else float32.
+
+    Returns:
+        [M, N] in `out_dtype`. There are no residuals.
+    """
+    dtype, (first, end) = accumulator(record), group_rows(record)
+    row = jnp.arange(record.lhs.shape[0], dtype=jnp.int32)
+    owns = (row >= first[:, None]) & (row < end[:, None])
+    lhs = jnp.where(owns.any(axis=0)[:, None], record.lhs.astype(dtype), 0)
+    rhs = matrix(record, record.rhs, record.rhs_scale).astype(dtype)
+    rhs = jnp.swapaxes(rhs, 1, 2) if record.transpose_rhs else rhs
+    products = jnp.einsum("mk,ekn->emn", lhs, rhs, precision=lax.Precision.HIGHEST)
+    if record.rhs_bias is not None:
+        products = products + record.rhs_bias.astype(dtype)
+    output = jnp.sum(jnp.where(owns[..., None], products, 0), axis=0)
+    if record.existing_out is not None:
+        output = output + record.existing_out.astype(dtype)
+    return output.astype(record.out_dtype), ()
+
+
+def localise(record: GroupedMatmul, offsets: Mapping[str, jax.Array]) -> GroupedMatmul:
+    """Makes one shard's record mean its part of the global call: the groups have the rows that the shard has."""
+    if "m" not in offsets:
+        return record
+    ends = jnp.cumsum(jnp.maximum(record.group_sizes, 0), dtype=jnp.int32) - offsets["m"]
+    local = jnp.clip(ends, 0, record.lhs.shape[0])
+    return dataclasses.replace(record, group_sizes=jnp.diff(local, prepend=0).astype(jnp.int32))
+
+
+FAMILY = Family(
+    name="grouped matmul",
+    record=GroupedMatmul,
+    differentiable=("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias"),
+    dtype=lambda record: record.lhs.dtype,
+    head_dims=lambda record: (record.lhs.shape[-1], columns(record)),
+    axes={
+        "lhs": "m k",
+        "rhs": "e k n",
+        "group_sizes": "g",
+        "group_offset": "",
+        "existing_out": "m n",
+        "rhs_scale": "e q c n",
+        "rhs_bias": "e c n",
+        "output": "m n",
+    },
+    shardable="mn",
+    aligned=(),
+    localise=localise,
+    reference=reference,
+)
+TRANSPOSED = dataclasses.replace(FAMILY, axes={**FAMILY.axes, "rhs": "e n k"})
+"""For matrices that lie with their columns first."""

@@ -1,0 +1,192 @@
+"""The chunked linear recurrence family: the record its operations lower to and its meaning.
+
+Every head of every row (or packed sequence) carries a state S of shape [K, V]. For each token t, in order:
+
+    S   = S * exp(decay_t)[:, None] * exp(value_decay_t)[None, :]      log-space gates
+    u_t = v_t                                                          without beta
+    u_t = beta_t * (v_t - S^T k_t)                                     with beta (the delta rule)
+    S   = S + k_t u_t^T
+    o_t = softmax_scale * S^T q_t                                      read after write
+
+So the order is: decay, write, read. A gate of -inf forgets. Tokens with a negative segment id, and tokens of no packed
+sequence, leave the state alone and have output 0.
+
+Sources: Katharopoulos et al. 2020 (linear attention); Yang et al. 2023, arXiv:2312.06635 (gated linear attention);
+Qin et al. 2024, arXiv:2401.04658 (constant decay); Dao & Gu 2024, arXiv:2405.21060 (state space duality);
+Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (decay per channel in it).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families import packing
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.model import Family
+
+
+@arguments
+class LinearRecurrence:
+    """Canonical input of one recurrence. B rows, T tokens, H heads, K key channels, V value channels, N sequences.
+
+    Query, key and value may each have fewer heads than H: head h reads head `h // (H // heads)` of them.
+
+    Attributes:
+        query: [B, T, Hq, K] floating.
+        key: [B, T, Hk, K], same dtype as query.
+        value: [B, T, Hv, V] floating.
+        softmax_scale: Factor on the output.
+        decay: [B|1, T|1, H, K|1] floating, log of the factor on the state's rows.
+        value_decay: [B, T, H, V] floating, log of the factor on the state's columns.
+        beta: [B, T, H] floating; its presence makes the recurrence a delta rule.
+        initial_state: [B, H, K, V] floating, the state before the first token of every row; None is zeros.
+        cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and each has a
+            state of its own. Empty sequences are allowed.
+        sequence_state: [N, H, K, V] floating, the state before each packed sequence; None is zeros.
+        segment_ids: [B, T] int32; a token whose id differs from that of the last real token before it starts from a
+            zero state, and negative ids are padding. The first real token continues from the initial state.
+        precision: Of the matrix products; None takes full precision where the inputs are wider than 16 bits.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    softmax_scale: float = static()
+    decay: jax.Array | None = None
+    value_decay: jax.Array | None = None
+    beta: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    sequence_state: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+    precision: lax.Precision | None = static(None)
+
+
+def accumulator(record: LinearRecurrence) -> Any:
+    """The dtype of states and sums: float32, or float64 for float64 inputs."""
+    return jnp.promote_types(record.query.dtype, jnp.float32)
+
+
+def head_count(record: LinearRecurrence) -> int:
+    """H: the heads that have a state of their own."""
+    return max(record.query.shape[2], record.value.shape[2])
+
+
+def states(record: LinearRecurrence) -> jax.Array:
+    """The states before the first tokens: [B, H, K, V], or [N, H, K, V] of packed sequences, in the accumulator."""
+    given = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    if given is not None:
+        return given.astype(accumulator(record))
+    rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return jnp.zeros((rows, head_count(record), record.query.shape[3], record.value.shape[3]), accumulator(record))
+
+
+def segment_roles(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which tokens are real and which start from a zero state, both bool [B, T].
+
+    Args:
+        segment_ids: [B, T] int, as in `LinearRecurrence`.
+    """
+    real = segment_ids >= 0
+    index = jnp.where(real, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
+    latest = jnp.pad(lax.cummax(index, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    before = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
+    return real, real & (latest >= 0) & (segment_ids != before)
+
+
+def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """The family's meaning, one token at a time; float64 if query is, else float32.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's.
+        There are no residuals.
+    """
+    packed = record.cu_seqlens is not None
+
+    def step(table: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        old = table[token["row"]][None] if packed else table
+        new, output = _token(old, token, record.softmax_scale)
+        new = jnp.where(token["real"][:, None, None, None], new, old)
+        return (table.at[token["row"]].set(new[0]) if packed else new), output
+
+    final, outputs = lax.scan(step, states(record), _tokens(record))
+    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), final), ()
+
+
+def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
+    """One step: states [B, H, K, V] after it, and its output [B, H, V]."""
+    highest = lax.Precision.HIGHEST
+    state = jnp.where(token["restart"][:, None, None, None], 0, state)
+    if "decay" in token:
+        state = state * jnp.exp(token["decay"])[..., :, None]
+    if "value_decay" in token:
+        state = state * jnp.exp(token["value_decay"])[..., None, :]
+    write = token["value"]
+    if "beta" in token:
+        known = jnp.einsum("bhkv,bhk->bhv", state, token["key"], precision=highest)
+        write = token["beta"][..., None] * (write - known)
+    state = state + token["key"][..., :, None] * write[..., None, :]
+    output = scale * jnp.einsum("bhkv,bhk->bhv", state, token["query"], precision=highest)
+    return state, jnp.where(token["real"][:, None, None], output, 0)
+
+
+def _tokens(record: LinearRecurrence) -> dict[str, jax.Array]:
+    """What each token brings, each [T, B, ...] with all heads."""
+    (rows, length), heads, dtype = record.query.shape[:2], head_count(record), accumulator(record)
+    fields = {name: getattr(record, name) for name in ("query", "key", "value", "decay", "value_decay", "beta")}
+    tokens = {name: x.astype(dtype) for name, x in fields.items() if x is not None}
+    tokens = {name: jnp.repeat(x, heads // x.shape[2], axis=2) for name, x in tokens.items()}
+    tokens = {name: jnp.broadcast_to(x, (rows, length, *x.shape[2:])) for name, x in tokens.items()}
+    real, restart = jnp.ones((rows, length), bool), jnp.zeros((rows, length), bool)
+    if record.segment_ids is not None:
+        real, restart = segment_roles(record.segment_ids)
+    tokens = {**tokens, "real": real, "restart": restart}
+    if record.cu_seqlens is not None:
+        ids, _ = packing.packed_ids(record.cu_seqlens, length)
+        tokens["real"] = real & (ids >= 0)
+    tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
+    return tokens if record.cu_seqlens is None else {**tokens, "row": jnp.maximum(ids[0], 0)}
+
+
+def localise(record: LinearRecurrence, offsets: Mapping[str, jax.Array]) -> LinearRecurrence:
+    """One shard's record as it is: rows and heads know nothing of each other."""
+    return record
+
+
+FAMILY = Family(
+    name="chunked linear recurrence",
+    record=LinearRecurrence,
+    differentiable=("query", "key", "value", "decay", "value_decay", "beta", "initial_state", "sequence_state"),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
+    axes={
+        "query": "b t h k",
+        "key": "b t g k",
+        "value": "b t g v",
+        "decay": "b t h k",
+        "value_decay": "b t h v",
+        "beta": "b t h",
+        "initial_state": "b h k v",
+        "cu_seqlens": "n",
+        "sequence_state": "n h k v",
+        "segment_ids": "b t",
+        # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
+        "output": ("b t h v", "b h k v"),
+    },
+    shardable="bhg",
+    aligned=(("h", "g"),),
+    localise=localise,
+    reference=reference,
+)
+"""For operations whose queries have a head each: query head h reads key and value head `h // (H // Hk)`."""
+
+GROUPED = dataclasses.replace(
+    FAMILY,
+    name="chunked linear recurrence, grouped",
+    axes={**FAMILY.axes, "query": "b t g k", "key": "b t g k", "value": "b t h v"},
+)
+"""For operations whose values have a head each, and queries and keys are shared by groups of them."""

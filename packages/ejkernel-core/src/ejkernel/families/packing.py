@@ -1,0 +1,63 @@
+"""Packed and padded sequences: cumulative lengths as segment ids and positions, all of it jit-able."""
+
+import jax
+import jax.numpy as jnp
+
+
+def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
+    """Sequence number and position in its sequence of every token of one packed row.
+
+    Args:
+        cum_seqlens: [N + 1] int, non-decreasing, may be traced; sequence n owns tokens
+            `cum_seqlens[n] : cum_seqlens[n + 1]`. Empty sequences are allowed.
+        total: Tokens in the row.
+
+    Returns:
+        Two [1, total] int32 arrays: ids in 0..N-1, -1 for tokens of no sequence; positions from 0 (0 there).
+    """
+    cum_seqlens = cum_seqlens.astype(jnp.int32)
+    token = jnp.arange(total, dtype=jnp.int32)
+    # The number of sequences that end at or before a token: empty ones are stepped over.
+    ids = jnp.searchsorted(cum_seqlens[1:], token, side="right").astype(jnp.int32)
+    owned = (token >= cum_seqlens[0]) & (token < cum_seqlens[-1])
+    start = cum_seqlens[jnp.where(owned, ids, 0)]
+    return jnp.where(owned, ids, -1)[None], jnp.where(owned, token - start, 0)[None]
+
+
+def padded_ids(cum_seqlens: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Segment ids and positions of rows that each hold one sequence, left-aligned and followed by padding.
+
+    Args:
+        cum_seqlens: [B + 1] int, may be traced; row b holds `cum_seqlens[b + 1] - cum_seqlens[b]` tokens.
+        length: Tokens in a row, padding included.
+
+    Returns:
+        Two [B, length] int32 arrays: ids, 0 for a row's tokens and -1 for padding; positions from 0 (0 for padding).
+    """
+    lengths = jnp.diff(cum_seqlens.astype(jnp.int32))
+    token = jnp.arange(length, dtype=jnp.int32)
+    owned = token < lengths[:, None]
+    return jnp.where(owned, 0, -1), jnp.where(owned, token, 0)
+
+
+def both_ids(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Segment ids for (query, key) under which two tokens attend exactly if they do under both given pairs.
+
+    Args:
+        one: Query ids [B, T] and key ids [B, S], int32.
+        other: Likewise.
+    """
+    first, second = (jnp.concatenate(pair, axis=1) for pair in (one, other))
+    joined = jnp.where((first < 0) | (second < 0), -1, _pair_ranks(first, second))
+    queries = one[0].shape[1]
+    return joined[:, :queries], joined[:, queries:]
+
+
+def _pair_ranks(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Dense ranks of the pairs (first, second) within each row: equal pairs, equal ranks. [B, N] -> [B, N] int32."""
+    order = jnp.lexsort((second, first), axis=1)
+    ordered = [jnp.take_along_axis(ids, order, axis=1) for ids in (first, second)]
+    changes = jnp.logical_or(*(ids[:, 1:] != ids[:, :-1] for ids in ordered))
+    ranks = jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+    rows = jnp.arange(first.shape[0])[:, None]
+    return jnp.zeros(first.shape, jnp.int32).at[rows, order].set(ranks)

@@ -1,0 +1,242 @@
+"""The paged softmax attention family: attention over a key-value cache that lies in pages, for inference.
+
+Sequence n has `kv_lens[n]` tokens, of which the newest, `q_n`, are its queries: query i sits at position
+`p_i = kv_lens[n] - q_n + i`, and `c_n = kv_lens[n] - q_n` tokens were there before. For its key at position k, query
+head h and KV head `h // (H // Hk)`:
+
+    s_ik = softmax_scale * <q_i, k_k>                                float32 accumulation
+    s_ik = s_ik + alibi_slopes_h * (k - c_n) + qq_bias[i, k - c_n]   the latter for keys that are queries, k >= c_n
+    s_ik = cap * tanh(s_ik / cap)                                    if logits_soft_cap
+    s_ik = -inf                                                      unless allowed(i, k)
+    p_ik = exp(s_ik) / (exp(softmax_aux_h) + sum_k exp(s_ik))        the sink joins the denominator only
+    o_i  = value_scale * sum_k p_ik * v_k
+
+`allowed(i, k)`: the cache has the key, `kv_starts[n] <= k < kv_lens[n]`, `k <= p_i` if causal, and
+`p_i - left <= k <= p_i + right` for the window. A row with nothing to attend gives output 0 and lse -inf (the sink's
+logit if there is one); a row that belongs to no sequence gives 0 and -inf.
+
+If there are new tokens, they are written into the pages first (`paged_cache.write`), and attended to.
+
+Sources: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018 (online softmax); Press et al.
+2022, arXiv:2108.12409 (alibi); Xiao et al. 2023, arXiv:2309.17453 (sinks).
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families import paged_cache
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.model import Family
+
+Window = tuple[int | None, int | None]
+
+
+@arguments
+class PagedAttention:
+    """Canonical input of one call. T query rows, N sequences, P pages of S slots, H and Hk heads, D and Dv sizes.
+
+    Attributes:
+        query: [T, H, D] floating.
+        key_pages: The cache's keys, axes in the order of `kv_layout`; with `"pshcd"` [P, S, G, 2, L], keys (0) and
+            values (1) of G >= Hk heads in the first D of L lanes.
+        value_pages: The cache's values, [..., Dv]; None with `"pshcd"`.
+        block_tables: [N, pages a sequence] int; None for one page a sequence, its own.
+        kv_lens: [N] int, tokens of each sequence, its queries included.
+        query_start: [N + 1] int, first query row of each sequence; None for one row each.
+        softmax_scale: Factor on the raw scores.
+        kv_layout: One of `paged_cache.LAYOUTS`.
+        kv_heads: Hk, where the cache has more heads, as padding.
+        kv_starts: [N] int, first key of each sequence; None for 0.
+        num_seqs: int scalar, how many of the N sequences are live; None for all.
+        softmax_aux: [H] float32, one sink logit a head.
+        alibi_slopes: [H] float32.
+        qq_bias: [Q, Q] floating; pairs outside have none.
+        new_keys: [T, Hk, D] tokens of the query rows, to be written first.
+        new_values: [T, Hk, Dv], likewise.
+        causal: Key position at most query position.
+        sliding_window: (left, right), inclusive; None on a side leaves it open.
+        logits_soft_cap: Cap c of `c * tanh(s / c)`.
+        compute_dtype: Queries, keys and values are rounded to it; None for no rounding.
+        value_scale: Factor on the output.
+    """
+
+    query: jax.Array
+    key_pages: jax.Array
+    value_pages: jax.Array | None
+    block_tables: jax.Array | None
+    kv_lens: jax.Array
+    query_start: jax.Array | None
+    softmax_scale: float = static()
+    kv_layout: str = static()
+    kv_heads: int | None = static()
+    kv_starts: jax.Array | None = None
+    num_seqs: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    qq_bias: jax.Array | None = None
+    new_keys: jax.Array | None = None
+    new_values: jax.Array | None = None
+    causal: bool = static(True)
+    sliding_window: Window | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    compute_dtype: Any = static(None)
+    value_scale: float = static(1.0)
+
+
+def band(record: PagedAttention) -> Window:
+    """(left, right) such that causal and window together allow `-left <= k - p <= right`; None is unbounded."""
+    left, right = record.sliding_window or (None, None)
+    if record.causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
+    """The family's meaning in plain jnp, every query row against every slot of its table.
+
+    Returns:
+        Output [T, H, Dv], lse [T, H] and the pages that were written, if any; and no residuals.
+    """
+    accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
+    record, pages = paged_cache.write(record)
+    sequence, position = paged_cache.token_places(record)
+    keys, values, present = _gathered(record, sequence, accumulate)
+    scores = _scores(record, keys, sequence, position, accumulate)
+    allowed = (present & _in_band(record, position))[:, None]
+    sink = jnp.full(record.query.shape[1], -jnp.inf) if record.softmax_aux is None else record.softmax_aux
+    sink = jnp.where((sequence >= 0)[:, None], sink.astype(accumulate), -jnp.inf)[..., None]
+    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, where=allowed, initial=-jnp.inf), sink)
+    shift = jnp.where(peak > -jnp.inf, peak, 0)
+    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - shift, 0)), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - shift)
+    weights = weights / jnp.where(total > 0, total, 1)
+    lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + shift, -jnp.inf)[..., 0]
+    output = jnp.einsum("thk,tkhv->thv", weights, values, precision=lax.Precision.HIGHEST) * record.value_scale
+    return (output.astype(record.query.dtype), lse, *pages), None
+
+
+def _gathered(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    """For every query row the keys [T, K, H, D], values and presence bool [T, K] of its table's K slots."""
+    heads, kv_heads = record.query.shape[1], paged_cache.kv_heads(record)
+    position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32)
+    page, slot = paged_cache.find(record, sequence[:, None], position[None])
+    row = jnp.maximum(sequence, 0)
+    present = (page < paged_cache.page_count(record)) & (position < record.kv_lens[row][:, None])
+    if record.kv_starts is not None:
+        present &= position >= record.kv_starts[row][:, None]
+    page = jnp.where(present, page, paged_cache.page_count(record))
+    head = jnp.arange(heads, dtype=jnp.int32) // (heads // kv_heads)
+    keys, values = paged_cache.load(record, page[..., None], slot[..., None], head)
+    return _rounded(keys, record).astype(dtype), _rounded(values, record).astype(dtype), present
+
+
+def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, position: jax.Array, dtype: Any) -> jax.Array:
+    """Scores before masking, [T, H, K]."""
+    query = _rounded(record.query, record).astype(dtype)
+    scores = jnp.einsum("thd,tkhd->thk", query, keys, precision=lax.Precision.HIGHEST) * record.softmax_scale
+    context = _contexts(record)[jnp.maximum(sequence, 0)]
+    column = jnp.arange(scores.shape[-1], dtype=jnp.int32) - context[:, None]
+    if record.alibi_slopes is not None:
+        scores = scores + record.alibi_slopes.astype(dtype)[:, None] * column[:, None].astype(dtype)
+    if record.qq_bias is not None:
+        scores = scores + qq_terms(record.qq_bias, (position - context)[:, None], column)[:, None].astype(dtype)
+    if record.logits_soft_cap is not None:
+        scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
+    return scores
+
+
+def _contexts(record: PagedAttention) -> jax.Array:
+    """Tokens of each sequence before its queries."""
+    return record.kv_lens.astype(jnp.int32) - paged_cache.query_ranges(record)[1]
+
+
+def qq_terms(bias: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """Entries of a [Q, Q] bias; 0 outside of it. The indices broadcast against each other."""
+    size = bias.shape[0]
+    outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
+    return bias.at[jnp.where(outside, size, row), column].get(mode="fill", fill_value=0)
+
+
+def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
+    """bool [T, K]."""
+    left, right = band(record)
+    key, position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32), position[:, None]
+    allowed = jnp.ones((position.shape[0], key.shape[0]), bool)
+    if left is not None:
+        allowed &= key >= position - left
+    return allowed if right is None else allowed & (key <= position + right)
+
+
+def _rounded(x: jax.Array, record: PagedAttention) -> jax.Array:
+    return x if record.compute_dtype is None else x.astype(record.compute_dtype)
+
+
+def _localise(axes: str, record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
+    """One shard's record: heads are independent, and so are sequences; nothing in it is global.
+
+    Raises:
+        ValueError: The heads cannot be split the way the cache lies.
+    """
+    if "g" in offsets or "h" in offsets:
+        if axes.split().index("g") != record.kv_layout.index("h"):
+            raise ValueError(
+                f"in_specs: heads of a cache with layout {record.kv_layout!r} cannot be split over devices"
+            )
+        if record.kv_heads is not None:
+            raise ValueError(f"in_specs: a cache with padded heads cannot be split by its {record.kv_heads} KV heads")
+    return record
+
+
+_AXES: dict[str, Any] = {
+    "query": "t h d",
+    "key_pages": "p s g d",
+    "value_pages": "p s g v",
+    "block_tables": "r k",
+    "kv_lens": "r",
+    "query_start": "n",
+    "kv_starts": "r",
+    "num_seqs": "",
+    "softmax_aux": "h",
+    "alibi_slopes": "h",
+    "qq_bias": "i j",
+    "new_keys": "t g d",
+    "new_values": "t g v",
+    "output": ("t h v", "t h"),
+}
+
+
+def _family(name: str, shardable: str = "hg", **axes: Any) -> Family:
+    """The family for one way in which the arrays of a record lie; the meaning is the same for all."""
+    axes = {**_AXES, **axes}
+    return Family(
+        name=name,
+        record=PagedAttention,
+        differentiable=(),
+        dtype=lambda record: record.query.dtype,
+        head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
+        axes=axes,
+        shardable=shardable,
+        aligned=(("h", "g"),),
+        localise=functools.partial(_localise, axes["key_pages"]),
+        reference=reference,
+    )
+
+
+PACKED = _family("paged attention")
+HEAD_MAJOR = _family("paged attention, heads first", key_pages="g p s d", value_pages="g p s v")
+COMBINED = _family("paged attention, keys and values together", key_pages="p s g c d")
+DECODE = _family("paged decoding", "rhg", query="r h d", output=("r h v", "r h"))
+DENSE = _family(
+    "dense decoding", "rhg", query="r h d", key_pages="r s g d", value_pages="r s g v", output=("r h v", "r h")
+)
+WRITING = _family("paged attention with writing", output=("t h v", "t h", "p s g d", "p s g v"))
+COMBINED_WRITING = _family(
+    "paged attention with writing, keys and values together",
+    key_pages="p s g c d",
+    output=("t h v", "t h", "p s g c d"),
+)

@@ -1,0 +1,147 @@
+"""Where the tokens of sequences lie in a cache of pages: finding, reading and writing them.
+
+Sequence n keeps its token at position k in page `block_tables[n, k // S]`, slot `k % S`. A position is *absent* where
+the table has no entry for it, or an entry that is no page of the cache (padding such as -1): absent keys are attended
+by nobody, and absent tokens are never written.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from ejkernel.families.paged_attention import PagedAttention
+
+COMBINED = "pshcd"
+"""The layout in which one array holds keys (component 0) and values (component 1)."""
+
+LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED)
+"""Orders of a cache's axes, a letter each: page, slot, head, component, size."""
+
+
+def page_count(record: "PagedAttention") -> int:
+    """Pages of the cache."""
+    return record.key_pages.shape[record.kv_layout.index("p")]
+
+
+def page_size(record: "PagedAttention") -> int:
+    """Slots of a page."""
+    return record.key_pages.shape[record.kv_layout.index("s")]
+
+
+def kv_heads(record: "PagedAttention") -> int:
+    """KV heads, without those that only pad the cache."""
+    return record.kv_heads or record.key_pages.shape[record.kv_layout.index("h")]
+
+
+def value_size(record: "PagedAttention") -> int:
+    """Size of a value, and of the output."""
+    return record.query.shape[-1] if record.value_pages is None else record.value_pages.shape[-1]
+
+
+def capacity(record: "PagedAttention") -> int:
+    """The longest sequence that the tables can describe."""
+    entries = 1 if record.block_tables is None else record.block_tables.shape[1]
+    return entries * page_size(record)
+
+
+def query_ranges(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
+    """First row and number of rows of every sequence's queries, [N] int32; 0 rows from `num_seqs` on."""
+    sequences = record.kv_lens.shape[0]
+    if record.query_start is None:
+        return jnp.arange(sequences, dtype=jnp.int32), jnp.ones(sequences, jnp.int32)
+    starts = record.query_start.astype(jnp.int32)
+    lengths = jnp.maximum(jnp.diff(starts), 0)
+    if record.num_seqs is not None:
+        lengths = jnp.where(jnp.arange(sequences) < record.num_seqs, lengths, 0)
+    return starts[:-1], lengths
+
+
+def token_places(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
+    """Sequence (-1 for none) and position of every query row, [T] int32."""
+    starts, lengths = query_ranges(record)
+    token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
+    ends = lax.cummax(jnp.where(lengths > 0, starts + lengths, 0))
+    found = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+    sequence = jnp.minimum(found, starts.shape[0] - 1)
+    offset = token - starts[sequence]
+    owned = (found == sequence) & (offset >= 0) & (offset < lengths[sequence])
+    position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + offset
+    return jnp.where(owned, sequence, -1), jnp.where(owned, position, 0)
+
+
+def find(record: "PagedAttention", sequence: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Page and slot of positions of sequences.
+
+    Args:
+        record: The record.
+        sequence: int32; negative for none.
+        position: int32, broadcastable with it; negative for none.
+
+    Returns:
+        Page and slot, int32; the page of what is absent is the number of pages, one more than there are.
+    """
+    pages, size = page_count(record), page_size(record)
+    sequence, position = jnp.broadcast_arrays(sequence, position)
+    present = (sequence >= 0) & (position >= 0)
+    sequence, position = jnp.where(present, sequence, 0), jnp.where(present, position, 0)
+    if record.block_tables is None:
+        page, slot, present = sequence, position, present & (position < size)
+    else:
+        tables = record.block_tables.astype(jnp.int32)
+        page, slot = tables.at[sequence, position // size].get(mode="fill", fill_value=-1), position % size
+    return jnp.where(present & (page >= 0) & (page < pages), page, pages), slot
+
+
+def load(record: "PagedAttention", page: jax.Array, slot: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values at given places; 0 where the page is none of the cache's, whatever the cache holds.
+
+    Args:
+        record: The record.
+        page: int32, as `find` gives it.
+        slot: int32, broadcastable with it.
+        head: int32 KV heads, broadcastable with both.
+
+    Returns:
+        Keys [..., D] and values [..., Dv] in the caches' dtypes.
+    """
+    places = {"p": page, "s": slot, "h": head}
+
+    def rows(pages: jax.Array, component: int, size: int) -> jax.Array:
+        index = tuple(jnp.int32(component) if axis == "c" else places[axis] for axis in record.kv_layout[:-1])
+        return pages.at[index].get(mode="fill", fill_value=0)[..., :size]
+
+    values = record.key_pages if record.value_pages is None else record.value_pages
+    return rows(record.key_pages, 0, record.query.shape[-1]), rows(values, 1, value_size(record))
+
+
+def write(record: "PagedAttention") -> tuple["PagedAttention", tuple[jax.Array, ...]]:
+    """The record with `new_keys` and `new_values` in its pages, and those pages.
+
+    Token i of a sequence that has q query rows goes to position `kv_len - q + i`. Only slots of tokens are touched:
+    rows of no sequence and absent positions are dropped. Where the caches are donated, XLA writes in place.
+    """
+    if record.new_keys is None or record.new_values is None:
+        return record, ()
+    at = find(record, *token_places(record))
+    if record.kv_layout == COMBINED:
+        tokens = _combined(record.new_keys, record.new_values, record.key_pages)
+        pages = (record.key_pages.at[at].set(tokens, mode="drop"),)
+        return _without_news(record, key_pages=pages[0]), pages
+    pairs = ((record.key_pages, record.new_keys), (record.value_pages, record.new_values))
+    keys, values = (x.at[at].set(new.astype(x.dtype), mode="drop") for x, new in pairs if x is not None)
+    return _without_news(record, key_pages=keys, value_pages=values), (keys, values)
+
+
+def _without_news(record: "PagedAttention", **pages: Any) -> "PagedAttention":
+    return dataclasses.replace(record, new_keys=None, new_values=None, **pages)
+
+
+def _combined(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:
+    """Tokens [T, Hk, D] as rows [T, G, 2, L] of a combined cache, 0 in the heads and lanes that only pad it."""
+    rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)
+    padding = [(0, 0), *((0, wants - has) for has, wants in zip(rows.shape[1:], pages.shape[2:], strict=True))]
+    return jnp.pad(rows, padding)

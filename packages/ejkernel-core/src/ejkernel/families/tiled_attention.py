@@ -1,0 +1,238 @@
+"""The tiled softmax attention family: the record its operations lower to, its meaning and its residuals.
+
+For a query row i and key j of one batch row and query head h (KV head `h // (H // Hk)`):
+
+    s_ij = softmax_scale * <q_i, k_j>                          float32 accumulation at `precision`
+    s_ij = s_ij + bias_ij
+    s_ij = cap * tanh(s_ij / cap)                              if logits_soft_cap
+    s_ij = round s_ij to logits_dtype                          derivative 1
+    s_ij = -inf                                                unless allowed(i, j)
+    p_ij = exp(s_ij) / (exp(softmax_aux_h) + sum_j exp(s_ij))  the sink joins the denominator only
+    o_i  = sum_j dropout_ij * p_ij * v_j                       dropout_ij = keep / (1 - dropout_prob)
+
+`allowed(i, j)` is the conjunction of everything present: `mask`, equal segment ids >= 0, `k <= q` if causal and
+`q - left <= k <= q + right` for the window, where q and k are the positions (or the indices without positions).
+A row with nothing to attend gives output 0, gradient 0 and lse -inf (the sink's logit if there is one).
+
+Sources: Vaswani et al. 2017 (attention); Milakov & Gimelshein 2018 and Dao et al. 2022 (online softmax, backward by
+recomputation); Xiao et al. 2023 (attention sinks).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families import dropout
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.model import Family
+
+Window = tuple[int | None, int | None]
+FAR = 2**30
+
+
+@arguments
+class TiledAttention:
+    """Canonical input of one attention call. B batch, T queries, S keys, H query heads, Hk KV heads, D and Dv sizes.
+
+    Attributes:
+        query: [B, T, H, D] floating.
+        key: [B, S, Hk, D], same dtype as query.
+        value: [B, S, Hk, Dv], same dtype as query.
+        softmax_scale: Factor on the raw scores.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores.
+        mask: [B|1, H|1, T|1, S|1] bool, True attends.
+        q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
+        kv_segment_ids: [B, S] int32.
+        q_positions: [B|1, T] int32 that causal and window compare instead of the query index.
+        kv_positions: [B|1, S] int32, likewise for keys.
+        softmax_aux: [H] float32, one sink logit a head.
+        dropout_seed: uint32 scalar.
+        dropout_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
+            records that are one shard of a call; None is all zeros.
+        dropout_prob: Probability of dropping a weight, in [0, 1).
+        causal: Key position at most query position.
+        sliding_window: (left, right), inclusive; None on a side leaves it open.
+        logits_soft_cap: Cap c of `c * tanh(s / c)`.
+        normalize_output: False returns the numerator relative to the row's maximum, `sum_j exp(s_ij - max_j s_ij) v_j`.
+        precision: Of the matrix products.
+        logits_dtype: Scores are rounded to it before the softmax.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    softmax_scale: float = static()
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    q_segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    kv_positions: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    dropout_seed: jax.Array | None = None
+    dropout_origin: jax.Array | None = None
+    dropout_prob: float = static(0.0)
+    causal: bool = static(False)
+    sliding_window: Window | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    normalize_output: bool = static(True)
+    precision: lax.Precision = static(lax.Precision.DEFAULT)
+    logits_dtype: Any = static(jnp.dtype("float32"))
+
+
+@arguments
+class SoftmaxResiduals:
+    """What a forward pass leaves for the backward pass, beside the output.
+
+    Attributes:
+        lse: [B, H, T] float32, log of the softmax denominator, sink included; -inf for empty rows.
+        row_max: [B, H, T] float32, the largest allowed score; only if not `normalize_output`.
+        row_argmax: [B, H, T] int32, the key that has it; only if not `normalize_output`.
+    """
+
+    lse: jax.Array
+    row_max: jax.Array | None = None
+    row_argmax: jax.Array | None = None
+
+
+def band(record: TiledAttention) -> Window:
+    """(left, right) such that causal and window together allow `-left <= k - q <= right`; None is unbounded.
+
+    A side of `FAR` or more is unbounded too: int32 positions plus such a side would wrap around.
+    """
+    left, right = (side if side is None or side < FAR else None for side in record.sliding_window or (None, None))
+    if record.causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+    """Query and key positions, [B|1, T] and [B|1, S] int32."""
+    q, k = record.q_positions, record.kv_positions
+    q = jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q is None else q
+    k = jnp.arange(record.key.shape[1], dtype=jnp.int32)[None] if k is None else k
+    return q, k
+
+
+def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledAttention:
+    """Makes one shard's record mean its part of the global call: query positions and dropout counters are global."""
+    queries = offsets.get("t")
+    moved: dict[str, jax.Array] = {}
+    if queries is not None and record.q_positions is None and band(record) != (None, None):
+        moved["q_positions"] = positions(record)[0] + queries
+    if record.dropout_prob > 0.0:
+        moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
+    return dataclasses.replace(record, **moved)
+
+
+def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
+    """The family's meaning in plain jnp, N x N and all; float64 if query is, else float32."""
+    accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
+    scores, allowed = reference_scores(record, accumulate)
+    peak = jnp.max(jnp.where(allowed, scores, -jnp.inf), axis=-1, keepdims=True)
+    sink = None if record.softmax_aux is None else record.softmax_aux.astype(accumulate)[None, :, None, None]
+    shift = peak if sink is None else jnp.maximum(peak, sink)
+    shift = lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0))
+    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - shift, 0)), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - shift))
+    lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + shift, -jnp.inf)
+    if record.normalize_output:
+        weights = weights / jnp.where(total > 0, total, 1)
+        extra = {}
+    else:
+        # The gradient of the maximum goes to the first key that has it; `jnp.max` would share it between ties.
+        argmax = jnp.argmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(jnp.int32)
+        peak = jnp.where(peak > -jnp.inf, jnp.take_along_axis(scores, argmax[..., None], axis=-1), 0)
+        weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - peak, 0)), 0)
+        extra = {"row_max": peak[..., 0], "row_argmax": argmax}
+    weights = weights * _dropout_factor(record, accumulate)
+    value = _repeat_heads(record.value, record.query.shape[2]).astype(accumulate)
+    output = jnp.einsum("bhts,bshv->bthv", weights, value, precision=lax.Precision.HIGHEST)
+    return output.astype(record.query.dtype), SoftmaxResiduals(lse=lse[..., 0], **extra)
+
+
+def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array, jax.Array]:
+    """Scores before masking [B, H, T, S] and which of them are allowed, bool [B|1, H|1, T, S]."""
+    query = record.query.astype(accumulate)
+    key = _repeat_heads(record.key, record.query.shape[2]).astype(accumulate)
+    scores = jnp.einsum("bthd,bshd->bhts", query, key, precision=lax.Precision.HIGHEST) * record.softmax_scale
+    if record.bias is not None:
+        scores = scores + record.bias.astype(accumulate)
+    if record.logits_soft_cap is not None:
+        scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
+    if record.logits_dtype != jnp.float32:
+        scores = _rounded(record.logits_dtype, scores)
+    return scores, _allowed(record)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rounded(dtype: Any, scores: jax.Array) -> jax.Array:
+    return scores.astype(dtype).astype(scores.dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _rounded(dtype, *primals), tangents[0]
+
+
+def _allowed(record: TiledAttention) -> jax.Array:
+    q, k = positions(record)
+    q, k = q[:, None, :, None], k[:, None, None, :]
+    left, right = band(record)
+    allowed = jnp.ones((1, 1, record.query.shape[1], record.key.shape[1]), bool)
+    if left is not None:
+        allowed &= k >= q - left
+    if right is not None:
+        allowed &= k <= q + right
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:
+        q_ids, k_ids = record.q_segment_ids[:, None, :, None], record.kv_segment_ids[:, None, None, :]
+        allowed &= (q_ids == k_ids) & (q_ids >= 0)
+    return allowed if record.mask is None else allowed & record.mask
+
+
+def _dropout_factor(record: TiledAttention, accumulate: Any) -> jax.Array | float:
+    if record.dropout_prob == 0.0 or record.dropout_seed is None:
+        return 1.0
+    (b, t, h, _), s = record.query.shape, record.key.shape[1]
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
+    rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
+    kept = dropout.keep(rows[..., None], key, record.dropout_prob)
+    return kept.astype(accumulate) / (1.0 - record.dropout_prob)
+
+
+def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
+    return jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+FAMILY = Family(
+    name="tiled softmax attention",
+    record=TiledAttention,
+    differentiable=("query", "key", "value", "bias", "softmax_aux"),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
+    axes={
+        "query": "b t h d",
+        "key": "b s g d",
+        "value": "b s g v",
+        "bias": "b h t s",
+        "mask": "b h t s",
+        "q_segment_ids": "b t",
+        "kv_segment_ids": "b s",
+        "q_positions": "b t",
+        "kv_positions": "b s",
+        "softmax_aux": "h",
+        "dropout_seed": "",
+        "dropout_origin": "c",
+        "output": "b t h v",
+    },
+    shardable="bthg",
+    aligned=(("h", "g"),),
+    localise=localise,
+    reference=reference,
+)

@@ -1,0 +1,247 @@
+"""Prefill and decoding mixed in one batch, over separate caches that the new tokens are first written into."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import ChunkedPrefillPagedDecodeConfig
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_count,
+    as_newest,
+    as_scale,
+    check_caches,
+    check_packed,
+    check_per_head,
+    check_query,
+    per_head,
+    settle,
+    tuned,
+)
+from ejkernel.modules.operations.shapes import as_flag, check_same_dtype, check_shape
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class ChunkedPrefillPagedDecodeArguments:
+    """The arguments of `chunked_prefill_paged_decode`, which documents them; canonical once they are made."""
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    key_cache: jax.Array
+    value_cache: jax.Array
+    kv_lens: jax.Array
+    block_tables: jax.Array
+    query_start_loc: jax.Array
+    alibi_slopes: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    causal: bool = static(True)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    seq_threshold_3d: int | None = static(None)
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            causal=as_flag("causal", self.causal),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
+        )
+
+
+def chunked_prefill_paged_decode(
+    queries: Float[Array, "t h d"],
+    keys: Float[Array, "t g d"],
+    values: Float[Array, "t g v"],
+    key_cache: Float[Array, "p s g d"],
+    value_cache: Float[Array, "p s g v"],
+    kv_lens: Integer[Array, " r"],
+    block_tables: Integer[Array, "r k"],
+    query_start_loc: Integer[Array, " n"],
+    alibi_slopes: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " h"] | None = None,
+    /,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    seq_threshold_3d: int | None = None,
+    platform: str | None = None,
+    cfg: ChunkedPrefillPagedDecodeConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "t h v"], Float[Array, "p s g d"], Float[Array, "p s g v"]]:
+    """Writes the new tokens of many sequences into their pages, then attends (Kwon et al. 2023, arXiv:2309.06180).
+
+    `unified_attention` after a write: row i of q of sequence n, `query_start_loc[n] + i`, is the token at position
+    `kv_lens[n] - q + i`, whose key and value go to page `block_tables[n, k // S]`, slot `k % S`. Nothing but these
+    slots is written. Call under `jax.jit` with `donate_argnums` for both caches and use the returned ones: the update
+    is then in place. A call outside of jit copies the caches. Not differentiable.
+
+    Args:
+        queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
+        keys: [T, Hk, D] new keys, dtype of key_cache.
+        values: [T, Hk, Dv] new values, dtype of key_cache.
+        key_cache: [P, S, Hk, D] floating.
+        value_cache: [P, S, Hk, Dv], dtype of key_cache.
+        kv_lens: [N] int, tokens of each sequence, the new ones included.
+        block_tables: [N, pages a sequence] int. Entries past a sequence's length are neither looked at nor written
+            through; within it, an entry that is no page of the cache is a page without keys, which drops what is
+            written to it.
+        query_start_loc: [N + 1] int, not decreasing. Sequences may have no rows.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its new ones.
+        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        causal: Key position at most query position.
+        sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied to the score with its alibi term.
+        seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
+            `cfg`.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
+            split.
+        out_specs: Partition specs of output, key cache and value cache; must follow from the inputs'.
+
+    Returns:
+        [T, H, Dv] in queries' dtype, where rows that belong to no sequence are 0; the key cache and the value cache.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import chunked_prefill_paged_decode
+
+        queries = jax.random.normal(jax.random.key(0), (8, 4, 64))
+        tokens = jax.random.normal(jax.random.key(1), (8, 2, 64))
+        caches = jnp.zeros((16, 16, 2, 64)), jnp.zeros((16, 16, 2, 64))
+        lengths = jnp.array([7, 1])  # a prompt of 7 tokens, and one of 1
+        tables = jnp.array([[3, 0], [5, 0]])
+        step = jax.jit(chunked_prefill_paged_decode, donate_argnums=(3, 4))
+        output, *caches = step(queries, tokens, tokens, *caches, lengths, tables, jnp.array([0, 7, 8]))
+        assert output.shape == (8, 4, 64)
+        ```
+    """
+    args = ChunkedPrefillPagedDecodeArguments(
+        queries=queries,
+        keys=keys,
+        values=values,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        kv_lens=kv_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        alibi_slopes=alibi_slopes,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        seq_threshold_3d=seq_threshold_3d,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    check_query("queries", args.queries, "T H D", sizes)
+    check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
+    check_shape("keys", args.keys, "T Hk D", sizes)
+    check_shape("values", args.values, "T Hk Dv", sizes)
+    check_same_dtype({"key_cache": args.key_cache, "keys": args.keys, "values": args.values})
+    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
+    check_per_head("alibi_slopes", args.alibi_slopes, sizes)
+    check_per_head("softmax_aux", args.softmax_aux, sizes)
+
+
+def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    return PagedAttention(
+        query=args.queries,
+        key_pages=args.key_cache,
+        value_pages=args.value_cache,
+        block_tables=args.block_tables,
+        kv_lens=args.kv_lens,
+        query_start=args.query_start_loc,
+        softmax_scale=args.queries.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        kv_layout="pshd",
+        kv_heads=None,
+        new_keys=args.keys,
+        new_values=args.values,
+        softmax_aux=per_head(args.softmax_aux, args.queries),
+        alibi_slopes=per_head(args.alibi_slopes, args.queries),
+        causal=args.causal,
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+    )
+
+
+def finish(args: ChunkedPrefillPagedDecodeArguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """What the public function returns: the output and the caches."""
+    return output[0], output[2], output[3]
+
+
+def configure(
+    args: ChunkedPrefillPagedDecodeArguments, cfg: ChunkedPrefillPagedDecodeConfig | None
+) -> ChunkedPrefillPagedDecodeConfig | None:
+    """The call's own configuration, tuning arguments included."""
+    return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d)
+
+
+def reference(args: ChunkedPrefillPagedDecodeArguments) -> tuple[jax.Array, ...]:
+    """The operation's meaning in plain jnp."""
+    return finish(args, paged_attention.reference(lower(args))[0])
+
+
+class ChunkedPrefillPagedDecode(Kernel[ChunkedPrefillPagedDecodeConfig, tuple[Array, Array, Array]]):
+    """`chunked_prefill_paged_decode` as an object."""
+
+
+OP = Op(
+    name="chunked_prefill_paged_decode",
+    function=chunked_prefill_paged_decode,
+    arguments=ChunkedPrefillPagedDecodeArguments,
+    family=paged_attention.WRITING,
+    config=ChunkedPrefillPagedDecodeConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.chunked_cases(ChunkedPrefillPagedDecodeArguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_unified_inputs,
+    axes={
+        "queries": "t h d",
+        "keys": "t g d",
+        "values": "t g v",
+        "key_cache": "p s g d",
+        "value_cache": "p s g v",
+        "kv_lens": "r",
+        "block_tables": "r k",
+        "query_start_loc": "n",
+        "alibi_slopes": "h",
+        "softmax_aux": "h",
+    },
+    finish=finish,
+    output=("t h v", "p s g d", "p s g v"),
+    configure=configure,
+)
+ChunkedPrefillPagedDecode.op = OP

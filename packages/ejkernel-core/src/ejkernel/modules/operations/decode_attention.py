@@ -1,0 +1,217 @@
+"""Decoding over buffers of token rows, with the softmax denominator, for merging partial results."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import DecodeAttentionConfig
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_count,
+    as_newest,
+    as_scale,
+    check_groups,
+    check_ints,
+    check_per_head,
+    check_query,
+    per_head,
+    settle,
+    tuned,
+)
+from ejkernel.modules.operations.shapes import check_not_empty, check_same_dtype, check_shape, got
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class DecodeAttentionArguments:
+    """The arguments of `decode_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key_buffer: jax.Array
+    value_buffer: jax.Array
+    req_to_tokens: jax.Array
+    seq_lens: jax.Array
+    softmax_scale: float | None = static(None)
+    num_kv_splits: int | None = static(None)
+    page_size: int = static(1)
+    logits_soft_cap: float | None = static(None)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    softmax_aux: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        if as_count("page_size", self.page_size) is None:
+            raise ValueError(f"page_size: got {got(self.page_size)}, wants an int >= 1")
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            num_kv_splits=as_count("num_kv_splits", self.num_kv_splits),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+        )
+
+
+def decode_attention(
+    query: Float[Array, "r h d"],
+    key_buffer: Float[Array, "total g d"],
+    value_buffer: Float[Array, "total g v"],
+    req_to_tokens: Integer[Array, "r k"],
+    seq_lens: Integer[Array, " r"],
+    /,
+    *,
+    softmax_scale: float | None = None,
+    num_kv_splits: int | None = None,
+    page_size: int = 1,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_aux: Float[Array, " h"] | None = None,
+    platform: str | None = None,
+    cfg: DecodeAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "r h v"], Float[Array, "r h"]]:
+    """Attention of the newest token of every sequence over its cached keys, and log of its softmax denominator.
+
+    Shape letters: N sequences, H query heads, Hk KV heads, D head size, Dv value size. The token at position k of
+    sequence n lies in buffer row `req_to_tokens[n, k // page_size] * page_size + k % page_size`. The formula is in
+    `ejkernel.families.paged_attention` (Kwon et al. 2023, arXiv:2309.06180). Not differentiable.
+
+    Args:
+        query: [N, H, D] float16, bfloat16, float32 or float64; its position is `seq_lens[n] - 1`.
+        key_buffer: [pages * page_size, Hk, D] floating; holds the query's own token already.
+        value_buffer: [pages * page_size, Hk, Dv], dtype of key_buffer.
+        req_to_tokens: [N, max_pages] int page numbers; with `page_size=1` token rows. Entries past a sequence's length
+            are not looked at; within it, an entry that is no page of the buffers is a page without keys.
+        seq_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        num_kv_splits: Independent partial softmaxes a sequence, in kernels that split (tuning); short for the field of
+            `cfg`.
+        page_size: Token rows of a page.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
+        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order. Sequences and heads can be split.
+        out_specs: Partition specs of output and lse; must follow from the inputs'.
+
+    Returns:
+        [N, H, Dv] in query's dtype, and [N, H] float32 (float64 for float64) log of the softmax denominator, sink
+        included; -inf where there is nothing to attend.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import decode_attention
+
+        query = jax.random.normal(jax.random.key(0), (2, 8, 64))
+        buffer = jax.random.normal(jax.random.key(1), (16 * 4, 2, 64))  # 16 pages of 4 tokens
+        pages = jnp.array([[3, 5, 9], [1, 0, 0]])
+        output, lse = decode_attention(query, buffer, buffer, pages, jnp.array([11, 2]), page_size=4)
+        assert output.shape == (2, 8, 64) and lse.shape == (2, 8)
+        ```
+    """
+    args = DecodeAttentionArguments(
+        query=query,
+        key_buffer=key_buffer,
+        value_buffer=value_buffer,
+        req_to_tokens=req_to_tokens,
+        seq_lens=seq_lens,
+        softmax_scale=softmax_scale,
+        num_kv_splits=num_kv_splits,
+        page_size=page_size,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=sliding_window,
+        softmax_aux=softmax_aux,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: DecodeAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    check_query("query", args.query, "N H D", sizes)
+    check_shape("key_buffer", args.key_buffer, "total Hk D", sizes)
+    check_not_empty("key_buffer", args.key_buffer, "total Hk D", "Hk")
+    check_shape("value_buffer", args.value_buffer, "total Hk Dv", sizes)
+    check_same_dtype({"key_buffer": args.key_buffer, "value_buffer": args.value_buffer})
+    check_groups("key_buffer", args.key_buffer, "query", sizes)
+    if sizes["total"] % args.page_size:
+        shape = tuple(args.key_buffer.shape)
+        raise ValueError(
+            f"key_buffer: got shape {shape}, wants a number of rows that page_size={args.page_size} divides"
+        )
+    check_ints("req_to_tokens", args.req_to_tokens, "N max_pages", sizes)
+    check_ints("seq_lens", args.seq_lens, "N", sizes)
+    check_not_empty("seq_lens", args.seq_lens, "N", "N")
+    check_per_head("softmax_aux", args.softmax_aux, sizes)
+
+
+def lower(args: DecodeAttentionArguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    key, value = (x.reshape(-1, args.page_size, *x.shape[1:]) for x in (args.key_buffer, args.value_buffer))
+    return PagedAttention(
+        query=args.query,
+        key_pages=key,
+        value_pages=value,
+        block_tables=args.req_to_tokens,
+        kv_lens=args.seq_lens,
+        query_start=None,
+        softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        kv_layout="pshd",
+        kv_heads=None,
+        softmax_aux=per_head(args.softmax_aux, args.query),
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+    )
+
+
+def configure(args: DecodeAttentionArguments, cfg: DecodeAttentionConfig | None) -> DecodeAttentionConfig | None:
+    """The call's own configuration, tuning arguments included."""
+    return tuned(DecodeAttentionConfig, cfg, num_kv_splits=args.num_kv_splits)
+
+
+def reference(args: DecodeAttentionArguments) -> tuple[jax.Array, ...]:
+    """The operation's meaning in plain jnp."""
+    return paged_attention.reference(lower(args))[0]
+
+
+class DecodeAttention(Kernel[DecodeAttentionConfig, tuple[Array, Array]]):
+    """`decode_attention` as an object."""
+
+
+OP = Op(
+    name="decode_attention",
+    function=decode_attention,
+    arguments=DecodeAttentionArguments,
+    family=paged_attention.DECODE,
+    config=DecodeAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.decode_cases(DecodeAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_decode_inputs,
+    axes={
+        "query": "r h d",
+        "key_buffer": "p g d",
+        "value_buffer": "p g v",
+        "req_to_tokens": "r k",
+        "seq_lens": "r",
+    },
+    configure=configure,
+)
+DecodeAttention.op = OP

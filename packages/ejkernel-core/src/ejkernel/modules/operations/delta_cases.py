@@ -1,0 +1,122 @@
+"""Inputs for the delta rules: the named cases every backend is tested on."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.recurrence_cases import (
+    BOUNDS,
+    Case,
+    Row,
+    Sizes,
+    gates,
+    log_gate,
+    make_cases,
+    normal,
+)
+
+SLOTS = 6
+
+
+def _decay_of_channels(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+    """Beta, a decay of each key channel and a state."""
+    beta, decay, state = jax.random.split(key, 3)
+    made = gates("beta", "initial_state")(state, sizes)
+    return {**made, "beta": jax.random.uniform(beta, sizes.shape("beta")), "decay": log_gate(decay, sizes.shape("gk"))}
+
+
+def _segments(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+    """Three segments a row with padding in front, between and behind, and a state for the first."""
+    token = jnp.arange(sizes.t)
+    ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
+    made = gates("beta", "decay", "initial_state", return_state=True)(key, sizes)
+    return {**made, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
+
+
+def _weak(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """For keys that are not normalised: strong corrections for long keys make the recurrence itself grow."""
+    made = gates("beta", "decay")(key, sizes)
+    return {**made, "beta": made["beta"] / sizes.k, "use_qk_l2norm": False, "softmax_scale": 0.3}
+
+
+_CHANNELS: Row = ("decay of channels, grouped", Sizes(g=2, v=12), _decay_of_channels, ("beta", "decay", "initial_state"), ())
+_MODEL: Row = ("model", Sizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
+_KERNEL: tuple[Row, ...] = (
+    ("no decay", Sizes(t=7, g=1, k=6, v=10), gates("beta"), ("beta",), ("awkward",)),
+    ("keys as they are", Sizes(), _weak, ("beta",), ()),
+    _CHANNELS,
+    ("bfloat16", Sizes(g=2, dtype=jnp.bfloat16), gates("beta", "decay"), ("beta", "decay"), ()),
+    _MODEL,
+)
+_GATED: tuple[Row, ...] = (
+    (
+        "one token with a state",
+        Sizes(t=1, g=2),
+        gates("beta", "decay", "initial_state", return_state=True),
+        ("initial_state",),
+        ("awkward",),
+    ),
+    (
+        "decay of heads, states",
+        Sizes(t=40),
+        gates("beta", "decay", "initial_state", return_state=True),
+        ("beta", "decay", "initial_state"),
+        (),
+    ),
+    _CHANNELS,
+    ("segments with padding", Sizes(), _segments, ("segment_ids", "initial_state"), ()),
+    _MODEL,
+)
+
+
+def kernel_delta(arguments: type) -> tuple[Case, ...]:
+    """Cases of `kernel_delta_attention`."""
+    return make_cases(arguments, _KERNEL)
+
+
+def gated_delta(arguments: type) -> tuple[Case, ...]:
+    """Cases of `gated_delta_rule`."""
+    return make_cases(arguments, _GATED)
+
+
+# name, tokens, KV heads, lengths, slots, decay of heads or channels, dtype
+_RAGGED: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...], str | None, Any], ...] = (
+    ("prefill and empty", 11, 2, BOUNDS, (5, 0, 2, 1), "decay", jnp.float32),
+    ("decode, no decay", 5, 4, (0, 1, 2, 2, 3), (4, 0, 0, 1), None, jnp.float32),
+    ("mixed, decay of channels", 13, 1, (0, 1, 2, 2, 11, 12), (3, 1, 3, 0, -1), "gk", jnp.float32),
+    ("bfloat16", 13, 2, (0, 1, 2, 2, 11, 12), (3, 1, 3, 0, -1), "decay", jnp.bfloat16),
+)
+
+
+def ragged_delta(arguments: type) -> tuple[Case, ...]:
+    """Cases of `ragged_gated_delta_rule`."""
+    return tuple(_ragged(arguments, *row) for row in _RAGGED)
+
+
+def _ragged(
+    arguments: type,
+    name: str,
+    tokens: int,
+    kv_heads: int,
+    lengths: tuple[int, ...],
+    indices: tuple[int, ...],
+    decay: str | None,
+    dtype: Any,
+) -> Case:
+    sizes = Sizes(b=1, t=tokens, g=kv_heads, v=12)
+
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 6)
+        fields = ("query", "key", "value")
+        return arguments(
+            **{field: normal(k, sizes.shape(field)[1:], dtype) for field, k in zip(fields, keys, strict=False)},
+            beta=jax.random.uniform(keys[4], (tokens, sizes.h)),
+            decay=None if decay is None else log_gate(keys[3], sizes.shape(decay)[1:]),
+            recurrent_state=normal(keys[5], (SLOTS, sizes.h, sizes.k, sizes.v)),
+            query_start_loc=jnp.array(lengths, jnp.int32),
+            state_indices=jnp.array(indices, jnp.int32),
+        )
+
+    exercised = ("beta", "cu_seqlens", "sequence_state", *(() if decay is None else ("decay",)))
+    return Case(name=name, make=make, tags=frozenset({"ci"}), exercises=frozenset(exercised))

@@ -1,0 +1,71 @@
+"""What `kernel_delta_attention` and `gated_delta_rule` share: they differ in the names of their arguments."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations.recurrences import (
+    check_floating,
+    check_log_gate,
+    check_tokens,
+    l2_normalised,
+    per_channel,
+)
+from ejkernel.ops.model import Op
+
+
+def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
+    """Checks query, key, value, beta and decay, and returns the sizes of their axes.
+
+    Args:
+        args: Record with the five.
+        rows: The axes in front of T.
+
+    Raises:
+        ValueError: One of them is wrong.
+    """
+    sizes = check_tokens(args, rows)
+    if args.beta is None:
+        raise ValueError(f"beta: got None, wants [{', '.join(f'{rows}T H'.split())}]")
+    check_floating("beta", args.beta, f"{rows}T H", sizes)
+    check_log_gate("decay", args.decay, f"{rows}T H", sizes)
+    return sizes
+
+
+def delta_record(args: Any, softmax_scale: float | None = None, **fields: Any) -> LinearRecurrence:
+    """The family's record of a call.
+
+    Args:
+        args: Record with query, key, value, beta, decay and use_qk_l2norm.
+        softmax_scale: Factor on the output; None means `K ** -0.5`.
+        **fields: Further fields.
+    """
+    query, key = (l2_normalised(x) if args.use_qk_l2norm else x for x in (args.query, args.key))
+    return LinearRecurrence(
+        query=query,
+        key=key,
+        value=args.value,
+        softmax_scale=args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        decay=None if args.decay is None else per_channel(args.decay, args.beta),
+        beta=args.beta,
+        **fields,
+    )
+
+
+def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
+    """The public result: with the states if asked for."""
+    return output if args.return_state else output[0]
+
+
+def configure(op: Op, args: Any, cfg: Any) -> Any:
+    """The configuration that a call's own `chunk_size` and `use_chunked` ask for.
+
+    Args:
+        op: The operation.
+        args: Record with whichever of the two the operation has.
+        cfg: The call's configuration, or None.
+    """
+    size = getattr(args, "chunk_size", None) if getattr(args, "use_chunked", True) else 1
+    return cfg if size is None else dataclasses.replace(cfg or op.config(), chunk_size=size)

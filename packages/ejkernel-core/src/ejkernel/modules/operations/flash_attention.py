@@ -1,0 +1,390 @@
+"""Flash attention: exact softmax attention in memory linear in the sequence length."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Integer
+
+from ejkernel.families import packing, tiled_attention
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations import flash_attention_cases as cases
+from ejkernel.modules.operations.configs import FlashAttentionConfig
+from ejkernel.modules.operations.shapes import (
+    as_flag,
+    as_float_dtype,
+    as_number,
+    as_precision,
+    as_seed,
+    as_window,
+    check_cumulative,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+from ejkernel.types import MaskInfo
+
+
+@arguments
+class FlashAttentionArguments:
+    """The arguments of `flash_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    cum_seqlens_q: jax.Array | None = None
+    cum_seqlens_k: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    mask_info: MaskInfo | None = None
+    softmax_scale: float | None = static(None)
+    dropout_prob: float = static(0.0)
+    causal: bool = static(False)
+    dropout_seed: int | jax.Array | None = None
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    normalize_output: bool = static(True)
+    precision: Any = static(lax.Precision.DEFAULT)
+    logits_dtype: Any = static(jnp.float32)
+
+    def __post_init__(self) -> None:
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        canonical = {
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            "causal": as_flag("causal", self.causal),
+            "dropout_seed": as_seed(self.dropout_seed),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "normalize_output": as_flag("normalize_output", self.normalize_output),
+            "precision": as_precision("precision", self.precision),
+            "logits_dtype": as_float_dtype("logits_dtype", self.logits_dtype),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        # The call goes on under a trace, where no values can be seen.
+        for name, side in (("cum_seqlens_q", self.query), ("cum_seqlens_k", self.key)):
+            lengths = getattr(self, name)
+            if lengths is not None and getattr(side, "ndim", 0) == 4:
+                check_cumulative(name, lengths, *side.shape[:2])
+
+
+def flash_attention(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b s g d"],
+    value: Float[Array, "b s g v"],
+    bias: Float[Array, "#b #h #t #s"] | None = None,
+    cum_seqlens_q: Integer[Array, " n"] | None = None,
+    cum_seqlens_k: Integer[Array, " n"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    /,
+    *,
+    mask_info: MaskInfo | None = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    dropout_seed: int | Integer[Array, ""] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    normalize_output: bool = True,
+    precision: Any = lax.Precision.DEFAULT,
+    logits_dtype: Any = jnp.float32,
+    platform: str | None = None,
+    cfg: FlashAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"]:
+    """Softmax attention, computed tile by tile (Dao et al. 2022, arXiv:2205.14135).
+
+    Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
+    KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
+
+    Args:
+        query: [B, T, H, D] float16, bfloat16, float32 or float64.
+        key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
+        value: [B, S, Hk, V], dtype of query.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable.
+        cum_seqlens_q: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each
+            other and whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding.
+            May be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
+        cum_seqlens_k: Likewise for keys; None means those of the queries.
+        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
+            unscaled and unmasked, and carry no value. Differentiable.
+        mask_info: Mask, segments and positions; applies together with everything else.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
+        causal: Key position at most query position. Positions count from the first token of each side (top-left),
+            unless `mask_info` gives them.
+        dropout_seed: Integer, of which the low 32 bits count; may be traced. Needed when `dropout_prob > 0`. The same
+            seed drops the same weights on every backend, in both passes.
+        sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
+            None on a side leaves it open.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        normalize_output: False returns the softmax numerator relative to the row's largest score, without sinks.
+        precision: `jax.lax.Precision`, or its name, of the matrix products.
+        logits_dtype: Floating dtype that scores are rounded to before the softmax; float32 and wider round nothing.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others. Batch, heads and queries can be split, keys and head size cannot.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import flash_attention
+
+        query = jax.random.normal(jax.random.key(0), (1, 128, 8, 64))
+        key = value = jax.random.normal(jax.random.key(1), (1, 128, 2, 64))
+        output = flash_attention(query, key, value, causal=True)
+        assert output.shape == (1, 128, 8, 64)
+        ```
+    """
+    args = FlashAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        softmax_aux=softmax_aux,
+        mask_info=mask_info,
+        softmax_scale=softmax_scale,
+        dropout_prob=dropout_prob,
+        causal=causal,
+        dropout_seed=dropout_seed,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        normalize_output=normalize_output,
+        precision=precision,
+        logits_dtype=logits_dtype,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: FlashAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
+        check_shape(name, getattr(args, name), axes, sizes)
+    check_not_empty("query", args.query, "B T H D", "T H D")
+    check_not_empty("key", args.key, "B S Hk D", "S Hk")
+    check_not_empty("value", args.value, "B S Hk V", "V")
+    check_dtype("query", args.query, jnp.floating, "a floating dtype")
+    check_same_dtype({"query": args.query, "key": args.key, "value": args.value})
+    if sizes["H"] % sizes["Hk"]:
+        raise ValueError(
+            f"key: got shape {args.key.shape} with {sizes['Hk']} heads, wants a divisor of query's {sizes['H']}"
+        )
+    if args.bias is not None:
+        check_shape("bias", args.bias, "B H T S", sizes, broadcast="B H T S")
+        check_dtype("bias", args.bias, jnp.floating, "a floating dtype")
+    _check_sinks(args.softmax_aux, sizes)
+    _check_cum_seqlens(args, sizes)
+    _check_mask_info(args.mask_info, sizes)
+    _check_dropout_seed(args)
+
+
+def _check_sinks(softmax_aux: Any, sizes: dict[str, int]) -> None:
+    if softmax_aux is None:
+        return
+    axes = "H num_sinks" if jnp.ndim(softmax_aux) == 2 else "num_sinks"
+    try:
+        check_shape("softmax_aux", softmax_aux, axes, dict(sizes))
+    except ValueError as error:
+        raise ValueError(f"{error} or [H={sizes['H']}, num_sinks]") from None
+    check_not_empty("softmax_aux", softmax_aux, axes, "num_sinks")
+    check_dtype("softmax_aux", softmax_aux, jnp.floating, "a floating dtype")
+
+
+def _check_cum_seqlens(args: FlashAttentionArguments, sizes: dict[str, int]) -> None:
+    if args.cum_seqlens_q is None and args.cum_seqlens_k is None:
+        return
+    if args.cum_seqlens_q is None:
+        raise ValueError("cum_seqlens_q: got None with cum_seqlens_k given, wants both or cum_seqlens_q alone")
+    if args.cum_seqlens_k is None and sizes["T"] != sizes["S"]:
+        raise ValueError(f"cum_seqlens_k: got None with {sizes['T']} queries and {sizes['S']} keys, wants [N + 1] ints")
+    known = {"B+1": sizes["B"] + 1}
+    for name in ("cum_seqlens_q", "cum_seqlens_k"):
+        array = getattr(args, name)
+        if array is not None:
+            check_shape(name, array, "N+1" if sizes["B"] == 1 else "B+1", known)
+            check_not_empty(name, array, "N+1", "N+1")
+            check_dtype(name, array, jnp.integer, "an integer dtype")
+
+
+def _check_mask_info(mask_info: Any, sizes: dict[str, int]) -> None:
+    if not isinstance(mask_info, MaskInfo | None):
+        raise ValueError(f"mask_info: got {got(mask_info)}, wants a MaskInfo")
+    wants = {
+        "explicit_mask": "B H T S",
+        "explicit_q_segment_ids": "B T",
+        "explicit_kv_segment_ids": "B S",
+        "q_positions": "B T",
+        "kv_positions": "B S",
+    }
+    for name, axes in wants.items():
+        array = getattr(mask_info, name, None)
+        if array is not None:
+            label = "attention_mask" if name == "explicit_mask" else name.removeprefix("explicit_")
+            check_shape(f"mask_info.{label}", array, axes, dict(sizes), broadcast=axes if "H" in axes else "B")
+
+
+def _check_dropout_seed(args: FlashAttentionArguments) -> None:
+    if args.dropout_seed is None:
+        if args.dropout_prob > 0:
+            raise ValueError("dropout_seed: got None with dropout_prob > 0, wants an integer; equal seeds drop alike")
+        return
+    wants = "an integer, in an array of shape () or not"
+    if jnp.ndim(args.dropout_seed) or not hasattr(args.dropout_seed, "dtype"):
+        raise ValueError(f"dropout_seed: got {got(args.dropout_seed)}, wants {wants}")
+    check_dtype("dropout_seed", args.dropout_seed, jnp.integer, wants)
+
+
+def lower(args: FlashAttentionArguments) -> TiledAttention:
+    """The tiled-attention record of a call."""
+    mask = args.mask_info
+    q_ids, k_ids, q_positions, k_positions = _tokens(args)
+    dropout = args.dropout_prob > 0
+    accumulator = jnp.promote_types(args.query.dtype, jnp.float32)
+    return TiledAttention(
+        query=args.query,
+        key=args.key,
+        value=args.value,
+        softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        bias=args.bias,
+        mask=mask.explicit_mask if mask is not None else None,
+        q_segment_ids=q_ids,
+        kv_segment_ids=k_ids,
+        q_positions=q_positions,
+        kv_positions=k_positions,
+        softmax_aux=None if args.softmax_aux is None else _sink_logits(args.softmax_aux.astype(accumulator), args),
+        dropout_seed=jnp.asarray(args.dropout_seed).astype(jnp.uint32) if dropout else None,
+        dropout_prob=args.dropout_prob,
+        causal=args.causal,
+        sliding_window=as_window("sliding_window", args.sliding_window),
+        logits_soft_cap=args.logits_soft_cap,
+        normalize_output=args.normalize_output,
+        precision=args.precision,
+        # float32 is the record's word for "not rounded".
+        logits_dtype=min(args.logits_dtype, jnp.dtype("float32"), key=lambda dtype: jnp.finfo(dtype).bits),
+    )
+
+
+def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
+    """Segment ids of queries and keys, and their positions where indices would not do."""
+    mask, (batch, queries), keys = args.mask_info or MaskInfo(), args.query.shape[:2], args.key.shape[1]
+    ids = [mask.explicit_q_segment_ids, mask.explicit_kv_segment_ids]
+    ids = [x if x is None else jnp.broadcast_to(x.astype(jnp.int32), (batch, x.shape[1])) for x in ids]
+    places = [x if x is None else x.astype(jnp.int32) for x in (mask.q_positions, mask.kv_positions)]
+    explicit = any(x is not None for x in places)
+    if args.cum_seqlens_q is not None:
+        cum_k = args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k
+        packed = packing.packed_ids if batch == 1 else packing.padded_ids
+        (q_ids, q_places), (k_ids, k_places) = packed(args.cum_seqlens_q, queries), packed(cum_k, keys)
+        given = None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
+        ids = (q_ids, k_ids) if given is None else packing.both_ids(given, (q_ids, k_ids))
+        # With the same packing on both sides the difference of two indices in a sequence is that of their positions,
+        # and indices let tiles be skipped at compile time. In padded rows they are the positions.
+        if explicit or (batch == 1 and args.cum_seqlens_k is not None):
+            places = [own if x is None else x for own, x in zip((q_places, k_places), places, strict=True)]
+    bounded = args.causal or args.sliding_window is not None  # otherwise nothing compares positions
+    return (*ids, *(places if bounded else (None, None)))
+
+
+def _sink_logits(logits: jax.Array, args: FlashAttentionArguments) -> jax.Array:
+    """One logit a head with the mass of all its sinks, [H], from [num_sinks] or [H, num_sinks]."""
+    # As `jax.nn.logsumexp`, whose gradient is NaN where sinks are switched off with -inf.
+    peak = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    total = jnp.sum(jnp.exp(logits - peak), axis=-1)
+    joined = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + peak[..., 0], -jnp.inf)
+    return jnp.broadcast_to(joined, args.query.shape[2:3])
+
+
+def reference(args: FlashAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return tiled_attention.reference(lower(args))[0]
+
+
+class FlashAttention(Kernel[FlashAttentionConfig, Array]):
+    """`flash_attention` as an object."""
+
+    def prepare(
+        self,
+        *args: Any,
+        attention_mask: Bool[Array, "#b #h #t #s"] | Integer[Array, "#b #h #t #s"] | None = None,
+        q_segment_ids: Integer[Array, "b t"] | None = None,
+        kv_segment_ids: Integer[Array, "b s"] | None = None,
+        **kwargs: Any,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Accepts masks and segment ids directly, in place of `mask_info`.
+
+        Args:
+            *args: Positional arguments of `flash_attention`.
+            attention_mask: [B|1, H|1, T|1, S|1], True (or nonzero) attends.
+            q_segment_ids: [B, T] int; equal ids >= 0 attend.
+            kv_segment_ids: [B, S] int; None means those of the queries.
+            **kwargs: Keyword arguments of `flash_attention`.
+
+        Raises:
+            ValueError: They are given together with `mask_info`.
+        """
+        if attention_mask is None and q_segment_ids is None and kv_segment_ids is None:
+            return args, kwargs
+        if kwargs.get("mask_info") is not None:
+            raise ValueError("mask_info: got it with attention_mask or segment ids, wants one or the other")
+        if q_segment_ids is None and kv_segment_ids is not None:
+            raise ValueError("q_segment_ids: got None with kv_segment_ids given, wants [B, T] ints")
+        mask_info = MaskInfo(
+            _attention_mask=None if attention_mask is None else jnp.asarray(attention_mask).astype(bool),
+            _q_segment_ids=q_segment_ids,
+            _kv_segment_ids=q_segment_ids if kv_segment_ids is None else kv_segment_ids,
+        )
+        return args, {**kwargs, "mask_info": mask_info}
+
+
+OP = Op(
+    name="flash_attention",
+    function=flash_attention,
+    arguments=FlashAttentionArguments,
+    family=tiled_attention.FAMILY,
+    config=FlashAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(FlashAttentionArguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-9, atol=1e-10),
+        "float32": Tolerance(rtol=2e-5, atol=2e-5),
+        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+        "float16": Tolerance(rtol=3e-3, atol=3e-3),
+    },
+    make_inputs=cases.make_inputs,
+    axes={
+        "query": "b t h d",
+        "key": "b s g d",
+        "value": "b s g v",
+        "bias": "b h t s",
+        "cum_seqlens_q": "n",
+        "cum_seqlens_k": "n",
+        "softmax_aux": "h n",
+    },
+)
+FlashAttention.op = OP

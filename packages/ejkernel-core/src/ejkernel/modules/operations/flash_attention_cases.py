@@ -1,0 +1,218 @@
+"""Inputs for `flash_attention`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.model import Case
+from ejkernel.types import MaskInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shape of a call: batch, queries, keys, query heads, KV heads, head size, value size."""
+
+    b: int = 2
+    t: int = 63
+    s: int = 63
+    h: int = 4
+    g: int = 2
+    d: int = 32
+    v: int = 32
+    dtype: Any = jnp.float32
+
+
+def qkv(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+    """Normal query, key and value."""
+    z = sizes
+    shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.s, z.g, z.d), "value": (z.b, z.s, z.g, z.v)}
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(k, shape, jnp.float32).astype(z.dtype)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _segments(lengths: tuple[int, ...], total: int) -> list[int]:
+    ids = [i for i, n in enumerate(lengths) for _ in range(n)]
+    return ids + [-1] * (total - len(ids))
+
+
+def _segmented(sizes: Sizes) -> dict[str, Any]:
+    rows = [_segments((20, 30), sizes.t), _segments((7, 40, 16), sizes.t)]
+    return {"mask_info": MaskInfo.from_segments(jnp.array(rows[: sizes.b], jnp.int32))}
+
+
+def _masked(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    mask = jax.random.bernoulli(key, 0.6, (sizes.b, 1, sizes.t, sizes.s)).at[:, :, 3].set(False)
+    return {"mask_info": MaskInfo(_attention_mask=mask)}
+
+
+def _positioned(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    q = jax.random.randint(key, (sizes.b, sizes.t), 0, sizes.s)
+    return {
+        "mask_info": MaskInfo(q_positions=q, kv_positions=jnp.arange(sizes.s)[None].repeat(sizes.b, 0)),
+        "causal": True,
+    }
+
+
+def _bias(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"bias": jax.random.normal(key, shape, jnp.float32)}
+
+
+def _sinks(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"softmax_aux": jax.random.normal(key, shape, jnp.float32)}
+
+
+def _dropout(prob: float = 0.3) -> dict[str, Any]:
+    return {"dropout_prob": prob, "dropout_seed": jnp.uint32(7)}
+
+
+PLAIN = Sizes()
+PACKED = Sizes(b=1, t=129, s=129)
+CROSS = Sizes(t=40, s=63)
+_SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
+_POSITION_FIELDS = ("q_positions", "kv_positions")
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
+_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("plain", PLAIN, lambda k: {}, (), ()),
+    ("one token", Sizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
+    ("one query", Sizes(t=1, s=129), lambda k: {}, (), ("awkward",)),
+    ("cross, head size 60", Sizes(t=40, s=129, d=60, v=60), lambda k: {}, (), ("awkward",)),
+    ("multi-query, values wider", Sizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ("awkward",)),
+    ("causal", Sizes(t=129, s=129), lambda k: {"causal": True}, ("causal",), ()),
+    ("causal, more queries", Sizes(t=63, s=40), lambda k: {"causal": True}, ("causal",), ("awkward",)),
+    ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
+    ("window, one side open", PLAIN, lambda k: {"sliding_window": (None, 3)}, ("sliding_window",), ("awkward",)),
+    ("window of the diagonal", PLAIN, lambda k: {"sliding_window": (0, 0)}, ("sliding_window",), ("awkward",)),
+    ("causal window", PLAIN, lambda k: {"sliding_window": (17, 4), "causal": True}, ("causal", "sliding_window"), ()),
+    ("bias", PLAIN, lambda k: _bias(k, (2, 4, 63, 63)), ("bias",), ()),
+    ("bias of keys", CROSS, lambda k: _bias(k, (2, 1, 1, 63)), ("bias",), ("awkward",)),
+    ("mask with empty rows", PLAIN, lambda k: _masked(k, PLAIN), ("mask",), ("awkward",)),
+    ("segments with padding", PLAIN, lambda k: _segmented(PLAIN), _SEGMENT_FIELDS, ()),
+    ("positions", PLAIN, lambda k: _positioned(k, PLAIN), (*_POSITION_FIELDS, "causal"), ()),
+    ("sinks", PLAIN, lambda k: _sinks(k, (3,)), ("softmax_aux",), ()),
+    ("sinks by head, causal", PLAIN, lambda k: {**_sinks(k, (4, 2)), "causal": True}, ("softmax_aux", "causal"), ()),
+    ("soft cap", PLAIN, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+    ("dropout", PLAIN, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
+    ("numerator only", PLAIN, lambda k: {"normalize_output": False, "causal": True}, ("normalize_output",), ()),
+    ("coarse logits", PLAIN, lambda k: {"logits_dtype": jnp.bfloat16}, ("logits_dtype",), ()),
+    ("highest precision", PLAIN, lambda k: {"precision": jax.lax.Precision.HIGHEST}, ("precision",), ()),
+    (
+        "packed",
+        PACKED,
+        lambda k: {"cum_seqlens_q": jnp.array([0, 40, 40, 100, 120], jnp.int32), "causal": True},
+        _SEGMENT_FIELDS,
+        (),
+    ),
+    (
+        "packed, other key lengths",
+        Sizes(b=1, t=100, s=129),
+        lambda k: {
+            "cum_seqlens_q": jnp.array([0, 30, 60, 100], jnp.int32),
+            "cum_seqlens_k": jnp.array([0, 50, 50, 129], jnp.int32),
+            "causal": True,
+        },
+        (*_SEGMENT_FIELDS, *_POSITION_FIELDS),
+        ("awkward",),
+    ),
+    ("padded rows", PLAIN, lambda k: {"cum_seqlens_q": jnp.array([0, 50, 63], jnp.int32)}, _SEGMENT_FIELDS, ()),
+    (
+        "everything",
+        PLAIN,
+        lambda k: {
+            **_segmented(PLAIN),
+            **_bias(k, (1, 4, 63, 63)),
+            **_sinks(k, (2,)),
+            **_dropout(0.1),
+            "causal": True,
+            "sliding_window": (30, 0),
+            "logits_soft_cap": 5.0,
+        },
+        (),
+        (),
+    ),
+    ("bfloat16", Sizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    (
+        "float16",
+        Sizes(t=129, s=129, d=64, v=64, dtype=jnp.float16),
+        lambda k: {"sliding_window": 30},
+        ("sliding_window",),
+        (),
+    ),
+    (
+        "model",
+        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        lambda k: {"causal": True},
+        (),
+        ("bench",),
+    ),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        inputs, options = jax.random.split(key)
+        return arguments(**qkv(inputs, sizes), **extra(options))
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything attending.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    made = {
+        name: _make(name, getattr(args, name), keys[name], args) for name in names if getattr(args, name) is not None
+    }
+    return dataclasses.replace(args, **made)
+
+
+def _make(name: str, shape: Any, key: jax.Array, args: Any) -> Any:
+    if name == "mask_info":
+        return _make_mask_info(shape)
+    if name.startswith("cum_seqlens"):
+        total = (args.query if name.endswith("q") else args.key).shape[1] * args.query.shape[0]
+        return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)
+    if name == "dropout_seed":
+        return jnp.zeros(shape.shape, shape.dtype)
+    return jax.random.normal(key, shape.shape, jnp.float32).astype(shape.dtype)
+
+
+def _make_mask_info(shapes: MaskInfo) -> MaskInfo:
+    def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if shape.dtype == jnp.bool_:
+            return jnp.ones(shape.shape, shape.dtype)
+        # Zeros are one segment; positions count along the last axis, and ids that are all alike are not told apart.
+        return jnp.zeros(shape.shape, shape.dtype)
+
+    made = jax.tree.map(leaf, shapes)
+    counted = {
+        name: jnp.broadcast_to(jnp.arange(positions.shape[-1], dtype=positions.dtype), positions.shape)
+        for name in ("q_positions", "kv_positions")
+        if (positions := getattr(shapes, name)) is not None
+    }
+    return dataclasses.replace(made, **counted)

@@ -1,0 +1,176 @@
+"""The gated delta rule, with several sequences in a row if asked for."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import linear_recurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations import delta_cases, delta_rule, recurrence_cases
+from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
+from ejkernel.modules.operations.recurrences import TOLERANCE, check_floating
+from ejkernel.modules.operations.shapes import as_flag, check_dtype, check_shape
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class GatedDeltaRuleArguments:
+    """The arguments of `gated_delta_rule`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    beta: jax.Array
+    decay: jax.Array | None = None
+    seg_ids: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    use_qk_l2norm: bool = static(True)
+    use_chunked: bool = static(True)
+    return_state: bool = static(False)
+
+    def __post_init__(self) -> None:
+        for name in ("use_qk_l2norm", "use_chunked", "return_state"):
+            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+
+
+def gated_delta_rule(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t g k"],
+    value: Float[Array, "b t g v"],
+    beta: Float[Array, "b t h"],
+    /,
+    decay: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
+    seg_ids: Integer[Array, "b t"] | None = None,
+    initial_state: Float[Array, "b h k v"] | None = None,
+    *,
+    use_qk_l2norm: bool = True,
+    use_chunked: bool = True,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: GatedDeltaRuleConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
+    """The gated delta rule, computed chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
+
+    Every head carries a state S of shape [K, V]. Each token first fades it by `exp(decay)`, then corrects what it
+    holds for its key, `S += key (beta (value - S^T key))^T`, then reads `K ** -0.5 * S^T query`. Query head h reads
+    KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
+
+    Args:
+        query: [B, T, H, K] float16, bfloat16, float32 or float64.
+        key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
+        value: [B, T, Hk, V], dtype of query.
+        beta: [B, T, H] floating, strength of the correction, 0 to 1 (2 with negative eigenvalues). Differentiable.
+        decay: [B, T, H] or [B, T, H, K] floating, log of the decay of a head or of each of its key channels, at most 0;
+            -inf forgets. Differentiable.
+        seg_ids: [B, T] int. A token whose id differs from that of the last real token before it starts from a zero
+            state; a row's first segment continues from `initial_state`. Negative ids are padding, which leaves the
+            state alone and has output 0.
+        initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
+        use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
+        use_chunked: False goes token by token: slower, with the same results.
+        return_state: Also return the states after the last token.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others, as does a None. Batch and heads can be split.
+        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], float32 (float64 for float64
+        inputs).
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import gated_delta_rule
+
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 32))
+        beta, gate = jax.nn.sigmoid(jax.random.normal(jax.random.key(1), (2, 1, 128, 4)))
+        output, state = gated_delta_rule(query, key, value, beta, jnp.log(gate), return_state=True)
+        assert output.shape == (1, 128, 4, 32) and state.shape == (1, 4, 32, 32)
+        ```
+    """
+    args = GatedDeltaRuleArguments(
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        decay=decay,
+        seg_ids=seg_ids,
+        initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm,
+        use_chunked=use_chunked,
+        return_state=return_state,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+gdr_attention = gated_delta_rule
+
+
+def validate(args: GatedDeltaRuleArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes = delta_rule.check_delta(args)
+    if args.seg_ids is not None:
+        check_shape("seg_ids", args.seg_ids, "B T", sizes)
+        check_dtype("seg_ids", args.seg_ids, jnp.integer, "an integer dtype")
+    check_floating("initial_state", args.initial_state, "B H K V", sizes)
+
+
+def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
+    """The family's record of a call."""
+    ids = None if args.seg_ids is None else args.seg_ids.astype(jnp.int32)
+    return delta_rule.delta_record(args, segment_ids=ids, initial_state=args.initial_state)
+
+
+def reference(args: GatedDeltaRuleArguments) -> Any:
+    """The operation's meaning in plain jnp."""
+    return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+def _configure(args: GatedDeltaRuleArguments, cfg: Any) -> Any:
+    return delta_rule.configure(OP, args, cfg)
+
+
+class GatedDeltaRule(Kernel[GatedDeltaRuleConfig, Array]):
+    """`gated_delta_rule` as an object."""
+
+
+OP = Op(
+    name="gated_delta_rule",
+    function=gated_delta_rule,
+    arguments=GatedDeltaRuleArguments,
+    family=linear_recurrence.FAMILY,
+    config=GatedDeltaRuleConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=delta_cases.gated_delta(GatedDeltaRuleArguments),
+    tolerance=TOLERANCE,
+    make_inputs=recurrence_cases.make_inputs,
+    axes={
+        "query": "b t h k",
+        "key": "b t g k",
+        "value": "b t g v",
+        "beta": "b t h",
+        "decay": "b t h k",
+        "seg_ids": "b t",
+        "initial_state": "b h k v",
+    },
+    finish=delta_rule.finish,
+    configure=_configure,
+)
+GatedDeltaRule.op = OP

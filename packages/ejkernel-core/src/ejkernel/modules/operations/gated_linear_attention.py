@@ -1,0 +1,170 @@
+"""Gated linear attention: a recurrence whose state fades by gates of its key channels."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import linear_recurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations import plain_recurrence, recurrence_cases
+from ejkernel.modules.operations.configs import GLAttentionConfig
+from ejkernel.modules.operations.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
+from ejkernel.modules.operations.recurrences import TOLERANCE
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class GLAttentionArguments:
+    """The arguments of `gated_linear_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    g: jax.Array | None = None
+    g_gamma: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    reverse: bool = static(False)
+    return_state: bool = static(False)
+
+    def __post_init__(self) -> None:
+        canonicalise(self)
+
+
+def gated_linear_attention(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t g k"],
+    value: Float[Array, "b t g v"],
+    /,
+    g: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
+    g_gamma: Float[Array, " h"] | Float[Array, "#b h"] | None = None,
+    initial_state: Float[Array, "n h k v"] | None = None,
+    cu_seqlens: Integer[Array, " n+1"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: GLAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
+    """Gated linear attention, computed chunk by chunk (Yang et al. 2023, arXiv:2312.06635).
+
+    Every head carries a state of shape [K, V]. Each token first fades it by its gates, which are logs (at most 0, to
+    fade; -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Query head h
+    reads KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
+
+    Args:
+        query: [B, T, H, K] float16, bfloat16, float32 or float64.
+        key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
+        value: [B, T, Hk, V], dtype of query.
+        g: [B, T, H] or [B, T, H, K] floating, gate of a head or of each of its key channels. Differentiable.
+        g_gamma: [H] or [B|1, H] floating, gate that is the same for all tokens.
+        initial_state: [B, H, K, V] floating, or [N, H, K, V] with cu_seqlens: the state before the first token; None
+            is zeros. Differentiable.
+        cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
+            arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
+            which an eager call waits. Sequences may be empty; tokens of none have output 0.
+        softmax_scale: Factor on the output; None means `K ** -0.5`.
+        reverse: Go from the last token of each sequence to the first.
+        return_state: Also return the states after the last token taken.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others, as does a None. Batch and heads can be split.
+        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
+        (float64 for float64 inputs). Empty sequences keep their initial state.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import gated_linear_attention
+
+        query = key = jax.random.normal(jax.random.key(0), (1, 128, 4, 32))
+        value = jax.random.normal(jax.random.key(1), (1, 128, 4, 64))
+        g = jax.nn.log_sigmoid(jax.random.normal(jax.random.key(2), (1, 128, 4, 32))) / 16
+        output = gated_linear_attention(query, key, value, g)
+        assert output.shape == (1, 128, 4, 64)
+        ```
+    """
+    args = GLAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        g=g,
+        g_gamma=g_gamma,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale,
+        reverse=reverse,
+        return_state=return_state,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+gla_attention = gated_linear_attention
+recurrent_gla = gated_linear_attention
+
+
+def _recurrent(args: GLAttentionArguments) -> RecurrentAttentionArguments:
+    return as_recurrent(args)
+
+
+def validate(args: GLAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    plain_recurrence.validate(_recurrent(args))
+
+
+def lower(args: GLAttentionArguments) -> LinearRecurrence:
+    """The family's record of a call."""
+    return plain_recurrence.lower(_recurrent(args))
+
+
+def reference(args: GLAttentionArguments) -> Any:
+    """The operation's meaning in plain jnp."""
+    return plain_recurrence.finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+class GLAttention(Kernel[GLAttentionConfig, Array]):
+    """`gated_linear_attention` as an object."""
+
+
+OP = Op(
+    name="gated_linear_attention",
+    function=gated_linear_attention,
+    arguments=GLAttentionArguments,
+    family=linear_recurrence.FAMILY,
+    config=GLAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=recurrence_cases.gated(GLAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=recurrence_cases.make_inputs,
+    axes={
+        "query": "b t h k",
+        "key": "b t g k",
+        "value": "b t g v",
+        "g": "b t h k",
+        "g_gamma": "h",
+        "initial_state": "b h k v",
+        "cu_seqlens": "n",
+    },
+    finish=plain_recurrence.finish,
+)
+GLAttention.op = OP

@@ -1,0 +1,221 @@
+"""Grouped matmul: rows that come in groups, each group times a matrix of its own."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Integer, Num
+
+from ejkernel.families import grouped_matmul as family
+from ejkernel.families.grouped_matmul import GroupedMatmul as Record
+from ejkernel.modules.operations import grouped_matmul_cases as cases
+from ejkernel.modules.operations.configs import GroupedMatmulConfig
+from ejkernel.modules.operations.paged_arguments import settle
+from ejkernel.modules.operations.shapes import (
+    as_flag,
+    as_float_dtype,
+    as_precision,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+
+
+@arguments
+class GroupedMatmulArguments:
+    """The arguments of `grouped_matmul`, which documents them; canonical from the moment they are made."""
+
+    lhs: jax.Array
+    rhs: jax.Array
+    group_sizes: jax.Array
+    group_offset: jax.Array | None = None
+    existing_out: jax.Array | None = None
+    preferred_element_type: Any = static(None)
+    rhs_scale: jax.Array | None = None
+    rhs_bias: jax.Array | None = None
+    transpose_rhs: bool = static(False)
+    precision: Any = static(lax.Precision.DEFAULT)
+
+    def __post_init__(self) -> None:
+        wanted = self.preferred_element_type
+        settle(
+            self,
+            preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
+            transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
+            precision=as_precision("precision", self.precision),
+        )
+
+
+def grouped_matmul(
+    lhs: Float[Array, "m k"],
+    rhs: Num[Array, "e k n"] | Num[Array, "e n k"],
+    group_sizes: Integer[Array, " g"],
+    group_offset: Integer[Array, ""] | Integer[Array, "1"] | int | None = None,
+    existing_out: Float[Array, "m n"] | None = None,
+    /,
+    *,
+    preferred_element_type: Any = None,
+    rhs_scale: Float[Array, "e blocks 1 n"] | None = None,
+    rhs_bias: Float[Array, "e 1 n"] | None = None,
+    transpose_rhs: bool = False,
+    precision: Any = lax.Precision.DEFAULT,
+    platform: str | None = None,
+    cfg: GroupedMatmulConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "m n"]:
+    """Every group of rows times the matrix of its group (Gale et al. 2022, arXiv:2211.15841).
+
+    Group g owns the `group_sizes[g]` rows after those of the groups before it. The formula is in
+    `ejkernel.families.grouped_matmul`. Memory, forward and backward, is that of the arguments and one matrix.
+
+    Args:
+        lhs: [M, K] float16, bfloat16, float32 or float64.
+        rhs: [E, K, N], or [E, N, K] with `transpose_rhs`; dtype of lhs, or any numeric one with `rhs_scale`.
+        group_sizes: [E] int, rows of every group; with `group_offset`, [G] for all the groups there are. May be traced.
+            Groups may be empty, and rows may be left over.
+        group_offset: Integer, the group of the first matrix of rhs: these are then groups `offset` to `offset + E - 1`
+            of all, and rows of the others are left over. May be traced.
+        existing_out: [M, N] floating, added to the product; left-over rows are these values alone.
+        preferred_element_type: Floating dtype of the output. None means float32, float64 for float64 lhs. Sums are
+            never taken in less.
+        rhs_scale: [E, blocks, 1, N] floating, factors on the matrices: one a column and block of `K / blocks`
+            contracted elements.
+        rhs_bias: [E, 1, N] floating, added to the rows of each group.
+        transpose_rhs: Whether the matrices lie with their columns first.
+        precision: `jax.lax.Precision`, or its name, of the matrix products.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out. Rows and columns
+            can be split. To split the groups, give every device its own `group_offset` and sum the results.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [M, N]. Left-over rows are 0, or `existing_out`; so is their gradient.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from ejkernel.modules import grouped_matmul
+
+        lhs = jnp.ones((5, 2))
+        rhs = jnp.arange(3.0)[:, None, None] * jnp.ones((3, 2, 4))  # matrices of zeros, ones and twos
+        output = grouped_matmul(lhs, rhs, jnp.array([1, 0, 3]))
+        assert output[:, 0].tolist() == [0.0, 4.0, 4.0, 4.0, 0.0]
+        ```
+    """
+    args = GroupedMatmulArguments(
+        lhs=lhs,
+        rhs=rhs,
+        group_sizes=group_sizes,
+        group_offset=group_offset,
+        existing_out=existing_out,
+        preferred_element_type=preferred_element_type,
+        rhs_scale=rhs_scale,
+        rhs_bias=rhs_bias,
+        transpose_rhs=transpose_rhs,
+        precision=precision,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: GroupedMatmulArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {"1": 1}
+    axes = "E N K" if args.transpose_rhs else "E K N"
+    check_shape("lhs", args.lhs, "M K", sizes)
+    check_shape("rhs", args.rhs, axes, sizes)
+    check_not_empty("rhs", args.rhs, axes, axes)
+    check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
+    if args.rhs_scale is None and args.rhs.dtype != args.lhs.dtype:
+        raise ValueError(f"rhs: got dtype {args.rhs.dtype} without rhs_scale, wants lhs's {args.lhs.dtype}")
+    _check_groups(args, sizes)
+    for name, wants in (("existing_out", "M N"), ("rhs_scale", "E blocks 1 N"), ("rhs_bias", "E 1 N")):
+        array = getattr(args, name)
+        if array is not None:
+            check_shape(name, array, wants, sizes)
+            check_dtype(name, array, jnp.floating, "a floating dtype")
+    blocks = sizes.get("blocks", 1)
+    if blocks == 0 or sizes["K"] % blocks:
+        raise ValueError(f"rhs_scale: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
+
+
+def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
+    check_shape("group_sizes", args.group_sizes, "E" if args.group_offset is None else "G", sizes)
+    check_dtype("group_sizes", args.group_sizes, jnp.integer, "an integer dtype")
+    if args.group_offset is None:
+        return
+    check_not_empty("group_sizes", args.group_sizes, "G", "G")
+    offset = jnp.asarray(args.group_offset)
+    if offset.shape not in ((), (1,)) or not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise ValueError(
+            f"group_offset: got {got(args.group_offset)}, wants an integer, in an array of shape (1,) or not"
+        )
+
+
+def lower(args: GroupedMatmulArguments) -> Record:
+    """The grouped-matmul record of a call."""
+    offset, wanted = args.group_offset, args.preferred_element_type
+    return Record(
+        lhs=args.lhs,
+        rhs=args.rhs,
+        group_sizes=args.group_sizes.astype(jnp.int32),
+        out_dtype=jnp.promote_types(args.lhs.dtype, jnp.float32) if wanted is None else wanted,
+        group_offset=None if offset is None else jnp.asarray(offset).reshape(()).astype(jnp.int32),
+        existing_out=args.existing_out,
+        rhs_scale=args.rhs_scale,
+        rhs_bias=args.rhs_bias,
+        transpose_rhs=args.transpose_rhs,
+        precision=args.precision,
+    )
+
+
+def variant(args: GroupedMatmulArguments) -> Op:
+    """The operation with the axis letters of rhs."""
+    return TRANSPOSED if args.transpose_rhs else OP
+
+
+def reference(args: GroupedMatmulArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return family.reference(lower(args))[0]
+
+
+class GroupedMatmul(Kernel[GroupedMatmulConfig, Array]):
+    """`grouped_matmul` as an object."""
+
+
+OP = Op(
+    name="grouped_matmul",
+    function=grouped_matmul,
+    arguments=GroupedMatmulArguments,
+    family=family.FAMILY,
+    config=GroupedMatmulConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(GroupedMatmulArguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-11, atol=1e-11),
+        "float32": Tolerance(rtol=2e-5, atol=2e-5),
+        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+        "float16": Tolerance(rtol=3e-3, atol=3e-3),
+    },
+    make_inputs=cases.make_inputs,
+    axes={"lhs": "m k", "rhs": "e k n", "group_sizes": "g", "group_offset": "c", "existing_out": "m n"},
+    variant=variant,
+)
+TRANSPOSED = dataclasses.replace(OP, family=family.TRANSPOSED, axes={**OP.axes, "rhs": "e n k"})
+GroupedMatmul.op = OP

@@ -1,0 +1,114 @@
+"""Inputs for `grouped_matmul`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.model import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shape of a call: rows, contracted elements, columns, and the rows of each group."""
+
+    m: int = 129
+    k: int = 60
+    n: int = 48
+    groups: tuple[int, ...] = (40, 0, 63, 1, 17)
+    matrices: int | None = None
+    dtype: Any = jnp.float32
+
+
+PLAIN = Sizes()
+SHARED = Sizes(matrices=2)
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
+_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+
+
+def _normal(key: jax.Array, name: str, *shape: int) -> dict[str, jax.Array]:
+    return {name: jax.random.normal(key, shape, jnp.float32)}
+
+
+def _offset(key: jax.Array) -> dict[str, jax.Array]:
+    return {"group_offset": jnp.array([2], jnp.int32), **_normal(key, "existing_out", 129, 48)}
+
+
+def _quantised(key: jax.Array) -> dict[str, jax.Array]:
+    weights, scales = jax.random.split(key)
+    rhs = jax.random.randint(weights, (5, 60, 48), -127, 128).astype(jnp.int8)
+    return {"rhs": rhs, "rhs_scale": jax.random.uniform(scales, (5, 4, 1, 48), jnp.float32, 0.002, 0.02)}
+
+
+def _transposed(key: jax.Array) -> dict[str, Any]:
+    scales, bias = jax.random.split(key)
+    extra = {**_normal(scales, "rhs_scale", 5, 2, 1, 48), **_normal(bias, "rhs_bias", 5, 1, 48)}
+    return {**_normal(key, "rhs", 5, 48, 60), **extra, "transpose_rhs": True}
+
+
+_TABLE: tuple[_Row, ...] = (
+    ("plain", PLAIN, lambda k: {}, (), ()),
+    ("one row", Sizes(m=1, groups=(0, 1, 0)), lambda k: {}, (), ("awkward",)),
+    ("rows left over", Sizes(groups=(3, 0, 70)), lambda k: _normal(k, "existing_out", 129, 48), ("existing_out",), ()),
+    ("some of the groups", SHARED, _offset, ("group_offset", "existing_out"), ("awkward",)),
+    ("bias", PLAIN, lambda k: _normal(k, "rhs_bias", 5, 1, 48), ("rhs_bias",), ()),
+    ("quantised", PLAIN, _quantised, ("rhs_scale",), ()),
+    ("transposed, everything", PLAIN, _transposed, ("rhs_scale", "rhs_bias"), ("awkward",)),
+    ("bfloat16", Sizes(dtype=jnp.bfloat16), lambda k: {"precision": jax.lax.Precision.HIGHEST}, ("precision",), ()),
+    ("square", Sizes(k=48, groups=(30, 99)), lambda k: {"transpose_rhs": True}, ("transpose_rhs",), ("awkward",)),
+    ("experts", Sizes(8192, 2048, 1408, (128,) * 64, dtype=jnp.bfloat16), lambda k: {}, (), ("bench",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        z, (one, other, options) = sizes, jax.random.split(key, 3)
+        given = {
+            "lhs": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
+            "rhs": jax.random.normal(other, (z.matrices or len(z.groups), z.k, z.n), jnp.float32).astype(z.dtype),
+            "group_sizes": jnp.array(z.groups, jnp.int32),
+        }
+        return arguments(**{**given, **extra(options)})
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    made = {name: _make(name, shape, keys[name], args) for name, shape in given.items()}
+    return dataclasses.replace(args, **made)
+
+
+def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:
+    if name == "group_sizes":
+        ends = jnp.linspace(0, args.lhs.shape[0], shape.shape[0] + 1).astype(shape.dtype)
+        return jnp.diff(ends)
+    if name == "group_offset":
+        return jnp.zeros(shape.shape, shape.dtype)
+    if jnp.issubdtype(shape.dtype, jnp.integer):
+        return jax.random.randint(key, shape.shape, -8, 8).astype(shape.dtype)
+    return jax.random.normal(key, shape.shape, jnp.float32).astype(shape.dtype)

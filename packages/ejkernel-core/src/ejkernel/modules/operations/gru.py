@@ -1,0 +1,127 @@
+"""Gated recurrent units."""
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import recurrent_network
+from ejkernel.modules.operations import recurrent_network_cases as cases
+from ejkernel.modules.operations import recurrent_networks
+from ejkernel.modules.operations.configs import GRUConfig
+from ejkernel.ops.arguments import arguments
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class GRUArguments:
+    """The arguments of `gru`, which documents them; canonical from the moment they are made."""
+
+    x: jax.Array
+    weight_ih: jax.Array
+    weight_hh: jax.Array
+    bias_ih: jax.Array | None = None
+    bias_hh: jax.Array | None = None
+    weight_ih_deep: jax.Array | None = None
+    initial_hidden: jax.Array | None = None
+    seq_lengths: jax.Array | None = None
+
+
+def gru(
+    x: Float[Array, "b t f"],
+    weight_ih: Float[Array, "r g f"],
+    weight_hh: Float[Array, "l r g u"],
+    bias_ih: Float[Array, "l r g"] | None = None,
+    bias_hh: Float[Array, "l r g"] | None = None,
+    weight_ih_deep: Float[Array, "k r g w"] | None = None,
+    initial_hidden: Float[Array, "s b u"] | None = None,
+    seq_lengths: Integer[Array, " b"] | None = None,
+    /,
+    *,
+    platform: str | None = None,
+    cfg: GRUConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "b t w"], Float[Array, "s b u"]]:
+    """A network of gated recurrent units (Cho et al. 2014, arXiv:1406.1078), as cuDNN and PyTorch define them.
+
+    Shape letters: B rows, T tokens, F features, L layers, R directions (1, or 2 for a bidirectional network), H hidden
+    size. The formula is in `ejkernel.families.recurrent_network`; the order of the gates is reset, update,
+    new. The inputs of all tokens are multiplied at once, and the backward pass multiplies those of all tokens at once
+    too.
+
+    Args:
+        x: [B, T, F] float16, bfloat16, float32 or float64.
+        weight_ih: [R, 3 * H, F] floating, of the first layer.
+        weight_hh: [L, R, 3 * H, H] floating. L, R and H are read off it.
+        bias_ih: [L, R, 3 * H] floating, added to what comes from the inputs.
+        bias_hh: [L, R, 3 * H] floating, added to what comes from the state before.
+        weight_ih_deep: [L - 1, R, 3 * H, R * H] floating, of the other layers; needed when L > 1.
+        initial_hidden: [L * R, B, H] floating, the states before the first token, directions of a layer next to each
+            other; None is zeros.
+        seq_lengths: [B] int, tokens of each row, which padding follows; None is T. May be traced. The second direction
+            starts at the last token of each row.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others. Rows can be split.
+        out_specs: Partition specs of the results, in order; must follow from the inputs'.
+
+    Returns:
+        Output [B, T, R * H] of the last layer in x's dtype, 0 in padding; the states after the last token
+        [L * R, B, H] in float32 (float64 for float64).
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import gru
+
+        x = jax.random.normal(jax.random.key(0), (2, 10, 3))
+        weight_ih = jax.random.normal(jax.random.key(1), (2, 3 * 5, 3))  # directions, gates x units, features
+        weight_hh = jax.random.normal(jax.random.key(2), (1, 2, 3 * 5, 5))
+        output, hidden = gru(x, weight_ih, weight_hh, None, None, None, None, jnp.array([10, 7]))
+        assert output.shape == (2, 10, 10) and hidden.shape == (2, 2, 5)
+        assert not output[1, 7:].any() and jnp.allclose(hidden[0], output[jnp.arange(2), jnp.array([9, 6]), :5])
+        ```
+    """
+    args = GRUArguments(
+        x=x,
+        weight_ih=weight_ih,
+        weight_hh=weight_hh,
+        bias_ih=bias_ih,
+        bias_hh=bias_hh,
+        weight_ih_deep=weight_ih_deep,
+        initial_hidden=initial_hidden,
+        seq_lengths=seq_lengths,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+class GRU(Kernel[GRUConfig, tuple[Array, Array]]):
+    """`gru` as an object."""
+
+
+OP = Op(
+    name="gru",
+    function=gru,
+    arguments=GRUArguments,
+    family=recurrent_network.FAMILY,
+    config=GRUConfig,
+    validate=functools.partial(recurrent_networks.validate, cell="gru"),
+    lower=functools.partial(recurrent_networks.lower, cell="gru"),
+    reference=functools.partial(recurrent_networks.reference, cell="gru"),
+    cases=cases.cases(GRUArguments, "gru"),
+    tolerance=recurrent_networks.TOLERANCE,
+    make_inputs=cases.make_inputs,
+    axes={name: letters for name, letters in recurrent_networks.AXES.items() if name != "initial_cell"},
+)
+GRU.op = OP

@@ -1,0 +1,207 @@
+"""Kernel delta attention: the gated delta rule with a decay for each head or each key channel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ejkernel.families import linear_recurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations import delta_cases, delta_rule, recurrence_cases
+from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
+from ejkernel.modules.operations.recurrences import TOLERANCE, check_floating
+from ejkernel.modules.operations.shapes import as_count, as_flag, as_number
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class KernelDeltaAttentionArguments:
+    """The arguments of `kernel_delta_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    beta: jax.Array
+    decay: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    chunk_size: int | None = static(None)
+    use_qk_l2norm: bool = static(True)
+    use_chunked: bool = static(True)
+    return_state: bool = static(False)
+
+    def __post_init__(self) -> None:
+        scale, size = self.softmax_scale, self.chunk_size
+        object.__setattr__(self, "softmax_scale", None if scale is None else as_number("softmax_scale", scale))
+        object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
+        for name in ("use_qk_l2norm", "use_chunked", "return_state"):
+            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+
+
+def kernel_delta_attention(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t g k"],
+    value: Float[Array, "b t g v"],
+    beta: Float[Array, "b t h"],
+    /,
+    decay: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
+    initial_state: Float[Array, "b h k v"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    chunk_size: int | None = None,
+    use_qk_l2norm: bool = True,
+    use_chunked: bool = True,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: KernelDeltaAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
+    """The delta rule with gates, computed chunk by chunk (Kimi Team 2025, arXiv:2510.26692; Yang et al. 2024,
+    arXiv:2412.06464).
+
+    Every head carries a state S of shape [K, V]. Each token first fades it by `exp(decay)`, then corrects what it
+    holds for its key, `S += key (beta (value - S^T key))^T`, then reads `softmax_scale * S^T query`. Query head h reads
+    KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
+
+    Args:
+        query: [B, T, H, K] float16, bfloat16, float32 or float64.
+        key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
+        value: [B, T, Hk, V], dtype of query.
+        beta: [B, T, H] floating, strength of the correction, 0 to 1 (2 with negative eigenvalues). Differentiable.
+        decay: [B, T, H] or [B, T, H, K] floating, log of the decay of a head or of each of its key channels, at most 0;
+            -inf forgets. `kda_decay` makes it. Differentiable.
+        initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
+        softmax_scale: Factor on the output; None means `K ** -0.5`.
+        chunk_size: Tokens a chunk, in place of the configuration's; changes speed, not results.
+        use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
+        use_chunked: False goes token by token: slower, with the same results.
+        return_state: Also return the states after the last token.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others, as does a None. Batch and heads can be split.
+        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], float32 (float64 for float64
+        inputs).
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import kda_decay, kernel_delta_attention
+
+        query, key, value, gate = jax.random.normal(jax.random.key(0), (4, 1, 128, 4, 32))
+        beta = jax.nn.sigmoid(jax.random.normal(jax.random.key(1), (1, 128, 4)))
+        decay = kda_decay(gate, jnp.zeros(4), jnp.zeros((4, 32)))
+        output = kernel_delta_attention(query, key, value, beta, decay)
+        assert output.shape == (1, 128, 4, 32)
+        ```
+    """
+    args = KernelDeltaAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        decay=decay,
+        initial_state=initial_state,
+        softmax_scale=softmax_scale,
+        chunk_size=chunk_size,
+        use_qk_l2norm=use_qk_l2norm,
+        use_chunked=use_chunked,
+        return_state=return_state,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+kda_attention = kernel_delta_attention
+
+
+def kda_decay(
+    gate: Float[Array, "*tokens h"] | Float[Array, "*tokens h k"],
+    A_log: Float[Array, " h"],
+    dt_bias: Float[Array, " h"] | Float[Array, "h k"],
+) -> Float[Array, "*tokens h"] | Float[Array, "*tokens h k"]:
+    """Log decay from a gate, `-exp(A_log) * softplus(gate + dt_bias)`, in at least float32.
+
+    Args:
+        gate: [..., H], or [..., H, K] for a decay of each key channel.
+        A_log: [H].
+        dt_bias: [H], or [H, K] with a gate of each key channel.
+
+    Returns:
+        gate's shape, at most 0.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from ejkernel.modules import kda_decay
+
+        assert kda_decay(jnp.zeros((1, 8, 2)), jnp.zeros(2), jnp.zeros(2)).shape == (1, 8, 2)
+        ```
+    """
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    rate = jnp.exp(A_log.astype(dtype))
+    rate = rate if dt_bias.ndim == 1 else rate[:, None]
+    return -rate * jax.nn.softplus(gate.astype(dtype) + dt_bias.astype(dtype))
+
+
+def validate(args: KernelDeltaAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes = delta_rule.check_delta(args)
+    check_floating("initial_state", args.initial_state, "B H K V", sizes)
+
+
+def lower(args: KernelDeltaAttentionArguments) -> LinearRecurrence:
+    """The family's record of a call."""
+    return delta_rule.delta_record(args, args.softmax_scale, initial_state=args.initial_state)
+
+
+def reference(args: KernelDeltaAttentionArguments) -> Any:
+    """The operation's meaning in plain jnp."""
+    return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+def _configure(args: KernelDeltaAttentionArguments, cfg: Any) -> Any:
+    return delta_rule.configure(OP, args, cfg)
+
+
+class KernelDeltaAttention(Kernel[KernelDeltaAttentionConfig, Array]):
+    """`kernel_delta_attention` as an object."""
+
+
+OP = Op(
+    name="kernel_delta_attention",
+    function=kernel_delta_attention,
+    arguments=KernelDeltaAttentionArguments,
+    family=linear_recurrence.FAMILY,
+    config=KernelDeltaAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=delta_cases.kernel_delta(KernelDeltaAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=recurrence_cases.make_inputs,
+    axes={
+        "query": "b t h k",
+        "key": "b t g k",
+        "value": "b t g v",
+        "beta": "b t h",
+        "decay": "b t h k",
+        "initial_state": "b h k v",
+    },
+    finish=delta_rule.finish,
+    configure=_configure,
+)
+KernelDeltaAttention.op = OP

@@ -1,0 +1,178 @@
+"""Lightning attention: linear attention whose heads fade at fixed rates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import linear_recurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations import plain_recurrence, recurrence_cases
+from ejkernel.modules.operations.configs import LightningAttentionConfig
+from ejkernel.modules.operations.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
+from ejkernel.modules.operations.recurrences import TOLERANCE, rank
+from ejkernel.modules.operations.shapes import as_count
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class LightningAttentionArguments:
+    """The arguments of `lightning_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    layer_idx: int = static()
+    num_layers: int = static()
+    softmax_scale: float | None = static(None)
+    reverse: bool = static(False)
+    return_state: bool = static(False)
+
+    def __post_init__(self) -> None:
+        for name, least in (("layer_idx", 0), ("num_layers", 1)):
+            object.__setattr__(self, name, as_count(name, getattr(self, name), least))
+        canonicalise(self)
+
+
+def lightning_attention(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t g k"],
+    value: Float[Array, "b t g v"],
+    /,
+    initial_state: Float[Array, "n h k v"] | None = None,
+    cu_seqlens: Integer[Array, " n+1"] | None = None,
+    *,
+    layer_idx: int,
+    num_layers: int,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: LightningAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
+    """Linear attention with a fixed decay for each head, computed chunk by chunk (Qin et al. 2024, arXiv:2401.04658).
+
+    `recurrent_attention` with `g_gamma[h] = -(8 / H) * (1 - layer_idx / num_layers) * h`: head 0 never fades, later
+    layers fade less, and `layer_idx == num_layers` not at all. H is the number of query heads of the whole call, also
+    when the heads are split over devices by `mesh`. Query head h reads KV head `h // (H // Hk)`.
+
+    Args:
+        query: [B, T, H, K] float16, bfloat16, float32 or float64.
+        key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
+        value: [B, T, Hk, V], dtype of query.
+        initial_state: [B, H, K, V] floating, or [N, H, K, V] with cu_seqlens: the state before the first token; None
+            is zeros. Differentiable.
+        cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
+            arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
+            which an eager call waits. Sequences may be empty; tokens of none have output 0.
+        layer_idx: Index of the layer, an int >= 0.
+        num_layers: Number of layers, an int >= 1.
+        softmax_scale: Factor on the output; None means `K ** -0.5`.
+        reverse: Go from the last token of each sequence to the first.
+        return_state: Also return the states after the last token taken.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others, as does a None. Batch and heads can be split.
+        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
+        (float64 for float64 inputs). Empty sequences keep their initial state.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import lightning_attention
+
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 128, 8, 64))
+        output = lightning_attention(query, key, value, layer_idx=3, num_layers=24)
+        assert output.shape == (1, 128, 8, 64)
+        ```
+    """
+    args = LightningAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        layer_idx=layer_idx,
+        num_layers=num_layers,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale,
+        reverse=reverse,
+        return_state=return_state,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+lightning_attn = lightning_attention
+
+
+def slopes(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
+    """Log decay of each head, [H]."""
+    return -(8 / heads) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
+
+
+def _recurrent(args: LightningAttentionArguments) -> RecurrentAttentionArguments:
+    """The same call with its decay spelt out; nothing fades where every slope is 0."""
+    if rank(args.query) < 3 or args.layer_idx == args.num_layers:
+        return as_recurrent(args)
+    dtype = jnp.promote_types(args.query.dtype, jnp.float32)
+    return as_recurrent(args, g_gamma=slopes(args.query.shape[-2], args.layer_idx, args.num_layers, dtype))
+
+
+def validate(args: LightningAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    plain_recurrence.validate(_recurrent(args))
+
+
+def lower(args: LightningAttentionArguments) -> LinearRecurrence:
+    """The family's record of a call."""
+    return plain_recurrence.lower(_recurrent(args))
+
+
+def reference(args: LightningAttentionArguments) -> Any:
+    """The operation's meaning in plain jnp."""
+    return plain_recurrence.finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+class LightningAttention(Kernel[LightningAttentionConfig, Array]):
+    """`lightning_attention` as an object."""
+
+
+OP = Op(
+    name="lightning_attention",
+    function=lightning_attention,
+    arguments=LightningAttentionArguments,
+    family=linear_recurrence.FAMILY,
+    config=LightningAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=recurrence_cases.constant(LightningAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=recurrence_cases.make_inputs,
+    axes={
+        "query": "b t h k",
+        "key": "b t g k",
+        "value": "b t g v",
+        "initial_state": "b h k v",
+        "cu_seqlens": "n",
+    },
+    finish=plain_recurrence.finish,
+)
+LightningAttention.op = OP

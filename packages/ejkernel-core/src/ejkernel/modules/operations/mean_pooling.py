@@ -1,0 +1,210 @@
+"""Mean pooling: the mean of every sequence, or of every chunk of it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import segment_pooling
+from ejkernel.families.segment_pooling import SegmentPooling, chunk_ranges
+from ejkernel.modules.operations import mean_pooling_cases as cases
+from ejkernel.modules.operations.configs import MeanPoolingConfig
+from ejkernel.modules.operations.paged_arguments import settle
+from ejkernel.modules.operations.shapes import (
+    as_count,
+    check_cumulative,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+
+CHUNK_SIZE = 32
+"""Tokens a chunk of values with heads, where the call does not say."""
+
+AXES = {2: "T C", 3: "B T C", 4: "B T H D"}
+
+
+@arguments
+class MeanPoolingArguments:
+    """The arguments of `mean_pooling`, which documents them; canonical from the moment they are made."""
+
+    x: jax.Array
+    cu_seqlens: jax.Array | None = None
+    chunk_size: int | None = static(None)
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None:
+            settle(self, chunk_size=as_count("chunk_size", self.chunk_size, least=1))
+        # The call goes on under a trace, where no values can be seen.
+        if self.cu_seqlens is not None and jnp.ndim(self.x) in AXES:
+            rows, tokens = (1, self.x.shape[0]) if jnp.ndim(self.x) == 2 else self.x.shape[:2]
+            check_cumulative("cu_seqlens", self.cu_seqlens, rows, tokens)
+
+
+def mean_pooling(
+    x: Float[Array, "t d"] | Float[Array, "b t d"] | Float[Array, "b t h d"],
+    cu_seqlens: Integer[Array, " n"] | None = None,
+    /,
+    *,
+    chunk_size: int | None = None,
+    platform: str | None = None,
+    cfg: MeanPoolingConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "p d"] | Float[Array, "b p d"] | Float[Array, "b p h d"]:
+    """The mean over every sequence, or over every chunk of `chunk_size` tokens of it.
+
+    Shape letters: B rows, T tokens, C or H x D channels, N sequences, M chunks. The last chunk of a sequence is the
+    mean of the tokens it has. Pools without tokens are 0. The formula is in `ejkernel.families.segment_pooling`.
+
+    Args:
+        x: [B, T, C], [B, T, H, D], or packed sequences [T, C]; float16, bfloat16, float32 or float64.
+        cu_seqlens: Cumulative lengths, int. With one row (or none), [N + 1] for N packed sequences; with B > 1,
+            [B + 1], row b holding one sequence followed by padding. May be traced; values that are not are checked,
+            for which an eager call waits. Sequences may be empty.
+        chunk_size: Tokens a chunk. None pools whole sequences, and chunks of 32 where x has heads.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments. Rows, heads and channels can be split, tokens cannot.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        In x's dtype. Whole sequences: [B, C], or [N, C] of packed ones. Chunks: [B, M, C] or [B, M, H, D] with
+        `M = ceil(T / chunk_size)`. Chunks of packed sequences: the same with one row, or [M, C] of [T, C]; each
+        sequence is cut from its own first token on, `ceil(length / chunk_size)` chunks of each follow one another, and
+        M is the most that there can be, `min(T, (T + N * (chunk_size - 1)) // chunk_size)`: those behind the last
+        are 0.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from ejkernel.modules import mean_pooling
+
+        x = jnp.arange(12.0).reshape(6, 2)
+        means = mean_pooling(x, jnp.array([0, 2, 2, 6]))  # sequences of 2, 0 and 4 tokens
+        assert means.tolist() == [[1.0, 2.0], [0.0, 0.0], [7.0, 8.0]]
+        ```
+    """
+    args = MeanPoolingArguments(x=x, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: MeanPoolingArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    axes = AXES.get(jnp.ndim(args.x))
+    if axes is None:
+        raise ValueError(f"x: got {got(args.x)}, wants [B, T, C], [B, T, H, D] or, with cu_seqlens, [T, C]")
+    sizes: dict[str, int] = {}
+    check_shape("x", args.x, axes, sizes)
+    check_not_empty("x", args.x, axes, "T")
+    check_dtype("x", args.x, jnp.floating, "a floating dtype")
+    if args.cu_seqlens is None:
+        if "B" not in sizes:
+            raise ValueError(f"cu_seqlens: got None with x of shape {tuple(args.x.shape)}, wants [N + 1] ints")
+        return
+    rows = sizes.get("B", 1)
+    check_shape("cu_seqlens", args.cu_seqlens, "N+1" if rows == 1 else "B+1", {"B+1": rows + 1})
+    check_dtype("cu_seqlens", args.cu_seqlens, jnp.integer, "an integer dtype")
+    if args.cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: got shape {args.cu_seqlens.shape}, wants [N + 1] with at least 1 sequence")
+
+
+def lower(args: MeanPoolingArguments) -> SegmentPooling:
+    """The pooling record of a call."""
+    values, size = _with_heads(args.x), _chunk_size(args)
+    rows, tokens = values.shape[:2]
+    whole = SegmentPooling(values=values, chunk_size=tokens if size is None else min(size, tokens))
+    if args.cu_seqlens is None:
+        return whole
+    bounds = args.cu_seqlens.astype(jnp.int32)
+    if rows > 1:
+        return dataclasses.replace(whole, lengths=jnp.clip(jnp.diff(bounds), 0, tokens))
+    bounds = jnp.clip(bounds, 0, tokens)
+    ranges = jnp.stack([bounds[:-1], bounds[1:]], axis=1) if size is None else chunk_ranges(bounds, size, tokens)
+    return dataclasses.replace(whole, ranges=ranges)
+
+
+def finish(args: MeanPoolingArguments, output: jax.Array) -> jax.Array:
+    """What the public function returns, from pools [B, M, H, D]."""
+    if args.x.ndim == 4:
+        return output
+    output = output[:, :, 0]
+    if args.x.ndim == 2 or (_chunk_size(args) is None and _packed(args)):
+        return output[0]
+    return output[:, 0] if _chunk_size(args) is None else output
+
+
+def variant(args: MeanPoolingArguments) -> Op:
+    """The operation with the axis letters of x and of what comes back."""
+    if getattr(args.x, "ndim", None) not in (2, 3):
+        return OP
+    whole = _chunk_size(args) is None
+    if args.x.ndim == 2 or (whole and _packed(args)):
+        return _with_axes("t d" if args.x.ndim == 2 else "b t d", "p d")
+    return _with_axes("b t d", "b d" if whole else "b p d")
+
+
+@functools.cache
+def _with_axes(x: str, output: str) -> Op:
+    return dataclasses.replace(OP, axes={**OP.axes, "x": x}, output=output)
+
+
+def _with_heads(x: jax.Array) -> jax.Array:
+    """[B, T, H, D] with a row and a head where x has none."""
+    return x if x.ndim == 4 else x[None, :, None] if x.ndim == 2 else x[:, :, None]
+
+
+def _chunk_size(args: MeanPoolingArguments) -> int | None:
+    """Tokens a chunk; None for whole sequences."""
+    return CHUNK_SIZE if args.chunk_size is None and args.x.ndim == 4 else args.chunk_size
+
+
+def _packed(args: MeanPoolingArguments) -> bool:
+    return args.cu_seqlens is not None and (args.x.ndim == 2 or args.x.shape[0] == 1)
+
+
+def reference(args: MeanPoolingArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return finish(args, segment_pooling.reference(lower(args))[0])
+
+
+class MeanPooling(Kernel[MeanPoolingConfig, Array]):
+    """`mean_pooling` as an object."""
+
+
+OP = Op(
+    name="mean_pooling",
+    function=mean_pooling,
+    arguments=MeanPoolingArguments,
+    family=segment_pooling.FAMILY,
+    config=MeanPoolingConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(MeanPoolingArguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-12, atol=1e-12),
+        "float32": Tolerance(rtol=2e-6, atol=2e-6),
+        "bfloat16": Tolerance(rtol=1e-2, atol=2e-3),
+        "float16": Tolerance(rtol=2e-3, atol=2e-4),
+    },
+    make_inputs=cases.make_inputs,
+    axes={"x": "b t h d", "cu_seqlens": "n"},
+    finish=finish,
+    variant=variant,
+)
+MeanPooling.op = OP

@@ -1,0 +1,55 @@
+"""Inputs for `mean_pooling`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.model import Case
+
+# name, shape of x, cumulative lengths, chunk size, dtype, optional record fields the case is about, further tags
+_Row = tuple[str, tuple[int, ...], tuple[int, ...] | None, int | None, Any, tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("rows", (2, 63, 60), None, None, jnp.float32, (), ()),
+    ("chunks of heads", (2, 63, 4, 32), None, None, jnp.float32, (), ()),
+    ("one token", (1, 1, 2, 16), None, 8, jnp.float32, (), ("awkward",)),
+    ("packed", (129, 60), (0, 40, 40, 100, 120), None, jnp.float32, ("ranges",), ("awkward",)),
+    ("packed, chunks", (1, 129, 2, 30), (0, 1, 1, 34, 129), 16, jnp.float32, ("ranges",), ()),
+    ("padded rows", (2, 63, 20), (0, 50, 63), None, jnp.float32, ("lengths",), ()),
+    ("padded rows, chunks", (2, 63, 20), (0, 0, 63), 10, jnp.float32, ("lengths",), ("awkward",)),
+    ("bfloat16", (2, 129, 64), None, None, jnp.bfloat16, (), ()),
+    ("documents", (65536, 2048), tuple(range(0, 65537, 1024)), None, jnp.bfloat16, ("ranges",), ("bench",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, row) for row in _TABLE)
+
+
+def _case(arguments: type, row: _Row) -> Case:
+    name, shape, lengths, chunk_size, dtype, exercises, tags = row
+
+    def make(key: jax.Array) -> Any:
+        x = jax.random.normal(key, shape, jnp.float32).astype(dtype)
+        cu_seqlens = None if lengths is None else jnp.array(lengths, jnp.int32)
+        return arguments(x=x, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    x, lengths = args.x, args.cu_seqlens
+    made = jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+    if lengths is not None:
+        total = x.shape[0] if len(x.shape) == 2 else x.shape[0] * x.shape[1]
+        lengths = jnp.linspace(0, total, lengths.shape[0]).astype(lengths.dtype)
+    return dataclasses.replace(args, x=made, cu_seqlens=lengths)

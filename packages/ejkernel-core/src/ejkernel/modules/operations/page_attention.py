@@ -1,0 +1,253 @@
+"""Decoding over a cache of pages: one query token a sequence."""
+
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import PageAttentionConfig
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_choice,
+    as_count,
+    as_layout,
+    as_mask_value,
+    as_newest,
+    as_scale,
+    check_caches,
+    check_ints,
+    check_per_head,
+    check_query,
+    per_head,
+    settle,
+    tuned,
+)
+from ejkernel.modules.operations.shapes import as_flag, check_not_empty
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class PageAttentionArguments:
+    """The arguments of `page_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key_cache: jax.Array
+    value_cache: jax.Array
+    context_lens: jax.Array
+    block_tables: jax.Array
+    attn_scale: float | None = static(None)
+    max_context_len: int | None = static(None)
+    num_splits: int | None = static(None)
+    mask_value: float | None = static(None)
+    attn_logits_soft_cap: float | None = static(None)
+    pages_per_compute_block: int | None = static(None)
+    megacore_mode: str | None = static(None)
+    inline_seq_dim: bool = static(True)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    softmax_aux: jax.Array | None = None
+    kv_layout: str = static("pshd")
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            attn_scale=as_scale("attn_scale", self.attn_scale),
+            max_context_len=as_count("max_context_len", self.max_context_len),
+            num_splits=as_count("num_splits", self.num_splits, least=0) or None,
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
+            pages_per_compute_block=as_count("pages_per_compute_block", self.pages_per_compute_block),
+            megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
+            inline_seq_dim=as_flag("inline_seq_dim", self.inline_seq_dim),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            kv_layout=as_layout("kv_layout", self.kv_layout),
+        )
+
+
+def page_attention(
+    query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
+    key_cache: Float[Array, "p s g d"],
+    value_cache: Float[Array, "p s g v"],
+    context_lens: Integer[Array, " r"],
+    block_tables: Integer[Array, "r k"],
+    /,
+    *,
+    attn_scale: float | None = None,
+    max_context_len: int | None = None,
+    num_splits: int | None = 0,
+    mask_value: float | None = None,
+    attn_logits_soft_cap: float | None = None,
+    pages_per_compute_block: int | None = None,
+    megacore_mode: Literal["batch", "kv_head"] | None = None,
+    inline_seq_dim: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_aux: Float[Array, " h"] | None = None,
+    kv_layout: Literal["pshd", "phsd", "hpsd"] = "pshd",
+    platform: str | None = None,
+    cfg: PageAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"]:
+    """Attention of the newest token of every sequence over its cached keys (Kwon et al. 2023, arXiv:2309.06180).
+
+    Shape letters: N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size. The token at
+    position k of sequence n lies in page `block_tables[n, k // S]`, slot `k % S`. The formula is in
+    `ejkernel.families.paged_attention`. Not differentiable.
+
+    Args:
+        query: [N, H, D] or [N, 1, H, D] float16, bfloat16, float32 or float64; its position is `context_lens[n] - 1`.
+        key_cache: [P, S, Hk, D] floating, or as `kv_layout` says; holds the query's own token already.
+        value_cache: [P, S, Hk, Dv], dtype of key_cache.
+        context_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0.
+        block_tables: [N, max_blocks] int. Entries past a sequence's length are not looked at; within it, an entry that
+            is no page of the cache is a page without keys.
+        attn_scale: Factor on the scores; None means `D ** -0.5`.
+        max_context_len: A promise that no sequence is longer; only so much of the tables is then read.
+        num_splits: Independent partial softmaxes a sequence, in kernels that split; 0 for the heuristics. Like the
+            other tuning arguments it is short for the field of `cfg`.
+        mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
+        attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        pages_per_compute_block: Pages a tile, in kernels that read whole pages (tuning).
+        megacore_mode: What the two cores of a TPU divide: `"batch"` or `"kv_head"` (tuning).
+        inline_seq_dim: Whether a TPU kernel walks the sequences itself (tuning).
+        sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
+        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, of a query [N, H, D]. Sequences and heads can be split,
+            heads only with `kv_layout="pshd"`.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [N, H, Dv] in query's dtype; [N, 1, H, Dv] for a query of rank 4.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import page_attention
+
+        query = jax.random.normal(jax.random.key(0), (2, 1, 8, 64))  # batch, 1, heads, head size
+        cache = jax.random.normal(jax.random.key(1), (16, 16, 2, 64))  # blocks, block size, KV heads, head size
+        lengths = jnp.array([40, 17])
+        tables = jnp.array([[3, 5, 9], [1, 2, 0]])  # 40 tokens take 3 blocks, 17 take 2
+        output = page_attention(query, cache, cache, lengths, tables)
+        assert output.shape == (2, 1, 8, 64)
+        ```
+    """
+    args = PageAttentionArguments(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        attn_scale=attn_scale,
+        max_context_len=max_context_len,
+        num_splits=num_splits,
+        mask_value=mask_value,
+        attn_logits_soft_cap=attn_logits_soft_cap,
+        pages_per_compute_block=pages_per_compute_block,
+        megacore_mode=megacore_mode,
+        inline_seq_dim=inline_seq_dim,
+        sliding_window=sliding_window,
+        softmax_aux=softmax_aux,
+        kv_layout=kv_layout,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: PageAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {"1": 1}
+    check_query("query", args.query, "N 1 H D" if getattr(args.query, "ndim", 3) == 4 else "N H D", sizes)
+    caches = {"key_cache": args.key_cache, "value_cache": args.value_cache}
+    check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
+    check_ints("context_lens", args.context_lens, "N", sizes)
+    check_not_empty("context_lens", args.context_lens, "N", "N")
+    check_ints("block_tables", args.block_tables, "N max_blocks", sizes)
+    check_per_head("softmax_aux", args.softmax_aux, sizes)
+
+
+def lower(args: PageAttentionArguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    query, tables = args.query.reshape(args.query.shape[0], *args.query.shape[-2:]), args.block_tables
+    if args.max_context_len is not None:
+        tables = tables[:, : -(-args.max_context_len // args.key_cache.shape[args.kv_layout.index("s")])]
+    return PagedAttention(
+        query=query,
+        key_pages=args.key_cache,
+        value_pages=args.value_cache,
+        block_tables=tables,
+        kv_lens=args.context_lens,
+        query_start=None,
+        softmax_scale=query.shape[-1] ** -0.5 if args.attn_scale is None else args.attn_scale,
+        kv_layout=args.kv_layout,
+        kv_heads=None,
+        softmax_aux=per_head(args.softmax_aux, query),
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.attn_logits_soft_cap,
+    )
+
+
+def finish(args: PageAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+    """What the public function returns: the output, with the query's axes."""
+    return output[0][:, None] if args.query.ndim == 4 else output[0]
+
+
+def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> PageAttentionConfig | None:
+    """The call's own configuration, tuning arguments included."""
+    return tuned(
+        PageAttentionConfig,
+        cfg,
+        num_splits=args.num_splits,
+        pages_per_compute_block=args.pages_per_compute_block,
+        megacore_mode=args.megacore_mode,
+        inline_seq_dim=None if args.inline_seq_dim else False,
+    )
+
+
+def reference(args: PageAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return finish(args, paged_attention.reference(lower(args))[0])
+
+
+class PageAttention(Kernel[PageAttentionConfig, Array]):
+    """`page_attention` as an object."""
+
+
+OP = Op(
+    name="page_attention",
+    function=page_attention,
+    arguments=PageAttentionArguments,
+    family=paged_attention.DECODE,
+    config=PageAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.page_cases(PageAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_inputs,
+    axes={
+        "query": "r h d",
+        "key_cache": "p s g d",
+        "value_cache": "p s g v",
+        "context_lens": "r",
+        "block_tables": "r k",
+    },
+    finish=finish,
+    output="r h v",
+    configure=configure,
+)
+PageAttention.op = OP

@@ -1,0 +1,207 @@
+"""What the operations over paged caches share: canonical arguments, checks of caches and lengths, tuning arguments."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_cache import LAYOUTS
+from ejkernel.modules.operations.shapes import (
+    as_number,
+    as_window,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
+from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.model import Tolerance
+
+Config = TypeVar("Config", bound=BaseOperationConfig)
+
+TOLERANCE = {
+    "float64": Tolerance(rtol=1e-9, atol=1e-10),
+    "float32": Tolerance(rtol=2e-5, atol=2e-5),
+    "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+    "float16": Tolerance(rtol=3e-3, atol=3e-3),
+}
+
+LETTERS = {"p": "P", "s": "S", "h": "Hk"}
+
+
+def settle(record: Any, **values: Any) -> None:
+    """Gives fields of a record that is being made their canonical values."""
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
+
+
+def as_scale(name: str, scale: Any) -> float | None:
+    """A factor on the scores; None for the default."""
+    return None if scale is None else as_number(name, scale)
+
+
+def as_cap(name: str, cap: Any) -> float | None:
+    """A soft cap > 0; None for none."""
+    return None if cap is None else as_number(name, cap, above=0)
+
+
+def as_newest(name: str, window: Any) -> tuple[int | None, int | None] | None:
+    """The sliding window of an operation with a cache as (left, right), inclusive.
+
+    Args:
+        name: Argument name for the message.
+        window: `w >= 1` for the newest w keys, the query's own among them, or (left, right), each >= 0 or None.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    pair = as_window(name, window)
+    return (pair[0] - 1, 0) if pair is not None and pair[0] is not None and not isinstance(window, tuple) else pair
+
+
+def as_mask_value(name: str, value: Any) -> float | None:
+    """The score of masked keys: any so low that they weigh nothing, which is what they weigh here.
+
+    Raises:
+        ValueError: Masked keys would be attended to.
+    """
+    if value is None or (isinstance(value, float) and value == -float("inf")):
+        return None
+    if as_number(name, value) > -1e4:
+        raise ValueError(f"{name}: got {value}, wants at most -10000: masked keys weigh nothing")
+    return None
+
+
+def as_count(name: str, value: Any, least: int = 1) -> int | None:
+    """A Python int of at least `least`, or None.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name}: got {got(value)}, wants an int >= {least}, or None")
+    return value
+
+
+def as_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """One of several values.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}: got {got(value)}, wants one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def as_layout(name: str, value: Any) -> str:
+    """The order of the axes of a cache whose keys and values are apart.
+
+    Raises:
+        ValueError: There is no such order.
+    """
+    return as_choice(name, value, LAYOUTS[:3])
+
+
+def check_query(name: str, query: Any, axes: str, sizes: dict[str, int]) -> None:
+    """Checks a query with axes that end in `H D`.
+
+    Raises:
+        ValueError: It is wrong.
+    """
+    check_shape(name, query, axes, sizes)
+    check_not_empty(name, query, axes, "H D")
+    check_dtype(name, query, jnp.floating, "a floating dtype")
+
+
+def check_caches(query: str, caches: dict[str, Any], layout: str, sizes: dict[str, int], argument: str = "") -> None:
+    """Checks the key and the value cache against the query's sizes.
+
+    Args:
+        query: Name of the query argument.
+        caches: Key and value cache by argument name.
+        layout: Order of their axes.
+        sizes: Known sizes, H and D among them.
+        argument: Name of the argument that chooses the layout; empty if there is none.
+
+    Raises:
+        ValueError: They are wrong; where another layout could be meant, the message names the argument.
+    """
+    hint = f" (as {argument}={layout!r} says)" if argument else ""
+    axes = " ".join(LETTERS[letter] for letter in layout[:-1])
+    for (name, cache), last in zip(caches.items(), ("D", "Dv"), strict=True):
+        try:
+            check_shape(name, cache, f"{axes} {last}", sizes)
+        except ValueError as error:
+            raise ValueError(f"{error}{hint}") from None
+        check_dtype(name, cache, jnp.floating, "a floating dtype")
+    (key, keys), (value, values) = caches.items()
+    if keys.dtype != values.dtype:
+        raise ValueError(f"{value}: got dtype {values.dtype}, wants {key}'s {keys.dtype}")
+    check_not_empty(key, keys, f"{axes} D", "S Hk")
+    check_groups(key, keys, query, sizes, hint)
+
+
+def check_groups(key: str, keys: Any, query: str, sizes: dict[str, int], hint: str = "") -> None:
+    """Checks that query heads divide into groups of one KV head.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if sizes["H"] % sizes["Hk"]:
+        shape = tuple(keys.shape)
+        raise ValueError(
+            f"{key}: got shape {shape} with {sizes['Hk']} heads{hint}, wants a divisor of the {sizes['H']} of {query}"
+        )
+
+
+def check_ints(name: str, array: Any, axes: str, sizes: dict[str, int]) -> None:
+    """Checks an array of integers.
+
+    Raises:
+        ValueError: It is another, or none.
+    """
+    check_shape(name, array, axes, sizes)
+    check_dtype(name, array, jnp.integer, "an integer dtype")
+
+
+def check_packed(lengths: str, tables: str, starts: str, args: Any, sizes: dict[str, int]) -> None:
+    """Checks the lengths [N], tables [N, pages] and cumulative query lengths [N + 1] of packed sequences.
+
+    Raises:
+        ValueError: One is wrong.
+    """
+    check_ints(lengths, getattr(args, lengths), "N", sizes)
+    check_ints(tables, getattr(args, tables), "N pages", sizes)
+    check_ints(starts, getattr(args, starts), "N+1", {"N+1": sizes["N"] + 1})
+
+
+def check_per_head(name: str, array: Any, sizes: dict[str, int]) -> None:
+    """Checks an optional array with one number a query head.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if array is not None:
+        check_shape(name, array, "H", dict(sizes))
+        check_dtype(name, array, jnp.floating, "a floating dtype")
+
+
+def per_head(array: jax.Array | None, query: jax.Array) -> jax.Array | None:
+    """Such an array in the dtype that scores are accumulated in."""
+    return None if array is None else array.astype(jnp.promote_types(query.dtype, jnp.float32))
+
+
+def tuned(config: type[Config], cfg: Config | None, **wanted: Any) -> Config | None:
+    """`cfg` with what the call's tuning arguments ask for; None where nobody asks for anything.
+
+    Raises:
+        ValueError: An argument and `cfg` ask for different things.
+    """
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    for name, value in wanted.items():
+        chosen = getattr(cfg, name, None)
+        if chosen is not None and chosen != value:
+            raise ValueError(f"{name}: got {value!r}, wants cfg's {chosen!r}, or only one of the two")
+    return dataclasses.replace(cfg or config(), **wanted) if wanted else cfg

@@ -1,0 +1,263 @@
+"""The named cases of the operations over paged caches, on which every backend is tested."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.paged_inputs import (
+    Arrays,
+    Sizes,
+    chunked_inputs,
+    decode_inputs,
+    dense_inputs,
+    normal,
+    packed_inputs,
+    page_inputs,
+    prefill_inputs,
+    v2_inputs,
+    v3_eight_bits,
+    v3_inputs,
+)
+from ejkernel.ops.model import Case
+
+PLAIN = Sizes()
+
+
+MIXED = Sizes(lens=(37, 1, 0, 64, 20), q_lens=(7, 1, 0, 1, 20), rows=33)
+
+
+WIDE = Sizes(lens=(70, 5), h=8, g=1, d=60, v=60, s=8)
+
+
+_CAPPED_WINDOW: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
+
+
+_BAND: dict[str, Any] = {"causal": False, "sliding_window": (9, 3)}
+
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
+Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+
+
+def table(
+    arguments: type, inputs: Callable[[jax.Array, Sizes], dict[str, Any]], rows: tuple[Row, ...]
+) -> tuple[Case, ...]:
+    """Cases of an operation.
+
+    Args:
+        arguments: Its argument record.
+        inputs: (PRNG key, sizes) -> the arguments that every case gives.
+        rows: The cases.
+    """
+    return tuple(_case(arguments, inputs, *row) for row in rows)
+
+
+def _case(
+    arguments: type,
+    inputs: Callable[[jax.Array, Sizes], dict[str, Any]],
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        given, options = jax.random.split(key)
+        return arguments(**{**inputs(given, sizes), **extra(options)})
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def nothing(key: jax.Array) -> dict[str, Any]:
+    """No further arguments."""
+    return {}
+
+
+def per_head(key: jax.Array, name: str, sizes: Sizes) -> Arrays:
+    """One normal number a query head."""
+    return normal(key, jnp.float32, **{name: (sizes.h,)})
+
+
+def _half(sizes: Sizes) -> Sizes:
+    return dataclasses.replace(sizes, dtype=jnp.bfloat16)
+
+
+def _biases(key: jax.Array, sizes: Sizes) -> Arrays:
+    slopes, pairs = jax.random.split(key)
+    return {**per_head(slopes, "alibi_slopes", sizes), **normal(pairs, jnp.float32, qq_bias=(16, 16))}
+
+
+def _shared_sinks(key: jax.Array) -> dict[str, Any]:
+    return {**normal(key, jnp.float32, softmax_aux=(3,)), "logits_soft_cap": 1.5}
+
+
+def page_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `page_attention`."""
+    short = Sizes(lens=(64, 33), table=9, dtype=jnp.bfloat16)
+    model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    rows: tuple[Row, ...] = (
+        ("lengths 0 to 64", PLAIN, nothing, (), ()),
+        ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
+        ("one key, values wider", Sizes(lens=(1,), g=4, v=48, s=1), nothing, (), ("awkward",)),
+        ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
+        ("sinks", PLAIN, lambda k: per_head(k, "softmax_aux", PLAIN), ("softmax_aux",), ()),
+        ("soft cap", PLAIN, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+        ("wide table, bfloat16", short, lambda k: {"max_context_len": 70}, (), ()),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    return table(arguments, page_inputs, rows)
+
+
+def unified_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `unified_attention`."""
+    long = Sizes(lens=(129, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
+    model = Sizes(lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    both = ("alibi_slopes", "qq_bias", "logits_soft_cap")
+    rows: tuple[Row, ...] = (
+        ("prefill and decode", MIXED, nothing, (), ()),
+        ("multi-query, head size 60", long, nothing, (), ("awkward",)),
+        ("window", MIXED, lambda k: {"sliding_window": 5}, ("sliding_window",), ()),
+        (
+            "not causal, window on both sides",
+            MIXED,
+            lambda k: {"causal": False, "sliding_window": (9, 3)},
+            ("causal",),
+            (),
+        ),
+        ("biases and soft cap", MIXED, lambda k: {**_biases(k, MIXED), "logits_soft_cap": 1.5}, both, ()),
+        ("sinks, bfloat16", _half(MIXED), lambda k: per_head(k, "softmax_aux", MIXED), ("softmax_aux",), ()),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    return table(arguments, packed_inputs, rows)
+
+
+def v2_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `ragged_page_attention_v2`."""
+    long = Sizes(lens=(129, 40, 9), q_lens=(63, 40, 9), h=8, g=1, d=60, v=60)
+    model = Sizes(
+        lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
+    )
+    rows: tuple[Row, ...] = (
+        ("prefill and decode", MIXED, nothing, ("num_seqs",), ()),
+        ("multi-query, head size 60", long, nothing, (), ("awkward",)),
+        ("window and soft cap", MIXED, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
+        ("sinks, bfloat16", _half(MIXED), lambda k: per_head(k, "softmax_aux", MIXED), ("softmax_aux",), ()),
+        ("rounded operands", MIXED, lambda k: {"compute_dtype": jnp.bfloat16}, ("compute_dtype",), ()),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    return table(arguments, v2_inputs, rows)
+
+
+def v3_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `ragged_page_attention_v3`."""
+    small = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=64, s=8)
+    wide = dataclasses.replace(small, d=128)
+    model = Sizes(
+        lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
+    )
+    scaled = {"q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0, "softmax_scale": None}
+    plain = ("new_keys", "new_values", "num_seqs")
+    rows: tuple[Row, ...] = (
+        ("prefill and decode", wide, lambda k: {"softmax_scale": 0.1}, plain, ()),
+        ("window and soft cap", wide, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
+        ("head size 64, sinks", small, lambda k: per_head(k, "softmax_aux", small), ("softmax_aux",), ()),
+        ("scales", small, lambda k: scaled, ("value_scale",), ()),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    halved: tuple[Row, ...] = (
+        ("head size 64 in lanes, bfloat16", _half(small), lambda k: {"softmax_scale": None}, (), ()),
+    )
+    odd = dataclasses.replace(small, h=3, g=3)
+    padded: tuple[Row, ...] = (
+        ("padded heads, float8", odd, lambda k: {"softmax_scale": None}, ("kv_heads",), ("awkward",)),
+    )
+    return (
+        *table(arguments, v3_inputs, rows),
+        *table(arguments, functools.partial(v3_inputs, lanes=True), halved),
+        *table(arguments, v3_eight_bits, padded),
+    )
+
+
+def chunked_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `chunked_prefill_paged_decode`."""
+    long = Sizes(lens=(70, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
+    model = Sizes(lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    capped = {"logits_soft_cap": 1.5}
+    rows: tuple[Row, ...] = (
+        ("prefill and decode", MIXED, nothing, ("new_keys", "new_values"), ()),
+        ("multi-query, head size 60", long, nothing, (), ("awkward",)),
+        ("not causal, window on both sides", MIXED, lambda k: _BAND, ("causal", "sliding_window"), ()),
+        (
+            "alibi and soft cap",
+            MIXED,
+            lambda k: {**per_head(k, "alibi_slopes", MIXED), **capped},
+            ("alibi_slopes", "logits_soft_cap"),
+            (),
+        ),
+        ("sinks, bfloat16", _half(MIXED), lambda k: per_head(k, "softmax_aux", MIXED), ("softmax_aux",), ()),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    return table(arguments, chunked_inputs, rows)
+
+
+def decode_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `decode_attention`."""
+    model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    rows_of_tokens = Sizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
+    rows: tuple[Row, ...] = (
+        ("lengths 0 to 64", PLAIN, nothing, (), ()),
+        ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
+        ("rows of tokens, soft cap", rows_of_tokens, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+        ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
+        ("sinks, bfloat16", _half(PLAIN), lambda k: per_head(k, "softmax_aux", PLAIN), ("softmax_aux",), ()),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    return table(arguments, decode_inputs, rows)
+
+
+def prefill_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `prefill_page_attention`."""
+    chunk = Sizes(lens=(70,), q_lens=(23,), table=7)
+    model = Sizes(lens=(4096,), q_lens=(1024,), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    rows: tuple[Row, ...] = (
+        ("chunk", chunk, nothing, (), ()),
+        (
+            "whole prompt, head size 60",
+            Sizes(lens=(63,), q_lens=(63,), h=8, g=1, d=60, v=48),
+            nothing,
+            (),
+            ("awkward",),
+        ),
+        ("window", chunk, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
+        ("soft cap", chunk, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+        ("sinks, bfloat16", _half(chunk), lambda k: per_head(k, "softmax_aux", chunk), ("softmax_aux",), ()),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    return table(arguments, prefill_inputs, rows)
+
+
+def dense_cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `ragged_decode_attention`."""
+    plain = dataclasses.replace(PLAIN, s=129, v=48)
+    wide = dataclasses.replace(WIDE, s=70)
+    model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, s=4096, dtype=jnp.bfloat16)
+    rows: tuple[Row, ...] = (
+        ("ranges", plain, nothing, ("kv_starts",), ()),
+        ("multi-query, head size 60", wide, nothing, (), ("awkward",)),
+        ("window", plain, lambda k: {"sliding_window": (9, None)}, ("sliding_window",), ()),
+        ("sinks and soft cap", plain, lambda k: _shared_sinks(k), ("softmax_aux", "logits_soft_cap"), ()),
+        (
+            "sinks by head, bfloat16",
+            _half(plain),
+            lambda k: normal(k, jnp.float32, softmax_aux=(4, 2)),
+            ("softmax_aux",),
+            (),
+        ),
+        ("model", model, nothing, (), ("bench",)),
+    )
+    return table(arguments, dense_inputs, rows)

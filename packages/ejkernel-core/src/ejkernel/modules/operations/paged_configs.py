@@ -1,0 +1,139 @@
+"""Configurations of the operations over paged caches; `configs` re-exports them."""
+
+import dataclasses
+from typing import ClassVar, Literal, Self
+
+import msgspec
+
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, FwdParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedAttentionConfig(BaseOperationConfig):
+    """What the operations over paged caches have in common. `None` lets the heuristics decide.
+
+    Attributes:
+        q_blocksize: Query rows of one sequence a tile.
+        kv_blocksize: Keys a tile.
+        seq_blocksize: Tiles worked on at once.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
+    """
+
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    seq_blocksize: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageAttentionConfig(PagedAttentionConfig):
+    """Tiles of `page_attention`.
+
+    Attributes:
+        num_splits: Independent partial softmaxes over the keys of a sequence.
+        pages_per_compute_block: Pages a tile, for kernels that read whole pages.
+        megacore_mode: What is split over the two cores of a TPU.
+        inline_seq_dim: Whether a TPU kernel walks the sequences itself or leaves them to its grid.
+    """
+
+    num_splits: int | None = None
+    pages_per_compute_block: int | None = None
+    megacore_mode: Literal["batch", "kv_head"] | None = None
+    inline_seq_dim: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillPageAttentionConfig(PagedAttentionConfig):
+    """Tiles of `prefill_page_attention`.
+
+    Attributes:
+        block_k: Keys a tile, for kernels that read whole pages.
+    """
+
+    block_k: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnifiedAttentionConfig(PagedAttentionConfig):
+    """Tiles of `unified_attention`.
+
+    Attributes:
+        seq_threshold_3d: From how many sequences on the keys of a sequence are not split over programs.
+        num_par_softmax_segments: Independent partial softmaxes over the keys of a sequence.
+        block_dim: Threads a block.
+    """
+
+    seq_threshold_3d: int | None = None
+    num_par_softmax_segments: int | None = None
+    block_dim: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedPrefillPagedDecodeConfig(PagedAttentionConfig):
+    """Tiles of `chunked_prefill_paged_decode`; fields as in `UnifiedAttentionConfig`."""
+
+    seq_threshold_3d: int | None = None
+    num_par_softmax_segments: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeAttentionConfig(PagedAttentionConfig):
+    """Tiles of `decode_attention`.
+
+    Attributes:
+        num_kv_splits: Independent partial softmaxes over the keys of a sequence.
+    """
+
+    num_kv_splits: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedPageAttentionv2Config(PagedAttentionConfig):
+    """Tiles of `ragged_page_attention_v2`.
+
+    Attributes:
+        num_kv_pages_per_block: Pages a tile, for kernels that read whole pages.
+        num_queries_per_block: Query rows a tile, for kernels whose tiles span sequences.
+        vmem_limit_bytes: Memory of a TPU core that a kernel may use.
+    """
+
+    num_kv_pages_per_block: int | None = None
+    num_queries_per_block: int | None = None
+    vmem_limit_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedPageAttentionv3Config(RaggedPageAttentionv2Config):
+    """Tiles of `ragged_page_attention_v3`; beside those of `RaggedPageAttentionv2Config`:
+
+    Attributes:
+        chunk_prefill_size: Query rows of a sequence in the uniform prefill part of `distribution`.
+    """
+
+    chunk_prefill_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedDecodeAttentionConfig(BaseOperationConfig):
+    """Tiles of `ragged_decode_attention`.
+
+    Attributes:
+        fwd_params: Forward tiles; `None` for the heuristics. A dictionary is converted.
+    """
+
+    part_types: ClassVar[dict[str, type]] = {"forward": FwdParams}
+
+    fwd_params: FwdParams | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fwd_params, dict):
+            object.__setattr__(self, "fwd_params", msgspec.convert(self.fwd_params, FwdParams))
+
+    def part(self, direction: Direction) -> FwdParams | None:
+        return self.fwd_params if direction == "forward" else None
+
+    @classmethod
+    def from_parts(cls, forward: FwdParams | None, backward: None) -> Self:
+        return cls(fwd_params=forward)

@@ -1,0 +1,257 @@
+"""Inputs for the operations over paged caches: batches of sequences in a cache, and arguments of given shapes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A batch of sequences in a cache.
+
+    Attributes:
+        lens: Tokens of each sequence.
+        q_lens: How many of them are queries; None for the newest one each.
+        rows: Query rows in all; None for those of the sequences.
+        h: Query heads.
+        g: KV heads.
+        d: Head size.
+        v: Value size.
+        s: Slots of a page.
+        table: Entries of a table; None for just enough.
+        dtype: Of queries and caches.
+    """
+
+    lens: tuple[int, ...] = (37, 1, 0, 64)
+    q_lens: tuple[int, ...] | None = None
+    rows: int | None = None
+    h: int = 4
+    g: int = 2
+    d: int = 32
+    v: int = 32
+    s: int = 16
+    table: int | None = None
+    dtype: Any = jnp.float32
+
+    @property
+    def tokens(self) -> int:
+        """Query rows."""
+        return self.rows or (len(self.lens) if self.q_lens is None else sum(self.q_lens))
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache: those in use and three more."""
+        return sum(-(-n // self.s) for n in self.lens) + 3
+
+    def tables(self) -> np.ndarray:
+        """int32 [N, entries]: shuffled pages, each of one sequence; what lies past a length is no page of its own."""
+        entries = self.table or max(1, *(-(-n // self.s) for n in self.lens))
+        order = iter(np.random.default_rng(len(self.lens)).permutation(self.pages))
+        padding = np.array([0, -1, self.pages + 7])[np.arange(len(self.lens) * entries) % 3]
+        tables = padding.reshape(len(self.lens), entries)
+        for row, n in zip(tables, self.lens, strict=True):
+            row[: -(-n // self.s)] = [next(order) for _ in range(-(-n // self.s))]
+        return tables.astype(np.int32)
+
+    def starts(self) -> np.ndarray:
+        """int32 [N + 1], first query row of each sequence."""
+        return np.cumsum((0, *(self.q_lens or ()))).astype(np.int32)
+
+
+Arrays = dict[str, jax.Array]
+
+
+def normal(key: jax.Array, dtype: Any, /, **shapes: tuple[int, ...]) -> Arrays:
+    """Normal arrays by name."""
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(k, shape, jnp.float32).astype(dtype)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def caches(key: jax.Array, sizes: Sizes) -> Arrays:
+    """Key and value cache [P, S, Hk, D]; the slots that hold no token are NaN, so that reading one shows."""
+    z, used = sizes, _used(sizes)
+    made = normal(key, z.dtype, key_cache=(z.pages, z.s, z.g, z.d), value_cache=(z.pages, z.s, z.g, z.v))
+    return {name: jnp.where(used[:, :, None, None], x, jnp.nan) for name, x in made.items()}
+
+
+def _used(sizes: Sizes) -> np.ndarray:
+    """bool [P, S], the slots that hold tokens."""
+    used = np.zeros((sizes.pages, sizes.s), bool)
+    for row, n in zip(sizes.tables(), sizes.lens, strict=True):
+        for position in range(n):
+            used[row[position // sizes.s], position % sizes.s] = True
+    return used
+
+
+def page_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments of `page_attention`."""
+    z, keys = sizes, jax.random.split(key)
+    return {
+        **normal(keys[0], z.dtype, query=(z.tokens, z.h, z.d)),
+        **caches(keys[1], z),
+        "context_lens": jnp.array(z.lens, jnp.int32),
+        "block_tables": jnp.asarray(z.tables()),
+    }
+
+
+def packed_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments of `unified_attention`."""
+    z, keys = sizes, jax.random.split(key)
+    return {
+        **normal(keys[0], z.dtype, queries=(z.tokens, z.h, z.d)),
+        **caches(keys[1], z),
+        "kv_lens": jnp.array(z.lens, jnp.int32),
+        "block_tables": jnp.asarray(z.tables()),
+        "query_start_loc": jnp.asarray(z.starts()),
+    }
+
+
+def v2_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments of `ragged_page_attention_v2`; the last sequence is not live, though it looks it."""
+    given = packed_inputs(key, sizes)
+    keys, values = given.pop("key_cache"), given.pop("value_cache")
+    pages = jnp.stack((keys, values), axis=3).reshape(*keys.shape[:2], -1, sizes.d)
+    given |= {"kv_pages": pages, "context_lens": given.pop("kv_lens"), "num_seqs": np.int32(len(sizes.lens) - 1)}
+    return given
+
+
+def v3_inputs(key: jax.Array, sizes: Sizes, lanes: bool = False) -> dict[str, Any]:
+    """Arguments of `ragged_page_attention_v3`; the last sequence is not live, though it looks it."""
+    z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
+    shape = (-(-z.g // pack), pack, 128) if lanes else (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
+    tokens = (z.tokens, z.g, z.d)
+    return {
+        **normal(
+            key, z.dtype, queries=(z.tokens, z.h, z.d), keys=tokens, values=tokens, kv_cache=(z.pages, z.s, *shape)
+        ),
+        "kv_lens": jnp.array(z.lens, jnp.int32),
+        "block_tables": jnp.asarray(z.tables().reshape(-1)),
+        "query_start_loc": jnp.asarray(z.starts()),
+        "distribution": jnp.array([0, 0, len(z.lens) - 1], jnp.int32),
+    }
+
+
+def v3_eight_bits(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """The same with a cache of 8 bits a number and queries of 16."""
+    eight = dataclasses.replace(sizes, dtype=jnp.float8_e4m3fn)
+    given = v3_inputs(key, eight)
+    return {**given, "queries": given["queries"].astype(jnp.bfloat16)}
+
+
+def chunked_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments of `chunked_prefill_paged_decode`; the caches are written to, and compared, so they hold no NaN."""
+    z, keys = sizes, jax.random.split(key)
+    given = {name: jnp.nan_to_num(x) for name, x in packed_inputs(keys[0], z).items()}
+    return {**given, **normal(keys[1], z.dtype, keys=(z.tokens, z.g, z.d), values=(z.tokens, z.g, z.v))}
+
+
+def decode_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments of `decode_attention`."""
+    given = page_inputs(key, sizes)
+    return {
+        "query": given["query"],
+        "key_buffer": given["key_cache"].reshape(-1, sizes.g, sizes.d),
+        "value_buffer": given["value_cache"].reshape(-1, sizes.g, sizes.v),
+        "req_to_tokens": given["block_tables"],
+        "seq_lens": given["context_lens"],
+        "page_size": sizes.s,
+    }
+
+
+def prefill_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments of `prefill_page_attention`."""
+    given = packed_inputs(key, sizes)
+    return {
+        "query": given["queries"],
+        **{name: given[name].transpose(2, 0, 1, 3) for name in ("key_cache", "value_cache")},
+        "context_len": given["kv_lens"],
+        "page_indices": given["block_tables"][0],
+    }
+
+
+def dense_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments of `ragged_decode_attention`, with `sizes.s` keys a row."""
+    z, b = sizes, len(sizes.lens)
+    shapes = {"query": (b, z.h, z.d), "key": (b, z.s, z.g, z.d), "value": (b, z.s, z.g, z.v)}
+    ends = jnp.array(z.lens, jnp.int32)
+    return {**normal(key, z.dtype, **shapes), "sequence_start": ends // 4, "sequence_end": ends}
+
+
+def make_inputs(
+    args: Any,
+    key: jax.Array,
+    *,
+    lengths: str = "context_lens",
+    tables: str = "block_tables",
+    size: Callable[[Any], tuple[int, int]] = lambda args: args.key_cache.shape[:2],
+) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, full tables, queries shared out evenly.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+        lengths: Name of the argument with the sequences' lengths.
+        tables: Name of the argument with their tables.
+        size: args -> (pages, slots of a page).
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    shapes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    pages, slots = size(args)
+    sequences = shapes[lengths].shape[0]
+    entries = int(np.prod(shapes[tables].shape)) // sequences
+    rows = next(x for name, x in shapes.items() if name in ("query", "queries")).shape[0]
+    known: Mapping[str, Callable[[tuple[int, ...]], Any]] = {
+        lengths: lambda shape: jnp.full(shape, entries * slots),
+        tables: lambda shape: jnp.arange(sequences * entries).reshape(shape) % pages,
+        "query_start_loc": lambda shape: jnp.linspace(0, rows, shape[0]),
+        "num_seqs": lambda shape: jnp.full(shape, sequences),
+        "distribution": lambda shape: jnp.array([0, 0, sequences]),
+    }
+    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+    made = {
+        name: known[name](x.shape).astype(x.dtype)
+        if name in known
+        else jax.random.normal(keys[name], x.shape, jnp.float32).astype(x.dtype)
+        for name, x in shapes.items()
+    }
+    return dataclasses.replace(args, **made)
+
+
+make_unified_inputs = functools.partial(make_inputs, lengths="kv_lens")
+make_v2_inputs = functools.partial(make_inputs, size=lambda args: args.kv_pages.shape[:2])
+make_v3_inputs = functools.partial(make_inputs, lengths="kv_lens", size=lambda args: args.kv_cache.shape[:2])
+make_decode_inputs = functools.partial(
+    make_inputs,
+    lengths="seq_lens",
+    tables="req_to_tokens",
+    size=lambda args: (args.key_buffer.shape[0] // args.page_size, args.page_size),
+)
+make_prefill_inputs = functools.partial(
+    make_inputs,
+    lengths="context_len",
+    tables="page_indices",
+    size=lambda args: tuple(args.key_cache.shape[args.kv_layout.index(axis)] for axis in "ps"),
+)
+
+
+def make_dense_inputs(args: Any, key: jax.Array) -> Any:
+    """The same for `ragged_decode_attention`: every row attends to all of its keys."""
+    shapes = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if not f.metadata.get("static")}
+    ends = {"sequence_start": 0, "sequence_end": args.key.shape[1]}
+    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+    made = {
+        name: jnp.full(x.shape, ends[name], x.dtype)
+        if name in ends
+        else jax.random.normal(keys[name], x.shape, jnp.float32).astype(x.dtype)
+        for name, x in shapes.items()
+        if x is not None
+    }
+    return dataclasses.replace(args, **made)

@@ -1,0 +1,135 @@
+"""The argument record, the checks and the lowering of the recurrences without a delta rule.
+
+`recurrent_attention` is all of it; `gated_linear_attention` and `lightning_attention` give some of its gates.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations.recurrences import (
+    check_floating,
+    check_log_gate,
+    check_packing,
+    check_tokens,
+    rank,
+    wide,
+)
+from ejkernel.modules.operations.shapes import as_flag, as_number, check_cumulative
+from ejkernel.ops.arguments import arguments, static
+
+
+@arguments
+class RecurrentAttentionArguments:
+    """The arguments of `recurrent_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    g: jax.Array | None = None
+    g_gamma: jax.Array | None = None
+    gk: jax.Array | None = None
+    gv: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    reverse: bool = static(False)
+    return_state: bool = static(False)
+
+    def __post_init__(self) -> None:
+        canonicalise(self)
+
+
+def canonicalise(args: Any) -> None:
+    """Gives a record under construction its canonical values, and checks lengths while they can be seen."""
+    scale = args.softmax_scale
+    object.__setattr__(args, "softmax_scale", None if scale is None else as_number("softmax_scale", scale))
+    for name in ("reverse", "return_state"):
+        object.__setattr__(args, name, as_flag(name, getattr(args, name)))
+    if args.cu_seqlens is not None and rank(args.query) in (3, 4):
+        check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.query.shape[-3])
+
+
+def validate(args: RecurrentAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    rows = "" if _flat(args) else "B "
+    sizes = {"B": 1, **check_tokens(args, rows)}
+    heads = f"{rows}T H"
+    check_log_gate("g", args.g, heads, sizes)
+    check_floating("gk", args.gk, f"{heads} K", sizes)
+    check_floating("gv", args.gv, f"{heads} V", sizes)
+    check_floating("g_gamma", args.g_gamma, "B H" if rank(args.g_gamma) == 2 else "H", sizes, broadcast="B")
+    if args.cu_seqlens is not None:
+        check_packing(args.cu_seqlens, sizes)
+    check_floating("initial_state", args.initial_state, f"{'B' if args.cu_seqlens is None else 'N'} H K V", sizes)
+
+
+def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
+    """The family's record of a call: gates added up, one order of time."""
+    tokens = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
+    tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
+    state, bounds = args.initial_state, args.cu_seqlens
+    if args.reverse:
+        tokens = {name: x if x is None else jnp.flip(x, axis=1) for name, x in tokens.items()}
+        if bounds is not None:
+            bounds = tokens["query"].shape[1] - jnp.flip(bounds)
+            state = None if state is None else jnp.flip(state, axis=0)
+    return LinearRecurrence(
+        query=tokens["query"],
+        key=tokens["key"],
+        value=tokens["value"],
+        softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        decay=_decay(tokens["g"], args.g_gamma, tokens["gk"]),
+        value_decay=tokens["gv"],
+        initial_state=state if bounds is None else None,
+        cu_seqlens=bounds,
+        sequence_state=None if bounds is None else state,
+    )
+
+
+def finish(args: RecurrentAttentionArguments, output: tuple[jax.Array, jax.Array]) -> Any:
+    """The public result: in the caller's order of time and rank, with the states if asked for."""
+    read, state = output
+    if args.reverse:
+        read = jnp.flip(read, axis=1)
+        state = state if args.cu_seqlens is None else jnp.flip(state, axis=0)
+    read = read[0] if _flat(args) else read
+    return (read, state) if args.return_state else read
+
+
+def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
+    """The `recurrent_attention` call that another operation of this kind means.
+
+    Args:
+        args: Its record.
+        **gates: The gates that are not the record's own.
+    """
+    names = [field.name for field in dataclasses.fields(RecurrentAttentionArguments)]
+    return RecurrentAttentionArguments(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **gates)
+
+
+def _flat(args: Any) -> bool:
+    """Whether packed tokens came without a row axis."""
+    return args.cu_seqlens is not None and rank(args.query) == 3
+
+
+def _row_of(x: jax.Array, args: Any) -> jax.Array:
+    return x[None] if _flat(args) else x
+
+
+def _decay(g: jax.Array | None, g_gamma: jax.Array | None, gk: jax.Array | None) -> jax.Array | None:
+    """The sum of the gates of the keys' channels, [B|1, T|1, H, K|1]; None if there are none."""
+    terms = []
+    if g_gamma is not None:
+        terms.append((g_gamma[None] if g_gamma.ndim == 1 else g_gamma)[:, None, :, None])
+    if g is not None:
+        terms.append(g if g.ndim == 4 else g[..., None])
+    if gk is not None:
+        terms.append(gk)
+    total = None
+    for term in terms:
+        total = term if total is None else wide(total) + wide(term)
+    return total

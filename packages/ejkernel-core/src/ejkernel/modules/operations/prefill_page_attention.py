@@ -1,0 +1,205 @@
+"""Prefill of one sequence's chunk over a cache of pages that holds the chunk already."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_layout,
+    as_mask_value,
+    as_newest,
+    as_scale,
+    check_caches,
+    check_ints,
+    check_per_head,
+    check_query,
+    per_head,
+    settle,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class PrefillPageAttentionArguments:
+    """The arguments of `prefill_page_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key_cache: jax.Array
+    value_cache: jax.Array
+    context_len: jax.Array
+    page_indices: jax.Array
+    softmax_scale: float | None = static(None)
+    mask_value: float | None = static(None)
+    attn_logits_soft_cap: float | None = static(None)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    softmax_aux: jax.Array | None = None
+    kv_layout: str = static("hpsd")
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            kv_layout=as_layout("kv_layout", self.kv_layout),
+        )
+
+
+def prefill_page_attention(
+    query: Float[Array, "t h d"],
+    key_cache: Float[Array, "g p s d"],
+    value_cache: Float[Array, "g p s v"],
+    context_len: Integer[Array, " 1"],
+    page_indices: Integer[Array, " k"],
+    /,
+    *,
+    softmax_scale: float | None = None,
+    mask_value: float | None = None,
+    attn_logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_aux: Float[Array, " h"] | None = None,
+    kv_layout: Literal["pshd", "phsd", "hpsd"] = "hpsd",
+    platform: str | None = None,
+    cfg: PrefillPageAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "t h v"]:
+    """Causal attention of a sequence's newest C tokens over its cached keys (Kwon et al. 2023, arXiv:2309.06180).
+
+    Shape letters: C tokens of the chunk, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size.
+    Row i of the query is at position `context_len[0] - C + i`. The token at position k lies in page
+    `page_indices[k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
+
+    Args:
+        query: [C, H, D] float16, bfloat16, float32 or float64.
+        key_cache: [Hk, P, S, D] floating, or as `kv_layout` says; holds the chunk already.
+        value_cache: [Hk, P, S, Dv], dtype of key_cache.
+        context_len: [1] int, tokens of the sequence, the chunk included. Rows before its first token give 0.
+        page_indices: [n_pages] int. Entries past the sequence's length are not looked at; within it, an entry that is
+            no page of the cache is a page without keys.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
+        attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
+        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order. Heads can be split, with `kv_layout="hpsd"`.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [C, H, Dv] in query's dtype.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import prefill_page_attention
+
+        query = jax.random.normal(jax.random.key(0), (24, 8, 64))
+        cache = jax.random.normal(jax.random.key(1), (2, 16, 16, 64))  # KV heads, pages, page size, head size
+        output = prefill_page_attention(query, cache, cache, jnp.array([40]), jnp.array([3, 5, 9, 0]))
+        assert output.shape == (24, 8, 64)
+        ```
+    """
+    args = PrefillPageAttentionArguments(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        context_len=context_len,
+        page_indices=page_indices,
+        softmax_scale=softmax_scale,
+        mask_value=mask_value,
+        attn_logits_soft_cap=attn_logits_soft_cap,
+        sliding_window=sliding_window,
+        softmax_aux=softmax_aux,
+        kv_layout=kv_layout,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: PrefillPageAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {"1": 1}
+    check_query("query", args.query, "C H D", sizes)
+    caches = {"key_cache": args.key_cache, "value_cache": args.value_cache}
+    check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
+    check_ints("context_len", args.context_len, "1", sizes)
+    check_ints("page_indices", args.page_indices, "n_pages", sizes)
+    check_per_head("softmax_aux", args.softmax_aux, sizes)
+
+
+def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    chunk, _, size = args.query.shape
+    return PagedAttention(
+        query=args.query,
+        key_pages=args.key_cache,
+        value_pages=args.value_cache,
+        block_tables=args.page_indices[None],
+        kv_lens=args.context_len,
+        query_start=jnp.array([0, chunk], jnp.int32),
+        softmax_scale=size**-0.5 if args.softmax_scale is None else args.softmax_scale,
+        kv_layout=args.kv_layout,
+        kv_heads=None,
+        softmax_aux=per_head(args.softmax_aux, args.query),
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.attn_logits_soft_cap,
+    )
+
+
+def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+    """What the public function returns."""
+    return output[0]
+
+
+def reference(args: PrefillPageAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return paged_attention.reference(lower(args))[0][0]
+
+
+class PrefillPageAttention(Kernel[PrefillPageAttentionConfig, Array]):
+    """`prefill_page_attention` as an object."""
+
+
+OP = Op(
+    name="prefill_page_attention",
+    function=prefill_page_attention,
+    arguments=PrefillPageAttentionArguments,
+    family=paged_attention.HEAD_MAJOR,
+    config=PrefillPageAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.prefill_cases(PrefillPageAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_prefill_inputs,
+    axes={
+        "query": "t h d",
+        "key_cache": "g p s d",
+        "value_cache": "g p s v",
+        "context_len": "r",
+        "page_indices": "k",
+    },
+    finish=finish,
+    output="t h v",
+)
+PrefillPageAttention.op = OP

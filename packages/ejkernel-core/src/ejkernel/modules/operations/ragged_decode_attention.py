@@ -1,0 +1,209 @@
+"""Decoding over a dense cache: one query token a batch row, which attends to a range of the row's keys."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import RaggedDecodeAttentionConfig
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_scale,
+    check_caches,
+    check_ints,
+    check_query,
+    per_head,
+    settle,
+)
+from ejkernel.modules.operations.shapes import as_window, check_dtype, check_not_empty, check_shape, got
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class RaggedDecodeAttentionArguments:
+    """The arguments of `ragged_decode_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sequence_start: jax.Array
+    sequence_end: jax.Array
+    softmax_aux: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    sliding_window: tuple[int | None, int | None] | None = static(None)
+    logits_soft_cap: float | None = static(None)
+
+    def __post_init__(self) -> None:
+        window = self.sliding_window
+        if window is not None and not isinstance(window, tuple):
+            raise ValueError(
+                f"sliding_window: got {got(window)}, wants (left, right): an int means (w, w) in operations on dense "
+                "keys and the newest w keys in those on a cache"
+            )
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            sliding_window=as_window("sliding_window", window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+        )
+
+
+def ragged_decode_attention(
+    query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
+    key: Float[Array, "r s g d"],
+    value: Float[Array, "r s g v"],
+    sequence_start: Integer[Array, " r"],
+    sequence_end: Integer[Array, " r"],
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    /,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    platform: str | None = None,
+    cfg: RaggedDecodeAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"]:
+    """Attention of the newest token of every batch row over keys `start` to `end - 1` (Milakov & Gimelshein 2018).
+
+    Shape letters: B batch rows, S keys, H query heads, Hk KV heads, D head size, Dv value size. The query's position is
+    `sequence_end - 1`. The formula is in `ejkernel.families.paged_attention`, of which a batch row is a sequence with
+    one page. Not differentiable.
+
+    Args:
+        query: [B, H, D] or [B, 1, H, D] float16, bfloat16, float32 or float64.
+        key: [B, S, Hk, D] floating; H is a multiple of Hk.
+        value: [B, S, Hk, Dv], dtype of key.
+        sequence_start: [B] int, first key of each row.
+        sequence_end: [B] int, one more than the last; an empty range gives 0.
+        softmax_aux: Sink logits, [num_sinks] shared by heads or [H, num_sinks]; they join the softmax denominator and
+            carry no value.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        sliding_window: (left, right): keys from `end - 1 - left` to `end - 1 + right`, inclusive; None on a side leaves
+            it open.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, of a query [B, H, D]; that of `softmax_aux` may
+            be left out. Batch and heads can be split.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, H, Dv] in query's dtype; [B, 1, H, Dv] for a query of rank 4.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import ragged_decode_attention
+
+        query = jax.random.normal(jax.random.key(0), (2, 8, 64))
+        cache = jax.random.normal(jax.random.key(1), (2, 128, 2, 64))
+        output = ragged_decode_attention(query, cache, cache, jnp.array([0, 5]), jnp.array([128, 40]))
+        assert output.shape == (2, 8, 64)
+        ```
+    """
+    args = RaggedDecodeAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        sequence_start=sequence_start,
+        sequence_end=sequence_end,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: RaggedDecodeAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {"1": 1}
+    check_query("query", args.query, "B 1 H D" if getattr(args.query, "ndim", 3) == 4 else "B H D", sizes)
+    # The record sees batch rows as pages, and keys as their slots.
+    batch = {"P": sizes["B"], "H": sizes["H"], "D": sizes["D"]}
+    check_caches("query", {"key": args.key, "value": args.value}, "pshd", batch)
+    for name in ("sequence_start", "sequence_end"):
+        check_ints(name, getattr(args, name), "B", sizes)
+        check_not_empty(name, getattr(args, name), "B", "B")
+    if args.softmax_aux is not None:
+        axes = "H num_sinks" if args.softmax_aux.ndim == 2 else "num_sinks"
+        check_shape("softmax_aux", args.softmax_aux, axes, sizes)
+        check_not_empty("softmax_aux", args.softmax_aux, axes, "num_sinks")
+        check_dtype("softmax_aux", args.softmax_aux, jnp.floating, "a floating dtype")
+
+
+def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    query = args.query.reshape(args.query.shape[0], *args.query.shape[-2:])
+    sinks = per_head(args.softmax_aux, query)
+    return PagedAttention(
+        query=query,
+        key_pages=args.key,
+        value_pages=args.value,
+        block_tables=None,
+        kv_lens=args.sequence_end,
+        query_start=None,
+        softmax_scale=query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        kv_layout="pshd",
+        kv_heads=None,
+        kv_starts=args.sequence_start,
+        softmax_aux=None if sinks is None else jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1), query.shape[1:2]),
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+    )
+
+
+def finish(args: RaggedDecodeAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+    """What the public function returns: the output, with the query's axes."""
+    return output[0][:, None] if args.query.ndim == 4 else output[0]
+
+
+def reference(args: RaggedDecodeAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return finish(args, paged_attention.reference(lower(args))[0])
+
+
+class RaggedDecodeAttention(Kernel[RaggedDecodeAttentionConfig, Array]):
+    """`ragged_decode_attention` as an object."""
+
+
+OP = Op(
+    name="ragged_decode_attention",
+    function=ragged_decode_attention,
+    arguments=RaggedDecodeAttentionArguments,
+    family=paged_attention.DENSE,
+    config=RaggedDecodeAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.dense_cases(RaggedDecodeAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_dense_inputs,
+    axes={
+        "query": "r h d",
+        "key": "r s g d",
+        "value": "r s g v",
+        "sequence_start": "r",
+        "sequence_end": "r",
+        "softmax_aux": "h n",
+    },
+    finish=finish,
+    output="r h v",
+)
+RaggedDecodeAttention.op = OP

@@ -1,0 +1,201 @@
+"""The gated delta rule over packed requests whose states live in slots: prefill and decode in one call."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import linear_recurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations import delta_cases, delta_rule, recurrence_cases
+from ejkernel.modules.operations.configs import RaggedGatedDeltaRuleConfig
+from ejkernel.modules.operations.recurrences import TOLERANCE, check_floating, rank, wide
+from ejkernel.modules.operations.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class RaggedGatedDeltaRuleArguments:
+    """The arguments of `ragged_gated_delta_rule`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    beta: jax.Array
+    decay: jax.Array | None
+    recurrent_state: jax.Array
+    query_start_loc: jax.Array
+    state_indices: jax.Array
+    chunk_size: int | None = static(None)
+    use_qk_l2norm: bool = static(True)
+
+    def __post_init__(self) -> None:
+        size = self.chunk_size
+        object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
+        object.__setattr__(self, "use_qk_l2norm", as_flag("use_qk_l2norm", self.use_qk_l2norm))
+        if self.query_start_loc is not None and rank(self.query) == 3:
+            check_cumulative("query_start_loc", self.query_start_loc, 1, self.query.shape[0])
+
+
+def ragged_gated_delta_rule(
+    query: Float[Array, "t h k"],
+    key: Float[Array, "t g k"],
+    value: Float[Array, "t g v"],
+    beta: Float[Array, "t h"],
+    decay: Float[Array, "t h"] | Float[Array, "t h k"] | None,
+    recurrent_state: Float[Array, "slots h k v"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+    *,
+    chunk_size: int | None = None,
+    use_qk_l2norm: bool = True,
+    platform: str | None = None,
+    cfg: RaggedGatedDeltaRuleConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+    """The gated delta rule of packed requests (Yang et al. 2024, arXiv:2412.06464), each continuing its own state.
+
+    Request n owns tokens `query_start_loc[n] : query_start_loc[n + 1]`. Its state is read from slot `state_indices[n]`
+    and stored there afterwards. The formula is that of `gated_delta_rule`, with scale `K ** -0.5`.
+
+    Args:
+        query: [T, H, K] float16, bfloat16, float32 or float64.
+        key: [T, Hk, K], dtype of query; H is a multiple of Hk.
+        value: [T, Hk, V], dtype of query.
+        beta: [T, H] floating, strength of the correction.
+        decay: [T, H] or [T, H, K] floating, log of the decay of a head or of each of its key channels; None is none.
+        recurrent_state: [slots, H, K, V] floating.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced. Requests may be empty: an empty one leaves all
+            slots as they are. Tokens of no request have output 0.
+        state_indices: [N] int, slots, different for requests with tokens. An index outside the slots (such as -1)
+            means none: the request starts from zeros and its state is not kept.
+        chunk_size: Tokens a chunk, in place of the configuration's; changes speed, not results.
+        use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; a None follows from the others. Heads can be
+            split.
+        out_specs: Partition specs of the output and the slots; must follow from the inputs'.
+
+    Returns:
+        [T, H, V] in query's dtype, and the slots with the states of the requests that had tokens, in
+        recurrent_state's dtype.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import ragged_gated_delta_rule
+
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 7, 2, 16))
+        beta, decay = jnp.full((7, 2), 0.5), jnp.full((7, 2), -0.1)
+        slots = jnp.zeros((4, 2, 16, 16))
+        starts, indices = jnp.array([0, 5, 6, 7]), jnp.array([3, 0, 1])  # one prefill, two decodes
+        output, slots = ragged_gated_delta_rule(query, key, value, beta, decay, slots, starts, indices)
+        assert output.shape == (7, 2, 16) and not slots[2].any()
+        ```
+    """
+    args = RaggedGatedDeltaRuleArguments(
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        decay=decay,
+        recurrent_state=recurrent_state,
+        query_start_loc=query_start_loc,
+        state_indices=state_indices,
+        chunk_size=chunk_size,
+        use_qk_l2norm=use_qk_l2norm,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: RaggedGatedDeltaRuleArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes = delta_rule.check_delta(args, "")
+    check_shape("recurrent_state", args.recurrent_state, "slots H K V", sizes)
+    check_floating("recurrent_state", args.recurrent_state, "slots H K V", sizes)
+    check_shape("state_indices", args.state_indices, "N", sizes)
+    check_shape("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
+    for name in ("query_start_loc", "state_indices"):
+        check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
+    for name in ("slots", "N"):
+        if sizes[name] == 0:
+            argument = "recurrent_state" if name == "slots" else "state_indices"
+            raise ValueError(f"{argument}: got shape {getattr(args, argument).shape}, wants {name} of at least 1")
+
+
+def _kept(args: RaggedGatedDeltaRuleArguments) -> jax.Array:
+    """Which requests have a slot, bool [N]."""
+    return (args.state_indices >= 0) & (args.state_indices < args.recurrent_state.shape[0])
+
+
+def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
+    """The family's record of a call: one row of packed sequences, with their states out of the slots."""
+    states = wide(jnp.take(args.recurrent_state, args.state_indices, axis=0, mode="clip"))
+    states = jnp.where(_kept(args)[:, None, None, None], states, 0)
+    row = delta_rule.delta_record(args, cu_seqlens=args.query_start_loc, sequence_state=states)
+    tokens = {name: getattr(row, name) for name in ("query", "key", "value", "decay", "beta")}
+    # The gate's channel axis is the last either way, so a row axis in front completes all of them.
+    return dataclasses.replace(row, **{name: None if x is None else x[None] for name, x in tokens.items()})
+
+
+def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The tokens' outputs, and the slots with the states of the requests that had tokens and have a slot."""
+    read, states = output
+    slots, stored = args.recurrent_state, _kept(args) & (jnp.diff(args.query_start_loc) > 0)
+    index = jnp.where(stored, args.state_indices, slots.shape[0])  # behind the last slot: dropped
+    return read[0], slots.at[index].set(states.astype(slots.dtype), mode="drop")
+
+
+def reference(args: RaggedGatedDeltaRuleArguments) -> tuple[jax.Array, jax.Array]:
+    """The operation's meaning in plain jnp."""
+    return finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+def _configure(args: RaggedGatedDeltaRuleArguments, cfg: Any) -> Any:
+    return delta_rule.configure(OP, args, cfg)
+
+
+class RaggedGatedDeltaRule(Kernel[RaggedGatedDeltaRuleConfig, tuple[Array, Array]]):
+    """`ragged_gated_delta_rule` as an object."""
+
+
+OP = Op(
+    name="ragged_gated_delta_rule",
+    function=ragged_gated_delta_rule,
+    arguments=RaggedGatedDeltaRuleArguments,
+    family=linear_recurrence.FAMILY,
+    config=RaggedGatedDeltaRuleConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=delta_cases.ragged_delta(RaggedGatedDeltaRuleArguments),
+    tolerance=TOLERANCE,
+    make_inputs=recurrence_cases.make_inputs,
+    axes={
+        "query": "t h k",
+        "key": "t g k",
+        "value": "t g v",
+        "beta": "t h",
+        "decay": "t h k",
+        "recurrent_state": "slots h k v",
+        "query_start_loc": "n",
+        "state_indices": "n",
+    },
+    finish=finish,
+    output=("t h v", "slots h k v"),
+    configure=_configure,
+)
+RaggedGatedDeltaRule.op = OP

@@ -1,0 +1,264 @@
+"""Prefill and decoding mixed in one batch, over pages that hold keys and values together and are only read."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention, paged_cache
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_count,
+    as_mask_value,
+    as_newest,
+    as_scale,
+    check_packed,
+    check_per_head,
+    check_query,
+    per_head,
+    settle,
+    tuned,
+)
+from ejkernel.modules.operations.shapes import as_flag, as_float_dtype, check_dtype, check_not_empty, check_shape, got
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class RaggedPageAttentionv2Arguments:
+    """The arguments of `ragged_page_attention_v2`, which documents them; canonical from the moment they are made."""
+
+    queries: jax.Array
+    kv_pages: jax.Array
+    context_lens: jax.Array
+    block_tables: jax.Array
+    query_start_loc: jax.Array
+    num_seqs: int | jax.Array
+    softmax_aux: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    compute_dtype: Any = static(None)
+    optimized: bool = static(False)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    mask_value: float | None = static(None)
+    vmem_limit_bytes: int | None = static(None)
+
+    def __post_init__(self) -> None:
+        dtype = self.compute_dtype
+        settle(
+            self,
+            num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
+            optimized=as_flag("optimized", self.optimized),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
+        )
+
+
+def ragged_page_attention_v2(
+    queries: Float[Array, "t h d"],
+    kv_pages: Float[Array, "p s 2*g d"],
+    context_lens: Integer[Array, " r"],
+    block_tables: Integer[Array, "r k"],
+    query_start_loc: Integer[Array, " n"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    softmax_aux: Float[Array, " h"] | None = None,
+    /,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    compute_dtype: Any = None,
+    optimized: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    mask_value: float | None = None,
+    vmem_limit_bytes: int | None = None,
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv2Config | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "t h d"]:
+    """Causal attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
+
+    Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n
+    owns rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the cache holds already: row i of
+    q is at position `context_lens[n] - q + i`. The token at position k lies in page `block_tables[n, k // S]`, slot
+    `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
+
+    Args:
+        queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
+        kv_pages: [P, S, 2 * Hk, D] floating; row 2j is the key of KV head j, row 2j + 1 its value.
+        context_lens: [N] int, tokens of each sequence, its queries included.
+        block_tables: [N, pages a sequence] int. Entries past a sequence's length are not looked at; within it, an entry
+            that is no page of the cache is a page without keys.
+        query_start_loc: [N + 1] int, not decreasing up to `num_seqs`. Sequences may have no queries.
+        num_seqs: How many of the N sequences are live; int, or int array of shape () or [1]. Rows of the others are 0.
+        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        compute_dtype: Floating dtype that queries, keys and values are rounded to before the products; None for their
+            own. Sums are float32 in any case.
+        optimized: For callers of earlier versions, which had two kernels; here there is one.
+        sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
+        mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
+        vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
+            split: those of `queries` and the `2 * Hk` rows of `kv_pages` alike.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [T, H, D] in queries' dtype; rows that belong to no sequence are 0.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import ragged_page_attention_v2
+
+        queries = jax.random.normal(jax.random.key(0), (8, 4, 64))
+        kv_pages = jax.random.normal(jax.random.key(1), (16, 16, 2 * 2, 64))
+        lengths = jnp.array([20, 33, 0])  # 7 new tokens of 20, 1 of 33, and an unused row
+        tables = jnp.array([[3, 5, 0], [1, 2, 9], [0, 0, 0]])
+        output = ragged_page_attention_v2(queries, kv_pages, lengths, tables, jnp.array([0, 7, 8, 8]), 2)
+        assert output.shape == (8, 4, 64)
+        ```
+    """
+    args = RaggedPageAttentionv2Arguments(
+        queries=queries,
+        kv_pages=kv_pages,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        num_seqs=num_seqs,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        compute_dtype=compute_dtype,
+        optimized=optimized,
+        sliding_window=sliding_window,
+        mask_value=mask_value,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+ragged_page_attention = ragged_page_attention_v2
+
+
+def validate(args: RaggedPageAttentionv2Arguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    check_query("queries", args.queries, "T H D", sizes)
+    check_shape("kv_pages", args.kv_pages, "P S 2Hk D", sizes)
+    check_not_empty("kv_pages", args.kv_pages, "P S 2Hk D", "S 2Hk")
+    check_dtype("kv_pages", args.kv_pages, jnp.floating, "a floating dtype")
+    rows, heads = sizes["2Hk"], sizes["H"]
+    if rows % 2 or heads % (rows // 2):
+        shape = tuple(args.kv_pages.shape)
+        raise ValueError(
+            f"kv_pages: got shape {shape}, wants [P, S, 2 * Hk, D] with Hk a divisor of queries' {heads} heads"
+        )
+    check_packed("context_lens", "block_tables", "query_start_loc", args, sizes)
+    check_num_seqs("num_seqs", args.num_seqs)
+    check_per_head("softmax_aux", args.softmax_aux, sizes)
+
+
+def check_num_seqs(name: str, value: Any) -> None:
+    """Checks a number of sequences.
+
+    Raises:
+        ValueError: It is none.
+    """
+    wants = "an int, or an int array of shape () or [1]"
+    if getattr(value, "shape", None) not in ((), (1,)):
+        raise ValueError(f"{name}: got {got(value)}, wants {wants}")
+    check_dtype(name, value, jnp.integer, wants)
+
+
+def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    pages, slots, rows, size = args.kv_pages.shape
+    return PagedAttention(
+        query=args.queries,
+        key_pages=args.kv_pages.reshape(pages, slots, rows // 2, 2, size),
+        value_pages=None,
+        block_tables=args.block_tables,
+        kv_lens=args.context_lens,
+        query_start=args.query_start_loc,
+        softmax_scale=size**-0.5 if args.softmax_scale is None else args.softmax_scale,
+        kv_layout=paged_cache.COMBINED,
+        kv_heads=None,
+        num_seqs=jnp.reshape(args.num_seqs, ()),
+        softmax_aux=per_head(args.softmax_aux, args.queries),
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+        compute_dtype=args.compute_dtype,
+    )
+
+
+def finish(args: RaggedPageAttentionv2Arguments, output: tuple[jax.Array, ...]) -> jax.Array:
+    """What the public function returns."""
+    return output[0]
+
+
+def configure(
+    args: RaggedPageAttentionv2Arguments, cfg: RaggedPageAttentionv2Config | None
+) -> RaggedPageAttentionv2Config | None:
+    """The call's own configuration, tuning arguments included."""
+    return tuned(RaggedPageAttentionv2Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
+
+
+def reference(args: RaggedPageAttentionv2Arguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return paged_attention.reference(lower(args))[0][0]
+
+
+class RaggedPageAttentionv2(Kernel[RaggedPageAttentionv2Config, Array]):
+    """`ragged_page_attention_v2` as an object."""
+
+
+RaggedPageAttention = RaggedPageAttentionv2
+
+OP = Op(
+    name="ragged_page_attention_v2",
+    function=ragged_page_attention_v2,
+    arguments=RaggedPageAttentionv2Arguments,
+    family=paged_attention.COMBINED,
+    config=RaggedPageAttentionv2Config,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.v2_cases(RaggedPageAttentionv2Arguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_v2_inputs,
+    axes={
+        "queries": "t h d",
+        "kv_pages": "p s g d",
+        "context_lens": "r",
+        "block_tables": "r k",
+        "query_start_loc": "n",
+        "num_seqs": "c",
+        "softmax_aux": "h",
+    },
+    finish=finish,
+    output="t h v",
+    configure=configure,
+)
+RaggedPageAttentionv2.op = OP

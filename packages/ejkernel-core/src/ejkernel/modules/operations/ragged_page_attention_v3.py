@@ -1,0 +1,319 @@
+"""Prefill and decoding mixed in one batch, over a cache that the new tokens are first written into."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention, paged_cache
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_choice,
+    as_count,
+    as_newest,
+    as_scale,
+    check_groups,
+    check_ints,
+    check_per_head,
+    check_query,
+    per_head,
+    settle,
+    tuned,
+)
+from ejkernel.modules.operations.shapes import as_number, check_dtype, check_not_empty, check_same_dtype, check_shape
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+LANES = 128
+"""Numbers in a row of the cache, or a multiple of it."""
+
+Layout = Literal["interleaved", "lanes"]
+
+
+@arguments
+class RaggedPageAttentionv3Arguments:
+    """The arguments of `ragged_page_attention_v3`, which documents them; canonical from the moment they are made."""
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    kv_cache: jax.Array
+    kv_lens: jax.Array
+    block_tables: jax.Array
+    query_start_loc: jax.Array
+    distribution: jax.Array
+    softmax_aux: jax.Array | None = None
+    softmax_scale: float | None = static(1.0)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    q_scale: float | None = static(None)
+    k_scale: float | None = static(None)
+    v_scale: float | None = static(None)
+    vmem_limit_bytes: int | None = static(None)
+    kv_layout: Layout | None = static(None)
+
+    def __post_init__(self) -> None:
+        scales = {name: getattr(self, name) for name in ("q_scale", "k_scale", "v_scale")}
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            **{name: None if x is None else as_number(name, x, above=0) for name, x in scales.items()},
+            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
+            kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
+        )
+
+
+def ragged_page_attention_v3(
+    queries: Float[Array, "t h d"],
+    keys: Float[Array, "t g d"],
+    values: Float[Array, "t g d"],
+    kv_cache: Float[Array, "p s x c lanes"],
+    kv_lens: Integer[Array, " r"],
+    block_tables: Integer[Array, " r*k"],
+    query_start_loc: Integer[Array, " n"],
+    distribution: Integer[Array, " 3"],
+    softmax_aux: Float[Array, " h"] | None = None,
+    /,
+    *,
+    softmax_scale: float | None = 1.0,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    vmem_limit_bytes: int | None = None,
+    kv_layout: Layout | None = None,
+    platform: str | None = None,
+    cfg: RaggedPageAttentionv3Config | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "t h d"], Float[Array, "p s x c lanes"]]:
+    """Writes the new tokens of many sequences into their pages, then attends causally (Kwon et al. 2023).
+
+    Shape letters: T rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n owns
+    rows `query_start_loc[n] : query_start_loc[n + 1]`: row i of q is its token at position `kv_lens[n] - q + i`. The
+    token at position k lies in page `block_tables[n * K + k // S]`, slot `k % S`, where K pages a sequence follow from
+    the length of the tables. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
+
+    Nothing but the new tokens' own slots is written. Call under `jax.jit` with `donate_argnums` for the cache and use
+    the returned one: the update is then in place. A call outside of jit copies the cache.
+
+    With `pack = 32 // bits(cache dtype)` a cache is [P, S, x, pack, lanes], in one of two layouts. `"interleaved"`:
+    x = ceil(2 * Hk / pack) and lanes = D rounded up to 128; axes 2 and 3 together are the rows K0, V0, K1, V1, ...
+    `"lanes"`, for D = 64: x = ceil(Hk / pack) and 128 lanes; axes 2 and 3 together are the KV heads, keys in lanes 0 to
+    63, values in lanes 64 to 127. What only pads is written as 0.
+
+    Args:
+        queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
+        keys: [T, Hk, D] new keys, dtype of kv_cache.
+        values: [T, Hk, D] new values, dtype of kv_cache.
+        kv_cache: [P, S, x, pack, lanes] floating, as above.
+        kv_lens: [N] int, tokens of each sequence, the new ones included.
+        block_tables: [N * K] int. Entries past a sequence's length are neither looked at nor written through; within
+            it, an entry that is no page of the cache is a page without keys, which drops what is written to it.
+        query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
+        distribution: [3] int (i, j, k): sequences 0 to i - 1 have one row each, i to j - 1 equally many, up to k - 1
+            any number; k sequences are live. The first two are advice for kernels. Rows of other sequences give 0.
+        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied after all scales.
+        q_scale: Queries are divided by it and rounded to the cache's dtype; scores are multiplied by it.
+        k_scale: Factor on the scores, by which keys were divided before they were stored.
+        v_scale: Factor on the output, by which values were divided.
+        vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
+        kv_layout: `"interleaved"` or `"lanes"`; None takes the one that the cache's shape allows, and fails where it
+            allows both.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
+            split where the cache does not pad them: those of queries, keys, values and the cache's axis 2 alike.
+        out_specs: Partition specs of output and cache; must follow from the inputs'.
+
+    Returns:
+        [T, H, D] in queries' dtype, where rows that belong to no sequence are 0, and the cache.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import ragged_page_attention_v3
+
+        queries = jax.random.normal(jax.random.key(0), (8, 4, 128))
+        tokens = jax.random.normal(jax.random.key(1), (8, 2, 128))
+        cache = jnp.zeros((16, 16, 2 * 2, 1, 128))  # float32: pack is 1
+        lengths = jnp.array([7, 1])  # a prompt of 7 tokens, and one of 1
+        tables = jnp.array([3, 0, 5, 0])  # 2 pages a sequence, of which one is needed yet
+        step = jax.jit(ragged_page_attention_v3, donate_argnums=3)
+        starts, distribution = jnp.array([0, 7, 8]), jnp.array([0, 0, 2])
+        output, cache = step(queries, tokens, tokens, cache, lengths, tables, starts, distribution)
+        assert output.shape == (8, 4, 128)
+        ```
+    """
+    args = RaggedPageAttentionv3Arguments(
+        queries=queries,
+        keys=keys,
+        values=values,
+        kv_cache=kv_cache,
+        kv_lens=kv_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        distribution=distribution,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        vmem_limit_bytes=vmem_limit_bytes,
+        kv_layout=kv_layout,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: RaggedPageAttentionv3Arguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    check_query("queries", args.queries, "T H D", sizes)
+    check_shape("keys", args.keys, "T Hk D", sizes)
+    check_not_empty("keys", args.keys, "T Hk D", "Hk")
+    check_shape("values", args.values, "T Hk D", sizes)
+    check_groups("keys", args.keys, "queries", sizes)
+    check_shape("kv_cache", args.kv_cache, "P S x pack lanes", sizes)
+    check_not_empty("kv_cache", args.kv_cache, "P S x pack lanes", "S")
+    check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype")
+    check_same_dtype({"kv_cache": args.kv_cache, "keys": args.keys, "values": args.values})
+    layout(args)
+    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    check_not_empty("kv_lens", args.kv_lens, "N", "N")
+    check_ints("block_tables", args.block_tables, "N*K", sizes)
+    if sizes["N*K"] % sizes["N"]:
+        raise ValueError(f"block_tables: got shape ({sizes['N*K']},), wants [N * K] for N={sizes['N']} sequences")
+    check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
+    check_ints("distribution", args.distribution, "3", {"3": 3})
+    check_per_head("softmax_aux", args.softmax_aux, sizes)
+
+
+def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
+    """The cache's layout.
+
+    Raises:
+        ValueError: Its shape is that of none, of another than `kv_layout`, or of both without `kv_layout`.
+    """
+    (_, kv_heads, size), tail = args.keys.shape, tuple(args.kv_cache.shape[2:])
+    pack = max(1, 4 // args.kv_cache.dtype.itemsize)
+    tails: dict[Layout, tuple[int, ...]] = {"interleaved": (-(-2 * kv_heads // pack), pack, -(-size // LANES) * LANES)}
+    if 2 * size == LANES:
+        tails["lanes"] = (-(-kv_heads // pack), pack, LANES)
+    wanted = {name: shape for name, shape in tails.items() if args.kv_layout in (None, name)}
+    fitting = [name for name, shape in wanted.items() if shape == tail]
+    if len(fitting) == 1:
+        return fitting[0]
+    shape = tuple(args.kv_cache.shape)
+    if fitting:
+        raise ValueError(
+            f"kv_cache: got shape {shape}, which is both; kv_layout wants to say which of {', '.join(fitting)}"
+        )
+    wants = " or ".join(f"[P, S, {', '.join(map(str, shape))}] ({name})" for name, shape in wanted.items())
+    raise ValueError(
+        f"kv_cache: got shape {shape}, wants {wants or f'a head size of 64 for kv_layout={args.kv_layout!r}'}"
+    )
+
+
+def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    (pages, slots, *_), (_, kv_heads, size), sequences = args.kv_cache.shape, args.keys.shape, args.kv_lens.shape[0]
+    lanes = args.kv_cache.shape[4] if layout(args) == "interleaved" else size
+    combined = args.kv_cache.reshape(pages, slots, -1, 2, lanes)
+    scale = size**-0.5 if args.softmax_scale is None else args.softmax_scale
+    return PagedAttention(
+        query=_quantised(args),
+        key_pages=combined,
+        value_pages=None,
+        block_tables=args.block_tables.reshape(sequences, -1),
+        kv_lens=args.kv_lens,
+        query_start=args.query_start_loc,
+        softmax_scale=scale * (args.q_scale or 1.0) * (args.k_scale or 1.0),
+        kv_layout=paged_cache.COMBINED,
+        kv_heads=None if combined.shape[2] == kv_heads else kv_heads,
+        num_seqs=args.distribution[2],
+        new_keys=args.keys,
+        new_values=args.values,
+        softmax_aux=per_head(args.softmax_aux, args.queries),
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+        value_scale=1.0 if args.v_scale is None else args.v_scale,
+    )
+
+
+def _quantised(args: RaggedPageAttentionv3Arguments) -> jax.Array:
+    """Queries as the cache's dtype represents them, in their own."""
+    if args.q_scale is None:
+        return args.queries
+    return (args.queries / args.q_scale).astype(args.kv_cache.dtype).astype(args.queries.dtype)
+
+
+def finish(args: RaggedPageAttentionv3Arguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    """What the public function returns: the output, and the cache in its own shape."""
+    return output[0], output[2].reshape(args.kv_cache.shape)
+
+
+def configure(
+    args: RaggedPageAttentionv3Arguments, cfg: RaggedPageAttentionv3Config | None
+) -> RaggedPageAttentionv3Config | None:
+    """The call's own configuration, tuning arguments included."""
+    return tuned(RaggedPageAttentionv3Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
+
+
+def reference(args: RaggedPageAttentionv3Arguments) -> tuple[jax.Array, jax.Array]:
+    """The operation's meaning in plain jnp."""
+    return finish(args, paged_attention.reference(lower(args))[0])
+
+
+class RaggedPageAttentionv3(Kernel[RaggedPageAttentionv3Config, tuple[Array, Array]]):
+    """`ragged_page_attention_v3` as an object."""
+
+
+OP = Op(
+    name="ragged_page_attention_v3",
+    function=ragged_page_attention_v3,
+    arguments=RaggedPageAttentionv3Arguments,
+    family=paged_attention.COMBINED_WRITING,
+    config=RaggedPageAttentionv3Config,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.v3_cases(RaggedPageAttentionv3Arguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_v3_inputs,
+    axes={
+        "queries": "t h d",
+        "keys": "t g d",
+        "values": "t g d",
+        "kv_cache": "p s g c d",
+        "kv_lens": "r",
+        "block_tables": "k",
+        "query_start_loc": "n",
+        "distribution": "c",
+        "softmax_aux": "h",
+    },
+    finish=finish,
+    output=("t h v", "p s g c d"),
+    configure=configure,
+)
+RaggedPageAttentionv3.op = OP

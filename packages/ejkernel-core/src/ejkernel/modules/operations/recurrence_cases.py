@@ -1,0 +1,210 @@
+"""Inputs for the recurrences: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.model import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shape of a call: rows, tokens, heads, KV heads, key and value channels; `n` packed sequences, 0 for none."""
+
+    b: int = 2
+    t: int = 11
+    h: int = 4
+    g: int = 4
+    k: int = 8
+    v: int = 8
+    n: int = 0
+    dtype: Any = jnp.float32
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of an argument."""
+        b, t, h, g, k, v = self.b, self.t, self.h, self.g, self.k, self.v
+        return {
+            "query": (b, t, h, k),
+            "key": (b, t, g, k),
+            "value": (b, t, g, v),
+            "g": (b, t, h),
+            "gate of channels": (b, t, h, k),
+            "gk": (b, t, h, k),
+            "gv": (b, t, h, v),
+            "g_gamma": (h,),
+            "decay": (b, t, h),
+            "beta": (b, t, h),
+            "initial_state": (self.n or b, h, k, v),
+        }[name]
+
+
+Extra = Callable[[jax.Array, Sizes], dict[str, Any]]
+Row = tuple[str, Sizes, Extra, tuple[str, ...], tuple[str, ...]]
+"""Name, sizes, arguments beside query, key and value, optional record fields the case is about, further tags."""
+
+
+def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
+    """The rows as cases that make argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in rows)
+
+
+def _case(arguments: type, name: str, sizes: Sizes, extra: Extra, exercises: Any, tags: Any) -> Case:
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 4)
+        tokens = {
+            field: normal(k, sizes.shape(field), sizes.dtype)
+            for field, k in zip(("query", "key", "value"), keys, strict=False)
+        }
+        return arguments(**tokens, **extra(keys[3], sizes))
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Normal floats."""
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def log_gate(key: jax.Array, shape: tuple[int, ...], strength: float = 0.3) -> jax.Array:
+    """Log gates, of which a few are very strong."""
+    weak, chance = (jax.random.uniform(k, shape) for k in jax.random.split(key))
+    return -strength * weak - jnp.where(chance > 0.97, 200.0, 0.0)
+
+
+def gates(*names: str, **constants: Any) -> Extra:
+    """Random values for the named arguments, and constants."""
+
+    def make(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, k in zip(names, jax.random.split(key, max(1, len(names))), strict=False):
+            shape = sizes.shape(name)
+            if name == "initial_state":
+                made[name] = normal(k, shape)
+            elif name == "beta":
+                made[name] = jax.random.uniform(k, shape)
+            else:
+                made["g" if name == "gate of channels" else name] = log_gate(k, shape)
+        return made | constants
+
+    return make
+
+
+BOUNDS = (0, 1, 1, 10, 10)
+_PACKED = Sizes(b=1, t=11, n=len(BOUNDS) - 1)
+_BF16 = {"dtype": jnp.bfloat16}
+
+
+def bounds() -> jax.Array:
+    """Cumulative lengths for a packed case, with an empty sequence and tokens of none behind the last."""
+    return jnp.array(BOUNDS, jnp.int32)
+
+
+def _packed(*names: str, **constants: Any) -> Extra:
+    return lambda key, sizes: gates(*names, cu_seqlens=bounds(), **constants)(key, sizes)
+
+
+_MODEL: Row = ("model", Sizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
+_SPARSE: Row = (
+    "packed",
+    _PACKED,
+    _packed("gate of channels", "g_gamma", "initial_state", return_state=True),
+    ("decay", "cu_seqlens", "sequence_state"),
+    (),
+)
+_RECURRENT: tuple[Row, ...] = (
+    ("no gates", Sizes(t=7, g=1, k=6, v=10), gates(), (), ("awkward",)),
+    (
+        "gate of heads, states",
+        Sizes(t=40),
+        gates("g", "initial_state", return_state=True),
+        ("decay", "initial_state"),
+        (),
+    ),
+    ("gates of keys and values", Sizes(g=2, v=12), gates("g_gamma", "gk", "gv"), ("decay", "value_decay"), ()),
+    ("gate of heads for all tokens, reversed", Sizes(), gates("g_gamma", reverse=True), ("decay",), ()),
+    _SPARSE,
+    _MODEL,
+)
+_GATED: tuple[Row, ...] = (
+    (
+        "one token with a state",
+        Sizes(t=1, g=2),
+        gates("g", "initial_state", return_state=True),
+        ("initial_state",),
+        ("awkward",),
+    ),
+    ("gate of channels, grouped", Sizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
+    ("bfloat16", Sizes(g=2, **_BF16), gates("g"), ("decay",), ()),
+    _SPARSE,
+    _MODEL,
+)
+_CONSTANT: tuple[Row, ...] = (
+    ("grouped", Sizes(g=2, v=12), gates(layer_idx=1, num_layers=4), ("decay",), ()),
+    (
+        "states, reversed",
+        Sizes(),
+        gates("initial_state", layer_idx=1, num_layers=4, reverse=True, return_state=True),
+        ("decay", "initial_state"),
+        (),
+    ),
+    ("last layer", Sizes(t=7), gates(layer_idx=4, num_layers=4), (), ("awkward",)),
+    (
+        "packed",
+        _PACKED,
+        _packed("initial_state", layer_idx=1, num_layers=4, return_state=True),
+        ("decay", "cu_seqlens", "sequence_state"),
+        (),
+    ),
+)
+
+
+def recurrent(arguments: type) -> tuple[Case, ...]:
+    """Cases of `recurrent_attention`."""
+    return make_cases(arguments, _RECURRENT)
+
+
+def gated(arguments: type) -> tuple[Case, ...]:
+    """Cases of `gated_linear_attention`."""
+    return make_cases(arguments, _GATED)
+
+
+def constant(arguments: type) -> tuple[Case, ...]:
+    """Cases of `lightning_attention`."""
+    return make_cases(arguments, _CONSTANT)
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths, one segment.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    made = {
+        name: _make(name, getattr(args, name), keys[name], args) for name in names if getattr(args, name) is not None
+    }
+    return dataclasses.replace(args, **made)
+
+
+_LOGS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
+
+
+def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:
+    if name in ("cu_seqlens", "query_start_loc"):
+        return jnp.linspace(0, args.query.shape[-3], shape.shape[0]).astype(shape.dtype)
+    if name == "state_indices":
+        return jnp.arange(shape.shape[0], dtype=shape.dtype)
+    if jnp.issubdtype(shape.dtype, jnp.integer):
+        return jnp.zeros(shape.shape, shape.dtype)
+    if name in _LOGS:
+        return -0.1 * jax.random.uniform(key, shape.shape).astype(shape.dtype)
+    if name in ("beta", "dt"):
+        return jax.random.uniform(key, shape.shape).astype(shape.dtype)
+    factor = shape.shape[-1] ** -0.5 if name == "key" else 1.0
+    return (factor * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)

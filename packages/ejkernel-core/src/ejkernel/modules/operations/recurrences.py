@@ -1,0 +1,117 @@
+"""What the operations of the linear recurrence family share: checks of their arguments, canonical gates, reversal."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.shapes import check_dtype, check_not_empty, check_same_dtype, check_shape
+from ejkernel.ops.model import Tolerance
+
+TOLERANCE = {
+    "float64": Tolerance(rtol=1e-9, atol=1e-9),
+    "float32": Tolerance(rtol=5e-5, atol=5e-5),
+    "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+    "float16": Tolerance(rtol=4e-3, atol=4e-3),
+}
+"""Sums over a whole sequence are larger than a softmax's, and so is their rounding."""
+
+NORM_EPSILON = 1e-6
+
+
+def check_tokens(args: Any, rows: str = "B ") -> dict[str, int]:
+    """Checks query, key and value, and returns the sizes of their axes.
+
+    Args:
+        args: Record with the three.
+        rows: The axes in front of T.
+
+    Raises:
+        ValueError: One of them is wrong.
+    """
+    sizes: dict[str, int] = {}
+    for name, axes in (("query", "T H K"), ("key", "T Hk K"), ("value", "T Hk V")):
+        array = getattr(args, name)
+        check_shape(name, array, rows + axes, sizes)
+        check_not_empty(name, array, rows + axes, axes)
+        check_dtype(name, array, jnp.floating, "a floating dtype")
+    check_same_dtype({name: getattr(args, name) for name in ("query", "key", "value")})
+    if sizes["H"] % sizes["Hk"]:
+        raise ValueError(
+            f"key: got shape {args.key.shape} with {sizes['Hk']} heads, wants a divisor of query's {sizes['H']}"
+        )
+    return sizes
+
+
+def check_floating(name: str, array: Any, axes: str, sizes: dict[str, int], broadcast: str = "") -> None:
+    """Checks an optional floating array.
+
+    Args:
+        name: Argument name for the message.
+        array: What was given, or None.
+        axes: Space-separated axis names.
+        sizes: Their sizes.
+        broadcast: Those of the axes that may have size 1.
+
+    Raises:
+        ValueError: It has another shape or no floating dtype.
+    """
+    if array is not None:
+        check_shape(name, array, axes, sizes, broadcast=broadcast)
+        check_dtype(name, array, jnp.floating, "a floating dtype")
+
+
+def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> None:
+    """Checks a gate that has one value a head, or one a channel.
+
+    Args:
+        name: Argument name for the message.
+        gate: What was given, or None.
+        axes: Axis names, up to the heads.
+        sizes: Sizes, the channels' K included.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    per_channel = rank(gate) > len(axes.split())
+    try:
+        check_floating(name, gate, f"{axes} K" if per_channel else axes, sizes)
+    except ValueError as error:
+        other = axes if per_channel else f"{axes} K"
+        raise ValueError(f"{error}, or [{', '.join(other.split())}]") from None
+
+
+def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
+    """Checks cumulative lengths, and learns N.
+
+    Raises:
+        ValueError: They are no [N + 1] ints, or there is more than one row.
+    """
+    check_shape("cu_seqlens", cu_seqlens, "N+1", sizes)
+    check_dtype("cu_seqlens", cu_seqlens, jnp.integer, "an integer dtype")
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: got shape {cu_seqlens.shape}, wants [N + 1] with N of at least 1")
+    if sizes["B"] != 1:
+        raise ValueError(f"cu_seqlens: got it with {sizes['B']} rows, wants one row that holds all sequences")
+    sizes["N"] = cu_seqlens.shape[0] - 1
+
+
+def per_channel(gate: jax.Array, heads: jax.Array) -> jax.Array:
+    """A gate as [..., H, K|1]: one that has the rank of `heads`, [..., H], gets a channel axis of size 1."""
+    return gate[..., None] if gate.ndim == heads.ndim else gate
+
+
+def l2_normalised(x: jax.Array) -> jax.Array:
+    """x over its length along the last axis, `x * rsqrt(sum x^2 + 1e-6)`, in its dtype."""
+    exact = wide(x)
+    return (exact * jax.lax.rsqrt(jnp.sum(exact * exact, axis=-1, keepdims=True) + NORM_EPSILON)).astype(x.dtype)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """x in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def rank(x: Any) -> int:
+    """Number of axes; 0 of what has no shape."""
+    return len(getattr(x, "shape", ()))

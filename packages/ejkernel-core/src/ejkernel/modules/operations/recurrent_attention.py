@@ -1,0 +1,145 @@
+"""Recurrent attention: linear attention whose state fades by any combination of gates."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import linear_recurrence
+from ejkernel.modules.operations import recurrence_cases
+from ejkernel.modules.operations.configs import RecurrentAttentionConfig
+from ejkernel.modules.operations.plain_recurrence import RecurrentAttentionArguments, finish, lower, validate
+from ejkernel.modules.operations.recurrences import TOLERANCE
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+def recurrent_attention(
+    query: Float[Array, "b t h k"],
+    key: Float[Array, "b t g k"],
+    value: Float[Array, "b t g v"],
+    /,
+    g: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
+    g_gamma: Float[Array, " h"] | Float[Array, "#b h"] | None = None,
+    gk: Float[Array, "b t h k"] | None = None,
+    gv: Float[Array, "b t h v"] | None = None,
+    initial_state: Float[Array, "n h k v"] | None = None,
+    cu_seqlens: Integer[Array, " n+1"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: RecurrentAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
+    """Linear attention with gates, computed chunk by chunk (Katharopoulos et al. 2020; Yang et al. 2023,
+    arXiv:2312.06635).
+
+    Every head carries a state of shape [K, V]. Each token first fades it by its gates, which are logs (at most 0, to
+    fade; -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Gates that are
+    given together add up. Query head h reads KV head `h // (H // Hk)`. The formula is in
+    `ejkernel.families.linear_recurrence`.
+
+    Args:
+        query: [B, T, H, K] float16, bfloat16, float32 or float64.
+        key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
+        value: [B, T, Hk, V], dtype of query.
+        g: [B, T, H] or [B, T, H, K] floating, gate of a head or of each of its key channels. Differentiable, as are
+            all gates.
+        g_gamma: [H] or [B|1, H] floating, gate that is the same for all tokens.
+        gk: [B, T, H, K] floating, gate of each key channel.
+        gv: [B, T, H, V] floating, gate of each value channel.
+        initial_state: [B, H, K, V] floating, or [N, H, K, V] with cu_seqlens: the state before the first token; None
+            is zeros. Differentiable.
+        cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
+            arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
+            which an eager call waits. Sequences may be empty; tokens of none have output 0.
+        softmax_scale: Factor on the output; None means `K ** -0.5`.
+        reverse: Go from the last token of each sequence to the first.
+        return_state: Also return the states after the last token taken.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others, as does a None. Batch and heads can be split.
+        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
+        (float64 for float64 inputs). Empty sequences keep their initial state.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import recurrent_attention
+
+        query = key = jax.random.normal(jax.random.key(0), (1, 128, 4, 32))
+        value = jax.random.normal(jax.random.key(1), (1, 128, 4, 64))
+        g = jax.nn.log_sigmoid(jax.random.normal(jax.random.key(2), (1, 128, 4)))
+        output, state = recurrent_attention(query, key, value, g, return_state=True)
+        assert output.shape == (1, 128, 4, 64) and state.shape == (1, 4, 32, 64)
+        ```
+    """
+    args = RecurrentAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        g=g,
+        g_gamma=g_gamma,
+        gk=gk,
+        gv=gv,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale,
+        reverse=reverse,
+        return_state=return_state,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+recurrent = recurrent_attention
+
+
+def reference(args: RecurrentAttentionArguments) -> Any:
+    """The operation's meaning in plain jnp."""
+    return finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
+    """`recurrent_attention` as an object."""
+
+
+OP = Op(
+    name="recurrent_attention",
+    function=recurrent_attention,
+    arguments=RecurrentAttentionArguments,
+    family=linear_recurrence.FAMILY,
+    config=RecurrentAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=recurrence_cases.recurrent(RecurrentAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=recurrence_cases.make_inputs,
+    axes={
+        "query": "b t h k",
+        "key": "b t g k",
+        "value": "b t g v",
+        "g": "b t h k",
+        "g_gamma": "h",
+        "gk": "b t h k",
+        "gv": "b t h v",
+        "initial_state": "b h k v",
+        "cu_seqlens": "n",
+    },
+    finish=finish,
+)
+RecurrentAttention.op = OP

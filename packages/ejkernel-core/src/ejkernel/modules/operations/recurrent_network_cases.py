@@ -1,0 +1,109 @@
+"""Inputs for `rnn`, `gru` and `lstm`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.recurrent_network import GATES
+from ejkernel.ops.model import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shape of a network: rows, tokens, features, layers, directions, hidden size."""
+
+    b: int = 2
+    t: int = 20
+    f: int = 12
+    l: int = 1  # noqa: E741
+    r: int = 1
+    h: int = 16
+    dtype: Any = jnp.float32
+
+    def shapes(self, gates: int) -> dict[str, tuple[int, ...]]:
+        """Of all arrays but the lengths."""
+        z, rows = self, gates * self.h
+        return {
+            "x": (z.b, z.t, z.f),
+            "weight_ih": (z.r, rows, z.f),
+            "weight_hh": (z.l, z.r, rows, z.h),
+            "bias_ih": (z.l, z.r, rows),
+            "bias_hh": (z.l, z.r, rows),
+            "weight_ih_deep": (z.l - 1, z.r, rows, z.r * z.h),
+            "initial_hidden": (z.l * z.r, z.b, z.h),
+            "initial_cell": (z.l * z.r, z.b, z.h),
+        }
+
+
+BIASES = ("bias_ih", "bias_hh")
+STATES = ("initial_hidden", "initial_cell")
+
+# name, sizes, optional arguments, lengths, further tags; the record fields a case is about are its optional arguments
+_Row = tuple[str, Sizes, tuple[str, ...], tuple[int, ...] | None, tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("plain", Sizes(), (), None, ()),
+    ("one token, states", Sizes(b=1, t=1), STATES, None, ("awkward",)),
+    ("biases, both directions", Sizes(r=2), BIASES, None, ()),
+    ("three layers", Sizes(l=3, f=7), ("weight_ih_deep", *BIASES), None, ()),
+    ("lengths", Sizes(b=3, r=2), BIASES, (20, 0, 7), ("awkward",)),
+    ("everything", Sizes(b=3, l=2, r=2), ("weight_ih_deep", *BIASES, *STATES), (1, 20, 13), ()),
+    ("bfloat16", Sizes(h=32, dtype=jnp.bfloat16), BIASES, None, ()),
+    ("model", Sizes(b=32, t=512, f=512, l=2, r=2, h=512), ("weight_ih_deep", *BIASES), None, ("bench",)),
+)
+
+
+def cases(arguments: type, cell: str) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    fields = {field.name for field in dataclasses.fields(arguments)}
+    made = [_case(arguments, row, cell, fields) for row in _TABLE]
+    if "nonlinearity" not in fields:
+        return tuple(made)
+    return (*made, dataclasses.replace(made[2], name="relu", make=_relu(made[2])))
+
+
+def _relu(case: Case) -> Any:
+    def make(key: jax.Array) -> Any:
+        return dataclasses.replace(case.make(key), nonlinearity="relu")
+
+    return make
+
+
+def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
+    name, sizes, optional, lengths, tags = row
+    kept = [field for field in ("x", "weight_ih", "weight_hh", *optional) if field in fields]
+
+    def make(key: jax.Array) -> Any:
+        shapes, keys = sizes.shapes(GATES[cell]), jax.random.split(key, len(kept))
+        made = {field: _normal(field, shapes[field], k) for field, k in zip(kept, keys, strict=True)}
+        made = {field: x.astype(sizes.dtype) for field, x in made.items()}
+        return arguments(**made, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
+
+    everywhere = () if "bench" in tags else ("ci",)
+    exercises = {field for field in optional if field in fields} | ({"seq_lengths"} if lengths else set())
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """Normal numbers, weights so small that states stay where the cells are not flat."""
+    x = jax.random.normal(key, shape, jnp.float32)
+    return x / shape[-1] ** 0.5 if name.startswith("weight") else x
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, rows without padding.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    made = {
+        name: _normal(name, x.shape, keys[name]).astype(x.dtype) for name, x in given.items() if name != "seq_lengths"
+    }
+    if "seq_lengths" in given:
+        made["seq_lengths"] = jnp.full(given["seq_lengths"].shape, args.x.shape[1], given["seq_lengths"].dtype)
+    return dataclasses.replace(args, **made)

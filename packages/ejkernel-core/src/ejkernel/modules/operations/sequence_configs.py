@@ -1,0 +1,82 @@
+"""Configurations of pooling, grouped matmul, the selective scan and recurrent networks; `configs` re-exports them."""
+
+import dataclasses
+
+from ejkernel.ops.config.params import BaseOperationConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanPoolingConfig(BaseOperationConfig):
+    """Tiles of `mean_pooling`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_size: Tokens a tile.
+        block_dim: Channels a tile.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
+    """
+
+    block_size: int | None = None
+    block_dim: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedMatmulConfig(BaseOperationConfig):
+    """Tiles of `grouped_matmul`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_m: Rows a tile.
+        block_n: Columns a tile.
+        block_k: Contracted elements a step.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
+    """
+
+    block_m: int | None = None
+    block_n: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateSpaceV1Config(BaseOperationConfig):
+    """Blocks of `state_space_v1`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_d: Channels a block.
+        block_e: Numbers of a state a block.
+        associative: Whether the tokens of a chunk are combined as a tree: more work in fewer steps.
+    """
+
+    block_d: int | None = None
+    block_e: int | None = None
+    associative: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NetworkConfig(BaseOperationConfig):
+    """How a recurrent network is run. `None` lets the heuristics decide.
+
+    Attributes:
+        unroll: Tokens a turn of the loop.
+    """
+
+    unroll: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RNNConfig(_NetworkConfig):
+    """How `rnn` is run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRUConfig(_NetworkConfig):
+    """How `gru` is run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LSTMConfig(_NetworkConfig):
+    """How `lstm` is run."""

@@ -1,0 +1,227 @@
+"""Shape and value checks whose messages name the argument, what it got and what it wants."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel import _compat
+
+
+def check_shape(name: str, array: Any, axes: str, sizes: dict[str, int], *, broadcast: str = "") -> None:
+    """Checks an array's shape against axis names, and learns the sizes of axes seen for the first time.
+
+    Args:
+        name: Argument name for the message.
+        array: Anything with a shape.
+        axes: Space-separated axis names, for example `"B T H D"`.
+        sizes: Known sizes by axis name; extended by the axes that do not broadcast.
+        broadcast: Those of the axes that may have size 1.
+
+    Raises:
+        ValueError: Wrong rank, or a size that contradicts `sizes`.
+    """
+    shape, names, wide = getattr(array, "shape", None), axes.split(), broadcast.split()
+    if shape is None:
+        raise ValueError(f"{name}: got {got(array)}, wants an array {describe(names, sizes, wide)}")
+    fits = len(shape) == len(names) and all(
+        sizes.get(axis, size) == size or (axis in wide and size == 1) for axis, size in zip(names, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name}: got shape {tuple(shape)}, wants {describe(names, sizes, wide)}")
+    sizes.update((axis, size) for axis, size in zip(names, shape, strict=True) if axis not in wide)
+
+
+def describe(names: list[str], sizes: Mapping[str, int], broadcast: list[str]) -> str:
+    """`[B=2, T=8, H, D]`, with `|1` where broadcasting is allowed."""
+    known = (f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in names)
+    return f"[{', '.join(f'{text}|1' if axis in broadcast else text for axis, text in zip(names, known, strict=True))}]"
+
+
+def check_not_empty(name: str, array: Any, axes: str, full: str) -> None:
+    """Checks that some axes of an array do not have size 0.
+
+    Args:
+        name: Argument name for the message.
+        array: Anything with a shape that fits `axes`.
+        axes: Space-separated axis names.
+        full: Those of them that are checked.
+
+    Raises:
+        ValueError: One has.
+    """
+    sizes = dict(zip(axes.split(), array.shape, strict=True))
+    empty = [axis for axis in full.split() if sizes[axis] == 0]
+    if empty:
+        raise ValueError(f"{name}: got shape {tuple(array.shape)}, wants {' and '.join(empty)} of at least 1")
+
+
+def check_dtype(name: str, array: Any, kind: Any, wants: str) -> None:
+    """Checks the kind of an array's dtype, for example `jnp.floating`.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if not jnp.issubdtype(array.dtype, kind):
+        raise ValueError(f"{name}: got dtype {array.dtype}, wants {wants}")
+
+
+def check_same_dtype(arrays: Mapping[str, Any]) -> None:
+    """Checks that all arrays have the dtype of the first.
+
+    Raises:
+        ValueError: One differs.
+    """
+    (first, lead), *others = arrays.items()
+    for name, array in others:
+        if array.dtype != lead.dtype:
+            raise ValueError(f"{name}: got dtype {array.dtype}, wants {first}'s {lead.dtype}")
+
+
+def check_cumulative(name: str, lengths: Any, rows: int, size: int) -> None:
+    """Checks the values of cumulative lengths, where they can be read: not under a trace.
+
+    Args:
+        name: Argument name for the message.
+        lengths: Integers, expected to start at 0 and never to decrease.
+        rows: 1 for packed sequences, which end within the row; otherwise each fits into a row of its own.
+        size: Tokens in a row.
+
+    Raises:
+        ValueError: They are not such lengths.
+    """
+    if _compat.is_tracer(lengths) or not getattr(lengths, "is_fully_addressable", True):
+        return
+    values = np.asarray(jax.device_get(lengths))
+    if values.ndim != 1 or values.size == 0 or values.dtype.kind not in "iu":
+        return  # the shape and the dtype are wrong, and `validate` says so
+    steps = np.diff(values.astype(np.int64))
+    longest = values[-1] if rows == 1 else steps.max(initial=0)
+    if values[0] != 0 or (steps < 0).any() or longest > size:
+        within = f"end within {size} tokens" if rows == 1 else f"have steps of at most {size} tokens"
+        shown = np.array2string(values, threshold=16, separator=", ")
+        raise ValueError(f"{name}: got {shown}, wants lengths that start at 0, never decrease and {within}")
+
+
+def as_number(
+    name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> float:
+    """A finite Python number as float.
+
+    Args:
+        name: Argument name for the message.
+        value: What was given.
+        least: Smallest accepted value.
+        above: Open lower bound.
+        below: Open upper bound.
+
+    Raises:
+        ValueError: It is no such number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ValueError(f"{name}: got {got(value)}, wants a Python number")
+    number = float(value)
+    if not (math.isfinite(number) and number >= least and above < number < below):
+        bounds = {">=": least, ">": above, "<": below}
+        said = [f"{sign} {bound:g}" for sign, bound in bounds.items() if math.isfinite(bound)]
+        raise ValueError(f"{name}: got {value}, wants a finite number {' and '.join(said)}".rstrip())
+    return number
+
+
+def as_count(name: str, value: Any, least: int = 0) -> int:
+    """A Python integer.
+
+    Args:
+        name: Argument name for the message.
+        value: What was given.
+        least: Smallest accepted value.
+
+    Raises:
+        ValueError: It is none, or smaller.
+    """
+    if not _is_int(value) or value < least:
+        raise ValueError(f"{name}: got {got(value)}, wants an int of at least {least}, fixed when the call is traced")
+    return int(value)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A Python truth value.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: got {got(value)}, wants True or False, fixed when the call is traced")
+    return bool(value)
+
+
+def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
+    """The sliding window of a dense operation as (left, right), inclusive; None where nothing is bounded.
+
+    Args:
+        name: Argument name for the message.
+        window: `w >= 1`, meaning (w, w), or (left, right), each >= 0 or None for unbounded.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if window is None:
+        return None
+    pair = window if isinstance(window, tuple) else (window, window)
+    least = 0 if isinstance(window, tuple) else 1
+    if len(pair) != 2 or not all(side is None or (_is_int(side) and side >= least) for side in pair):
+        raise ValueError(
+            f"{name}: got {got(window)}, wants an int >= 1, or a tuple (left, right) of ints >= 0 or None; "
+            "(0, 0) is the diagonal"
+        )
+    left, right = (None if side is None else int(side) for side in pair)
+    return None if left is None and right is None else (left, right)
+
+
+def as_precision(name: str, value: Any) -> lax.Precision:
+    """A `jax.lax.Precision`, from itself, its name in any case, or None for the default.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return lax.Precision(value.lower() if isinstance(value, str) else value)
+    except (ValueError, TypeError):
+        names = ", ".join(p.name for p in lax.Precision)
+        raise ValueError(f"{name}: got {got(value)}, wants one of jax.lax.Precision's {names}") from None
+
+
+def as_float_dtype(name: str, value: Any) -> np.dtype:
+    """A floating dtype.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        dtype = jnp.dtype("bool" if value is None else value)  # None is NumPy's word for float64
+    except TypeError:
+        dtype = jnp.dtype("bool")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{name}: got {got(value)}, wants a floating dtype")
+    return dtype
+
+
+def as_seed(value: Any) -> Any:
+    """A seed with every Python int as uint32: its low 32 bits. Arrays stay as they are."""
+    return np.uint32(int(value) % 2**32) if _is_int(value) else value
+
+
+def got(value: Any) -> str:
+    """What a caller passed, in words."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        kind = "a traced array" if _compat.is_tracer(value) else "an array"
+        return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
+    return f"{type(value).__name__} {value!r}"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,0 +1,74 @@
+"""Inputs for `state_space_v2`: the named cases every backend is tested on."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.recurrence_cases import normal
+from ejkernel.ops.model import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shape of a call: rows, tokens, heads, groups, channels a head, channels of the state."""
+
+    b: int = 2
+    t: int = 11
+    h: int = 4
+    g: int = 2
+    p: int = 6
+    e: int = 8
+    dtype: Any = jnp.float32
+
+
+# name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
+_TABLE: tuple[tuple[str, Sizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]], ...] = (
+    ("one group", Sizes(g=1), (), {}, ("decay",), ()),
+    ("one token with a state", Sizes(t=1), ("initial_state",), {}, ("initial_state",), ("awkward",)),
+    ("grouped, with a state", Sizes(), ("initial_state", "conv_state"), {"n_groups": 2}, ("initial_state",), ()),
+    ("gated", Sizes(t=7), ("gate",), {"act_fn": jax.nn.gelu, "precision": "highest"}, ("decay", "precision"), ()),
+    ("normalised and gated", Sizes(g=4), ("gate",), {"use_gated_rmsnorm": True}, ("decay",), ()),
+    ("bfloat16", Sizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
+    ("model", Sizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    optional: tuple[str, ...],
+    constants: dict[str, Any],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        arrays = _arrays(key, sizes)
+        required = ("x", "A", "B", "C", "D", "dt")
+        return arguments(**{name: arrays[name] for name in (*required, *optional)}, **constants)
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def _arrays(key: jax.Array, z: Sizes) -> dict[str, jax.Array]:
+    """Every array of a call."""
+    keys = iter(jax.random.split(key, 9))
+    return {
+        "x": normal(next(keys), (z.b, z.t, z.h, z.p), z.dtype),
+        "A": -jnp.exp(normal(next(keys), (z.h,))),
+        "B": normal(next(keys), (z.b, z.t, z.g, z.e), z.dtype),
+        "C": normal(next(keys), (z.b, z.t, z.g, z.e), z.dtype),
+        "D": normal(next(keys), (z.h,)),
+        "dt": 0.3 * jax.nn.softplus(normal(next(keys), (z.b, z.t, z.h))),
+        "gate": normal(next(keys), (z.b, z.t, z.h * z.p), z.dtype),
+        "initial_state": normal(next(keys), (z.b, z.h, z.p, z.e)),
+        "conv_state": normal(next(keys), (z.b, z.h * z.p, 4), z.dtype),
+    }

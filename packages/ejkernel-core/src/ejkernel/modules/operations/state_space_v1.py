@@ -1,0 +1,209 @@
+"""The state space model of Mamba-1: a selective scan, with an optional gate behind it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ejkernel.families import selective_scan
+from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.modules.operations import state_space_v1_cases as cases
+from ejkernel.modules.operations.configs import StateSpaceV1Config
+from ejkernel.modules.operations.shapes import check_dtype, check_not_empty, check_shape, got
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+
+AXES = {
+    "hidden_states": "B T I",
+    "A": "I E",
+    "B": "B T E",
+    "C": "B T E",
+    "D": "I",
+    "dt": "B T I",
+    "gate": "B T I",
+    "initial_state": "B I E",
+    "conv_state": "B I d_conv",
+}
+
+
+@arguments
+class StateSpaceV1Arguments:
+    """The arguments of `state_space_v1`, which documents them; canonical from the moment they are made."""
+
+    hidden_states: jax.Array
+    A: jax.Array
+    B: jax.Array
+    C: jax.Array
+    D: jax.Array
+    dt: jax.Array
+    gate: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    conv_state: jax.Array | None = None
+    act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
+
+    def __post_init__(self) -> None:
+        if self.act_fn is not None and not callable(self.act_fn):
+            raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
+
+
+def state_space_v1(
+    hidden_states: Float[Array, "b t i"],
+    A: Float[Array, "i e"],
+    B: Float[Array, "b t e"],
+    C: Float[Array, "b t e"],
+    D: Float[Array, " i"],
+    dt: Float[Array, "b t i"],
+    /,
+    gate: Float[Array, "b t i"] | None = None,
+    initial_state: Float[Array, "b i e"] | None = None,
+    conv_state: Float[Array, "b i c"] | None = None,
+    *,
+    act_fn: Callable[[jax.Array], jax.Array] | None = None,
+    platform: str | None = None,
+    cfg: StateSpaceV1Config | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "b t i"], Float[Array, "b i e"], Float[Array, "b i c"] | None]:
+    """The selective scan of Mamba-1 (Gu & Dao 2023, arXiv:2312.00752).
+
+    Shape letters: B rows, T tokens, I channels, E numbers a state. The formula is in
+    `ejkernel.families.selective_scan`. Between chunks only their states are kept, forward and backward.
+
+    Args:
+        hidden_states: [B, T, I] float16, bfloat16, float32 or float64: x.
+        A: [I, E] floating, real and negative; a model that learns its logarithm passes `-exp(A_log)`.
+        B: [B, T, E] floating, what each token writes.
+        C: [B, T, E] floating, what each token reads.
+        D: [I] floating, the share of x that goes past the states.
+        dt: [B, T, I] floating, the step of each token, after its softplus.
+        gate: [B, T, I] floating; the output is multiplied with `act_fn(gate)`.
+        initial_state: [B, I, E] floating, the state before the first token; None is zeros.
+        conv_state: [B, I, d_conv], state of the convolution in front of the scan; handed back as it is.
+        act_fn: Activation of the gate, a function of an array in the accumulator's dtype; None is `jax.nn.silu`. A call
+            is traced again for every new function object.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the arguments up to `conv_state`, in order; trailing ones may be left out and then
+            follow from the others. Rows and channels can be split, tokens and states cannot.
+        out_specs: Partition specs of the results, in order; must follow from the inputs'.
+
+    Returns:
+        Output [B, T, I] in the dtype of hidden_states, final state [B, I, E] in float32 (float64 for float64), and
+        conv_state.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import state_space_v1
+
+        x = jax.random.normal(jax.random.key(0), (2, 100, 32))
+        A, D = -jnp.arange(1.0, 17.0) * jnp.ones((32, 1)), jnp.ones(32)
+        B, C = jax.random.normal(jax.random.key(1), (2, 2, 100, 16))
+        dt = jax.nn.softplus(x - 4)
+        y, state, _ = state_space_v1(x, A, B, C, D, dt)
+        first, middle, _ = state_space_v1(x[:, :60], A, B[:, :60], C[:, :60], D, dt[:, :60])
+        rest, last, _ = state_space_v1(x[:, 60:], A, B[:, 60:], C[:, 60:], D, dt[:, 60:], initial_state=middle)
+        assert jnp.allclose(jnp.concatenate([first, rest], axis=1), y, atol=1e-5)
+        assert jnp.allclose(last, state, atol=1e-5)
+        ```
+    """
+    args = StateSpaceV1Arguments(
+        hidden_states=hidden_states,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        dt=dt,
+        gate=gate,
+        initial_state=initial_state,
+        conv_state=conv_state,
+        act_fn=act_fn,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: StateSpaceV1Arguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    for name, axes in AXES.items():
+        array = getattr(args, name)
+        if array is not None:
+            check_shape(name, array, axes, sizes)
+            check_dtype(name, array, jnp.floating, "a floating dtype")
+    check_not_empty("hidden_states", args.hidden_states, "B T I", "T I")
+    check_not_empty("A", args.A, "I E", "E")
+
+
+def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
+    """The selective-scan record of a call."""
+    return SelectiveScan(
+        x=args.hidden_states,
+        step=args.dt,
+        decay=args.A,
+        write=args.B,
+        read=args.C,
+        skip=args.D,
+        initial_state=args.initial_state,
+    )
+
+
+def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    """What the public function returns."""
+    y, state = output
+    if args.gate is not None:
+        act_fn = jax.nn.silu if args.act_fn is None else args.act_fn
+        y = (y.astype(state.dtype) * act_fn(args.gate.astype(state.dtype))).astype(y.dtype)
+    return y, state, args.conv_state
+
+
+def reference(args: StateSpaceV1Arguments) -> tuple[Any, ...]:
+    """The operation's meaning in plain jnp."""
+    return finish(args, selective_scan.reference(lower(args))[0])
+
+
+class StateSpaceV1(Kernel[StateSpaceV1Config, tuple[Array, Array, Any]]):
+    """`state_space_v1` as an object."""
+
+
+OP = Op(
+    name="state_space_v1",
+    function=state_space_v1,
+    arguments=StateSpaceV1Arguments,
+    family=selective_scan.FAMILY,
+    config=StateSpaceV1Config,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(StateSpaceV1Arguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-10, atol=1e-10),
+        "float32": Tolerance(rtol=3e-5, atol=3e-5),
+        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+        "float16": Tolerance(rtol=3e-3, atol=3e-3),
+    },
+    make_inputs=cases.make_inputs,
+    axes={
+        "hidden_states": "b t i",
+        "A": "i e",
+        "B": "b t e",
+        "C": "b t e",
+        "D": "i",
+        "dt": "b t i",
+        "gate": "b t i",
+        "initial_state": "b i e",
+        "conv_state": "b i c",
+    },
+    finish=finish,
+    output=("b t i", "b i e", "b i c"),
+)
+StateSpaceV1.op = OP

@@ -1,0 +1,72 @@
+"""Inputs for `state_space_v1`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.model import Case
+
+# name, (rows, tokens, channels, numbers a state), optional arguments, dtype, record fields it is about, further tags
+_Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], Any, tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("plain", (2, 63, 24, 16), (), jnp.float32, (), ()),
+    ("one token", (1, 1, 8, 4), ("initial_state",), jnp.float32, ("initial_state",), ("awkward",)),
+    ("three intervals", (1, 129, 20, 5), ("initial_state",), jnp.float32, ("initial_state",), ()),
+    ("gate", (2, 64, 16, 8), ("gate", "conv_state"), jnp.float32, (), ()),
+    ("other activation", (2, 63, 16, 8), ("gate", "act_fn"), jnp.float32, (), ("awkward",)),
+    ("one number a state", (3, 65, 12, 1), (), jnp.float32, (), ("awkward",)),
+    ("bfloat16", (2, 129, 32, 16), ("gate",), jnp.bfloat16, (), ()),
+    ("model", (1, 2048, 4096, 16), ("gate",), jnp.bfloat16, (), ("bench",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, row) for row in _TABLE)
+
+
+def _case(arguments: type, row: _Row) -> Case:
+    name, (rows, tokens, channels, size), optional, dtype, exercises, tags = row
+    shapes = {
+        "hidden_states": (rows, tokens, channels),
+        "A": (channels, size),
+        "B": (rows, tokens, size),
+        "C": (rows, tokens, size),
+        "D": (channels,),
+        "dt": (rows, tokens, channels),
+        "gate": (rows, tokens, channels),
+        "initial_state": (rows, channels, size),
+        "conv_state": (rows, channels, 4),
+    }
+    required = ("hidden_states", "A", "B", "C", "D", "dt")
+
+    def make(key: jax.Array) -> Any:
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+        kept = {field: shape for field, shape in shapes.items() if field in required or field in optional}
+        made = {field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in kept.items()}
+        return arguments(**made, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """Normal numbers, as a model would have them: negative A, positive and small dt."""
+    x = jax.random.normal(key, shape, jnp.float32)
+    return -jnp.exp(x / 2) if name == "A" else jax.nn.softplus(x - 1) if name == "dt" else x
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, negative A, positive dt.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    made = {name: _normal(name, x.shape, keys[name]).astype(x.dtype) for name, x in given.items()}
+    return dataclasses.replace(args, **made)

@@ -1,0 +1,243 @@
+"""The Mamba-2 state space layer: one decay a head, inputs and outputs shared by groups of heads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ejkernel.families import linear_recurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations import recurrence_cases, state_space_cases
+from ejkernel.modules.operations.configs import StateSpaceV2Config
+from ejkernel.modules.operations.recurrences import TOLERANCE, check_floating, wide
+from ejkernel.modules.operations.shapes import (
+    as_count,
+    as_flag,
+    as_number,
+    as_precision,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class StateSpaceV2Arguments:
+    """The arguments of `state_space_v2`, which documents them; canonical from the moment they are made."""
+
+    x: jax.Array
+    A: jax.Array
+    B: jax.Array
+    C: jax.Array
+    D: jax.Array
+    dt: jax.Array
+    gate: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    conv_state: jax.Array | None = None
+    n_groups: int | None = static(None)
+    act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
+    use_gated_rmsnorm: bool = static(False)
+    rmsnorm_eps: float = static(1e-5)
+    precision: Any = static(None)
+
+    def __post_init__(self) -> None:
+        groups, precision = self.n_groups, self.precision
+        if self.act_fn is not None and not callable(self.act_fn):
+            raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
+        canonical = {
+            "n_groups": None if groups is None else as_count("n_groups", groups, 1),
+            "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
+            "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, above=0),
+            "precision": None if precision is None else as_precision("precision", precision),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+
+
+def state_space_v2(
+    x: Float[Array, "b t h p"],
+    A: Float[Array, " h"],
+    B: Float[Array, "b t g e"],
+    C: Float[Array, "b t g e"],
+    D: Float[Array, " h"],
+    dt: Float[Array, "b t h"],
+    /,
+    gate: Float[Array, "b t h*p"] | None = None,
+    initial_state: Float[Array, "b h p e"] | None = None,
+    conv_state: Float[Array, "b i c"] | None = None,
+    *,
+    n_groups: int | None = None,
+    act_fn: Callable[[jax.Array], jax.Array] | None = None,
+    use_gated_rmsnorm: bool = False,
+    rmsnorm_eps: float = 1e-5,
+    precision: Any = None,
+    platform: str | None = None,
+    cfg: StateSpaceV2Config | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "b t h*p"], Float[Array, "b h p e"], Float[Array, "b i c"] | None]:
+    """The Mamba-2 state space layer, computed chunk by chunk (Dao & Gu 2024, arXiv:2405.21060).
+
+    For each head, with state h of shape [P, E] and its group's B and C (head i belongs to group `i // (H // G)`):
+
+        h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T
+        y_t = h_t C_t + D x_t
+
+    Args:
+        x: [B, T, H, P] float16, bfloat16, float32 or float64.
+        A: [H] floating, real and negative: `-exp(A_log)`. Differentiable, as are all arrays here.
+        B: [B, T, G, E], dtype of x; H is a multiple of G.
+        C: [B, T, G, E], dtype of x.
+        D: [H] floating, weight of the skip connection.
+        dt: [B, T, H] floating step sizes, after softplus.
+        gate: [B, T, H * P] floating; multiplies the output with `act_fn(gate)`.
+        initial_state: [B, H, P, E] floating, the state before the first token; None is zeros.
+        conv_state: Anything; returned as it is.
+        n_groups: G; None takes it from B.
+        act_fn: Activation of the gate; None is SiLU.
+        use_gated_rmsnorm: Divide the output by its root mean square over all H * P channels before it is gated; has no
+            weight, and needs a gate.
+        rmsnorm_eps: Added to the mean square, > 0.
+        precision: `jax.lax.Precision`, or its name, of the matrix products; None takes full precision for float32 and
+            wider inputs.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others, as does a None. Batch and heads can be split.
+        out_specs: Partition specs of the results, of which trailing ones may be left out; must follow from the inputs'.
+
+    Returns:
+        y [B, T, H * P] in x's dtype, the state after the last token [B, H, P, E], float32 (float64 for float64
+        inputs), and conv_state.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import state_space_v2
+
+        x = jax.random.normal(jax.random.key(0), (1, 128, 8, 16))
+        B, C = jax.random.normal(jax.random.key(1), (2, 1, 128, 2, 32))
+        dt = jax.nn.softplus(jax.random.normal(jax.random.key(2), (1, 128, 8)))
+        y, state, _ = state_space_v2(x, -jnp.arange(1.0, 9.0), B, C, jnp.ones(8), dt, n_groups=2)
+        assert y.shape == (1, 128, 128) and state.shape == (1, 8, 16, 32)
+        ```
+    """
+    args = StateSpaceV2Arguments(
+        x=x,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        dt=dt,
+        gate=gate,
+        initial_state=initial_state,
+        conv_state=conv_state,
+        n_groups=n_groups,
+        act_fn=act_fn,
+        use_gated_rmsnorm=use_gated_rmsnorm,
+        rmsnorm_eps=rmsnorm_eps,
+        precision=precision,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: StateSpaceV2Arguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    for name, axes in (("x", "B T H P"), ("B", "B T G E"), ("C", "B T G E")):
+        check_shape(name, getattr(args, name), axes, sizes)
+        check_not_empty(name, getattr(args, name), axes, axes.removeprefix("B "))
+        check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    check_same_dtype({name: getattr(args, name) for name in ("x", "B", "C")})
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(
+            f"B: got shape {args.B.shape} with {sizes['G']} groups, wants a divisor of x's {sizes['H']} heads"
+        )
+    if args.n_groups not in (None, sizes["G"]):
+        raise ValueError(f"n_groups: got {args.n_groups}, wants the {sizes['G']} groups of B")
+    for name, axes in (("A", "H"), ("D", "H"), ("dt", "B T H")):
+        check_shape(name, getattr(args, name), axes, sizes)
+        check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    check_floating("gate", args.gate, "B T H*P", sizes | {"H*P": sizes["H"] * sizes["P"]})
+    check_floating("initial_state", args.initial_state, "B H P E", sizes)
+    if args.use_gated_rmsnorm and args.gate is None:
+        raise ValueError("gate: got None with use_gated_rmsnorm=True, wants [B, T, H*P]")
+
+
+def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
+    """The family's record of a call: C reads what B writes, and dt scales both the decay and what is written."""
+    dt, state = wide(args.dt), args.initial_state
+    return LinearRecurrence(
+        query=args.C,
+        key=args.B,
+        value=wide(args.x) * dt[..., None],
+        softmax_scale=1.0,
+        decay=(wide(args.A) * dt)[..., None],
+        initial_state=None if state is None else state.swapaxes(2, 3),
+        precision=args.precision,
+    )
+
+
+def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, Any]:
+    """The public results: with the skip connection, the normalisation and the gate."""
+    read, state = output
+    y = wide(read) + wide(args.D)[:, None] * wide(args.x)
+    y = y.reshape(*y.shape[:2], -1)
+    if args.use_gated_rmsnorm:
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + args.rmsnorm_eps)
+    if args.gate is not None:
+        y = y * (args.act_fn or jax.nn.silu)(wide(args.gate))
+    return y.astype(args.x.dtype), state.swapaxes(2, 3), args.conv_state
+
+
+def reference(args: StateSpaceV2Arguments) -> tuple[jax.Array, jax.Array, Any]:
+    """The operation's meaning in plain jnp."""
+    return finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+class StateSpaceV2(Kernel[StateSpaceV2Config, tuple[Array, Array, Any]]):
+    """`state_space_v2` as an object."""
+
+
+OP = Op(
+    name="state_space_v2",
+    function=state_space_v2,
+    arguments=StateSpaceV2Arguments,
+    family=linear_recurrence.GROUPED,
+    config=StateSpaceV2Config,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=state_space_cases.cases(StateSpaceV2Arguments),
+    tolerance=TOLERANCE,
+    make_inputs=recurrence_cases.make_inputs,
+    axes={
+        "x": "b t h v",
+        "A": "h",
+        "B": "b t g k",
+        "C": "b t g k",
+        "D": "h",
+        "dt": "b t h",
+        "gate": "b t h",
+        "initial_state": "b h v k",
+        "conv_state": "b i c",
+    },
+    finish=finish,
+    output=("b t h", "b h v k", "b i c"),
+)
+StateSpaceV2.op = OP

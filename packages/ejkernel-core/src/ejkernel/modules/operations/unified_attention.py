@@ -1,0 +1,238 @@
+"""Prefill and decoding mixed in one batch, over separate key and value caches that are only read."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import paged_attention
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.configs import UnifiedAttentionConfig
+from ejkernel.modules.operations.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_count,
+    as_newest,
+    as_scale,
+    check_caches,
+    check_packed,
+    check_per_head,
+    check_query,
+    per_head,
+    settle,
+    tuned,
+)
+from ejkernel.modules.operations.shapes import as_flag, check_dtype, check_shape
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+
+
+@arguments
+class UnifiedAttentionArguments:
+    """The arguments of `unified_attention`, which documents them; canonical from the moment they are made."""
+
+    queries: jax.Array
+    key_cache: jax.Array
+    value_cache: jax.Array
+    kv_lens: jax.Array
+    block_tables: jax.Array
+    query_start_loc: jax.Array
+    alibi_slopes: jax.Array | None = None
+    qq_bias: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    causal: bool = static(True)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    seq_threshold_3d: int | None = static(None)
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            causal=as_flag("causal", self.causal),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
+        )
+
+
+def unified_attention(
+    queries: Float[Array, "t h d"],
+    key_cache: Float[Array, "p s g d"],
+    value_cache: Float[Array, "p s g v"],
+    kv_lens: Integer[Array, " r"],
+    block_tables: Integer[Array, "r k"],
+    query_start_loc: Integer[Array, " n"],
+    alibi_slopes: Float[Array, " h"] | None = None,
+    qq_bias: Float[Array, "i i"] | None = None,
+    softmax_aux: Float[Array, " h"] | None = None,
+    /,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    seq_threshold_3d: int | None = None,
+    platform: str | None = None,
+    cfg: UnifiedAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "t h v"]:
+    """Attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
+
+    Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value
+    size. Sequence n owns rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the caches hold
+    already: row i of q is at position `kv_lens[n] - q + i`. The token at position k lies in page
+    `block_tables[n, k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`: the biases are part
+    of the score that the soft cap is applied to, where vLLM's kernel adds them afterwards. Not differentiable.
+
+    Args:
+        queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
+        key_cache: [P, S, Hk, D] floating.
+        value_cache: [P, S, Hk, Dv], dtype of key_cache.
+        kv_lens: [N] int, tokens of each sequence, its queries included.
+        block_tables: [N, pages a sequence] int. Entries past a sequence's length are not looked at; within it, an entry
+            that is no page of the cache is a page without keys.
+        query_start_loc: [N + 1] int, not decreasing. Sequences may have no queries.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
+        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        causal: Key position at most query position.
+        sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
+            `cfg`.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
+            split.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [T, H, Dv] in queries' dtype; rows that belong to no sequence are 0.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import unified_attention
+
+        queries = jax.random.normal(jax.random.key(0), (8, 4, 64))
+        cache = jax.random.normal(jax.random.key(1), (16, 16, 2, 64))
+        lengths = jnp.array([20, 33])  # 7 new tokens of 20, and 1 of 33
+        tables = jnp.array([[3, 5, 0], [1, 2, 9]])
+        output = unified_attention(queries, cache, cache, lengths, tables, jnp.array([0, 7, 8]), sliding_window=16)
+        assert output.shape == (8, 4, 64)
+        ```
+    """
+    args = UnifiedAttentionArguments(
+        queries=queries,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        kv_lens=kv_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        alibi_slopes=alibi_slopes,
+        qq_bias=qq_bias,
+        softmax_aux=softmax_aux,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        seq_threshold_3d=seq_threshold_3d,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: UnifiedAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    check_query("queries", args.queries, "T H D", sizes)
+    check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
+    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
+    check_per_head("alibi_slopes", args.alibi_slopes, sizes)
+    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    if args.qq_bias is not None:
+        check_shape("qq_bias", args.qq_bias, "Q Q", {"Q": max((0, *args.qq_bias.shape))})
+        check_dtype("qq_bias", args.qq_bias, jnp.floating, "a floating dtype")
+
+
+def lower(args: UnifiedAttentionArguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    return PagedAttention(
+        query=args.queries,
+        key_pages=args.key_cache,
+        value_pages=args.value_cache,
+        block_tables=args.block_tables,
+        kv_lens=args.kv_lens,
+        query_start=args.query_start_loc,
+        softmax_scale=args.queries.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        kv_layout="pshd",
+        kv_heads=None,
+        softmax_aux=per_head(args.softmax_aux, args.queries),
+        alibi_slopes=per_head(args.alibi_slopes, args.queries),
+        qq_bias=args.qq_bias,
+        causal=args.causal,
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+    )
+
+
+def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+    """What the public function returns."""
+    return output[0]
+
+
+def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | None) -> UnifiedAttentionConfig | None:
+    """The call's own configuration, tuning arguments included."""
+    return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d)
+
+
+def reference(args: UnifiedAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return paged_attention.reference(lower(args))[0][0]
+
+
+class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):
+    """`unified_attention` as an object."""
+
+
+OP = Op(
+    name="unified_attention",
+    function=unified_attention,
+    arguments=UnifiedAttentionArguments,
+    family=paged_attention.PACKED,
+    config=UnifiedAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=paged_cases.unified_cases(UnifiedAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=paged_inputs.make_unified_inputs,
+    axes={
+        "queries": "t h d",
+        "key_cache": "p s g d",
+        "value_cache": "p s g v",
+        "kv_lens": "r",
+        "block_tables": "r k",
+        "query_start_loc": "n",
+        "alibi_slopes": "h",
+        "qq_bias": "i j",
+        "softmax_aux": "h",
+    },
+    finish=finish,
+    output="t h v",
+    configure=configure,
+)
+UnifiedAttention.op = OP

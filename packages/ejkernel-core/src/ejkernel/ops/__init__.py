@@ -1,0 +1,74 @@
+"""The engine: how operations are declared, chosen, configured, differentiated and run."""
+
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call, default_chain
+from ejkernel.ops.config.chain import ConfigSelectorChain, NoConfigError, Request, Selection
+from ejkernel.ops.config.key import ConfigKey
+from ejkernel.ops.config.memory import ConfigCache
+from ejkernel.ops.config.overlay import overlay_cache
+from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams
+from ejkernel.ops.config.persistent import PersistentCache, StoreWarning
+from ejkernel.ops.config.policy import AutotunePolicy, policy_override
+from ejkernel.ops.device import DeviceInfo, current_device, target_device
+from ejkernel.ops.dispatch import Choice, Decision, NoImplementationError, Verdict
+from ejkernel.ops.execution.executor import Executor, create_default_executor
+from ejkernel.ops.execution.kernel import Invocation, Kernel
+from ejkernel.ops.execution.offline import autotune_recorded, tune_abstract
+from ejkernel.ops.execution.tuner import Measurement, Tuner, TunerError, TuningResult
+from ejkernel.ops.explain import explain
+from ejkernel.ops.model import Case, ConfigSpace, Family, Implementation, Op, Requires, Tolerance
+from ejkernel.ops.plugins import hookimpl, registry
+from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
+
+__all__ = [
+    "AutotunePolicy",
+    "BaseOperationConfig",
+    "BwdParams",
+    "Case",
+    "Choice",
+    "ConfigCache",
+    "ConfigKey",
+    "ConfigSelectorChain",
+    "ConfigSpace",
+    "Decision",
+    "DeviceInfo",
+    "Executor",
+    "Family",
+    "FwdParams",
+    "Implementation",
+    "Invocation",
+    "Kernel",
+    "Measurement",
+    "NoConfigError",
+    "NoImplementationError",
+    "Op",
+    "PersistentCache",
+    "Pullback",
+    "Request",
+    "Requires",
+    "Selection",
+    "StoreWarning",
+    "Tolerance",
+    "Tuner",
+    "TunerError",
+    "TuningResult",
+    "Verdict",
+    "arguments",
+    "autotune_recorded",
+    "call",
+    "clear_recorded",
+    "create_default_executor",
+    "current_device",
+    "default_chain",
+    "explain",
+    "get_recorded",
+    "hookimpl",
+    "overlay_cache",
+    "policy_override",
+    "record_calls",
+    "registry",
+    "static",
+    "target_device",
+    "tune_abstract",
+]

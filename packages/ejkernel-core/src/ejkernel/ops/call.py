@@ -1,0 +1,188 @@
+"""The one path of a call: record -> validate -> lower -> (shard_map) -> dispatch -> chain -> kernel."""
+
+import dataclasses
+import functools
+from typing import Any, get_args
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ejkernel import _compat
+from ejkernel.ops import recording
+from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.config.chain import ConfigSelectorChain
+from ejkernel.ops.config.params import BaseOperationConfig, Platform
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.device import DeviceInfo, current_device
+from ejkernel.ops.dispatch import Decision
+from ejkernel.ops.grad import Plan, differentiable_call
+from ejkernel.ops.model import Op
+from ejkernel.ops.plugins import registry
+from ejkernel.ops.sharding import record_on_shard, sharded
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a call is to be carried out; everything here is part of the jit cache key."""
+
+    plan: Plan
+    mesh: Any
+    in_specs: tuple[Any, ...] | None
+    out_specs: Any
+    generation: int
+
+
+@functools.cache
+def default_chain() -> ConfigSelectorChain:
+    """The chain of calls made through the public functions: the user's store, heuristics on a miss."""
+    from ejkernel.ops.execution.tuner import Tuner
+
+    return ConfigSelectorChain(tuner=Tuner(), persistent=PersistentCache())
+
+
+def call(
+    op: Op,
+    args: Any,
+    *,
+    platform: str | None = None,
+    cfg: BaseOperationConfig | None = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    chain: ConfigSelectorChain | None = None,
+) -> Any:
+    """Runs an operation.
+
+    Args:
+        op: The operation.
+        args: Its argument record.
+        platform: A toolchain, or `"auto"`; None takes the configuration's.
+        cfg: Configuration for this call alone.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`.
+        in_specs: Partition specs of the first arguments, in public order.
+        out_specs: Partition spec of the output.
+        chain: Who is asked for configurations; None for `default_chain()`.
+
+    Raises:
+        ValueError: The call is wrong.
+        NoImplementationError: No implementation serves it.
+    """
+    chain = default_chain() if chain is None else chain
+    plan = make_plan(op, args, platform, cfg, chain)
+    _check_mesh(mesh, in_specs, out_specs)
+    specs = None if in_specs is None else _as_specs(in_specs)
+    if plan.tunes_on_miss and mesh is None and not _traced(args):
+        from ejkernel.ops.execution.tuner import tune_missing
+
+        tune_missing(plan, args)
+    options = Options(plan, mesh, specs, out_specs, chain.cache.generation)
+    try:
+        return _compiled(options, args)
+    except TypeError as error:
+        raise _unhashable(op, args, error) from error
+
+
+def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSelectorChain) -> Plan:
+    """Settles everything about a call but its arguments.
+
+    Raises:
+        ValueError: `cfg` is not the operation's configuration class, or nobody knows the platform.
+    """
+    if cfg is not None and not isinstance(cfg, op.config):
+        raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
+    cfg = op.configure(args, cfg)
+    cfg = op.configure(args, cfg)
+    chosen = platform or (cfg.platform if cfg is not None else "auto")
+    _check_platform(op, chosen)
+    return Plan(op=op.of(args), device=_device_of(args), platform=chosen, cfg=cfg, chain=chain)
+
+
+def decide(op: Op, args: Any, **options: Any) -> Decision:
+    """What `call` would do, without running or measuring anything.
+
+    Args:
+        op: The operation.
+        args: Its argument record; arrays or `jax.ShapeDtypeStruct`s.
+        **options: As for `call`. Under a mesh the decision is the one made for a shard.
+    """
+    chain = options.get("chain") or default_chain()
+    plan = make_plan(op, args, options.get("platform"), options.get("cfg"), chain)
+    mesh, in_specs, out_specs = (options.get(name) for name in ("mesh", "in_specs", "out_specs"))
+    _check_mesh(mesh, in_specs, out_specs)
+    op = plan.op
+    decisions: list[Decision] = []
+
+    def note(record: Any) -> Any:
+        wanted = frozenset(op.family.differentiable) & set(array_fields(record))
+        forward, backward = plan.choose(record, "forward"), plan.choose(record, "backward", wanted)
+        decisions.append(Decision(forward=forward, backward=backward))
+        return record
+
+    def trace(args: Any) -> Any:
+        op.validate(args)
+        record = op.lower(args)
+        if mesh is None:
+            return note(record)
+        return record_on_shard(op, record, mesh, _as_specs(in_specs), out_specs, note)
+
+    jax.eval_shape(trace, args)
+    return decisions[0]
+
+
+# Not inlined: an eager `jax.grad` would run the backward pass outside of `jit`, and compile its loops in every call.
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled(options: Options, args: Any) -> Any:
+    plan = options.plan
+    plan.op.validate(args)
+    recording.note(plan, args, options.mesh, options.in_specs)
+    record = plan.op.lower(args)
+    run = functools.partial(differentiable_call, plan)
+    if options.mesh is None:
+        output = run(record)
+    else:
+        output = sharded(plan.op, record, options.mesh, options.in_specs or (), options.out_specs, run)
+    return plan.op.finish(args, output)
+
+
+def _check_mesh(mesh: Any, in_specs: Any, out_specs: Any) -> None:
+    given = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise ValueError(f"{', '.join(missing)}: mesh, in_specs and out_specs go together, got None")
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
+        raise ValueError(f"mesh: got {type(mesh).__name__}, wants a jax.sharding.Mesh")
+
+
+def _as_specs(in_specs: Any) -> tuple[Any, ...]:
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
+        raise ValueError(f"in_specs: got {in_specs!r}, wants a tuple with a PartitionSpec for each argument")
+    return tuple(in_specs)
+
+
+def _check_platform(op: Op, platform: str) -> None:
+    if platform in get_args(Platform):
+        return
+    known = dict.fromkeys((*get_args(Platform), *(i.platform for i in registry().implementations.get(op.name, ()))))
+    if platform not in known and not registry().failed:  # a plugin that did not load may have been meant
+        raise ValueError(f"platform: got {platform!r}, wants one of {', '.join(map(repr, known))}")
+
+
+def _device_of(args: Any) -> DeviceInfo:
+    return current_device(next(iter(jax.tree.leaves(args)), None))
+
+
+def _traced(args: Any) -> bool:
+    return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(args))
+
+
+def _unhashable(op: Op, args: Any, error: TypeError) -> Exception:
+    """Names the argument that should have been a plain Python value; any other error stays as it was."""
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.metadata.get("static"):
+            try:
+                hash(value)
+            except TypeError:
+                got = type(value).__name__
+                return ValueError(f"{field.name}: got {got}, {op.name} wants a hashable Python value")
+    return error

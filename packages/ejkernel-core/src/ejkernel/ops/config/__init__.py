@@ -1,0 +1,1 @@
+"""The configuration chain: seven tiers, their storage and their keys."""

@@ -1,0 +1,149 @@
+"""Multi-process agreement: process 0 decides, everyone else takes its decision.
+
+Processes of one job may have different stores on their disks, and a collective program compiled with different tile
+sizes is a different program. A decision travels through the job's key-value service under the configuration's own key,
+so it does not matter in which order processes ask. It holds until the processes tune the call anew, which, like every
+call, they do together.
+"""
+
+import contextlib
+import contextvars
+import hashlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import msgspec
+
+from ejkernel import _compat
+from ejkernel.ops.config.key import ConfigKey
+from ejkernel.ops.config.selection import Selection
+
+TIMEOUT_VARIABLE = "EJKERNEL_AGREEMENT_TIMEOUT_S"
+
+_serials = itertools.count()
+_looking: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
+
+
+class AgreementError(RuntimeError):
+    """Process 0 did not decide: it has not made the same call in time, or the call failed there."""
+
+
+class _Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    part: Any = None
+    tier: str = ""
+    error: str | None = None
+
+
+@contextlib.contextmanager
+def only_looking() -> Generator[None]:
+    """Inside, chains neither decide for other processes nor wait for them: one may be asked to explain by itself."""
+    token = _looking.set(True)
+    try:
+        yield
+    finally:
+        _looking.reset(token)
+
+
+def looking() -> bool:
+    """Whether an `only_looking` block is active."""
+    return _looking.get()
+
+
+def alone() -> bool:
+    """Whether the job has a single process."""
+    return _compat.coordination_client() is None or jax.process_count() == 1
+
+
+class Agreement:
+    """What the processes of a job agreed on for one chain.
+
+    Chains are told apart by the order of their first questions, the same in every process.
+    """
+
+    def __init__(self) -> None:
+        self._decided: dict[ConfigKey, Selection] = {}
+        self._rounds: dict[ConfigKey, int] = {}
+        self._serial: int | None = None
+        self._lock = threading.RLock()
+
+    def known(self, key: ConfigKey) -> Selection | None:
+        """What was decided for `key` so far, as far as this process has heard."""
+        return self._decided.get(key)
+
+    def decide(self, key: ConfigKey, part: type, propose: Callable[[], Selection], anew: bool = False) -> Selection:
+        """Process 0's selection for `key`.
+
+        Args:
+            key: The call.
+            part: Type of its configuration part.
+            propose: Makes the selection. Runs in process 0 alone, and not where a decision holds already.
+            anew: Ends the decision that holds. Every process must say so together.
+
+        Raises:
+            AgreementError: Process 0 has not asked for this key within `EJKERNEL_AGREEMENT_TIMEOUT_S` (600) seconds,
+                or could not decide.
+        """
+        if alone():
+            return propose()
+        with self._lock:
+            if anew:
+                self._end_round(key)
+            if key in self._decided:
+                return self._decided[key]
+            name = self._name(key)
+            if jax.process_index() == 0:
+                return self._lead(name, key, propose)
+        selection = self._follow(name, key, part)  # without the lock: other calls need not wait for this one
+        self._decided[key] = selection
+        return selection
+
+    def _lead(self, name: str, key: ConfigKey, propose: Callable[[], Selection]) -> Selection:
+        try:
+            selection = propose()
+        except Exception as error:
+            _publish(name, _Message(error=f"{type(error).__name__}: {error}"))
+            self._end_round(key)
+            raise
+        _publish(name, _Message(selection.part, selection.tier))
+        self._decided[key] = selection
+        return selection
+
+    def _follow(self, name: str, key: ConfigKey, part: type) -> Selection:
+        message = msgspec.json.decode(_wait(name, key), type=_Message)
+        if message.error is not None:
+            with self._lock:
+                self._end_round(key)
+            raise AgreementError(f"process 0 could not choose a configuration for {key}: {message.error}")
+        sentence = f"agreement: process 0 decided, by its tier {message.tier}"
+        return Selection(msgspec.convert(message.part, part), message.tier, (sentence,))
+
+    def _end_round(self, key: ConfigKey) -> None:
+        self._rounds[key] = self._rounds.get(key, 0) + 1
+        self._decided.pop(key, None)
+
+    def _name(self, key: ConfigKey) -> str:
+        if self._serial is None:
+            self._serial = next(_serials)
+        digest = hashlib.sha256(str(key).encode()).hexdigest()
+        return f"ejkernel/config/{self._serial}/{digest}/{self._rounds.get(key, 0)}"
+
+
+def _publish(name: str, message: _Message) -> None:
+    client: Any = _compat.coordination_client()
+    client.key_value_set(name, msgspec.json.encode(message).decode())
+
+
+def _wait(name: str, key: ConfigKey) -> str:
+    client: Any = _compat.coordination_client()
+    timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "600"))
+    try:
+        return client.blocking_key_value_get(name, int(timeout_s * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise AgreementError(
+            f"process {jax.process_index()} waited {timeout_s:g} s for process 0 to choose a configuration for {key}; "
+            "every process of a job must make the same calls"
+        ) from error

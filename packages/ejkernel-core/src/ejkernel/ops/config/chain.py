@@ -1,0 +1,219 @@
+"""The seven tiers: override, overlay, memory, persistent, autotune, heuristics, error.
+
+| tier | source | stored? |
+|---|---|---|
+| override | the call's own `cfg=` | never; it holds for that call alone |
+| overlay | enclosing `overlay_cache` blocks | never |
+| memory | measured, or read from the store, in this process | |
+| persistent | the user's store, then the tables shipped with the backend | copied to memory |
+| autotune | measured now, if the policy says so and nothing is being traced | memory and the user's store |
+| heuristics | the implementation's rule | never |
+| error | none of them may answer | |
+"""
+
+import dataclasses
+import datetime
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ejkernel.ops.config import overlay
+from ejkernel.ops.config.agreement import Agreement, looking
+from ejkernel.ops.config.key import ConfigKey
+from ejkernel.ops.config.measurement import TunerError, TunerWarning, TuningResult
+from ejkernel.ops.config.memory import ConfigCache
+from ejkernel.ops.config.params import given_values
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy, effective
+from ejkernel.ops.config.selection import Request, Selection
+from ejkernel.ops.config.table import shipped_part
+
+MEASURED = frozenset({"memory", "persistent", "autotune"})
+"""The tiers whose answers were measured, here or elsewhere; no others are ever kept."""
+
+
+class Measures(Protocol):
+    """What a chain needs of a tuner."""
+
+    def tune(self, request: Request, argument: Any) -> TuningResult:
+        """Measures the candidates of one direction of a call."""
+        ...
+
+
+class NoConfigError(RuntimeError):
+    """Every tier that the policy allows had no answer."""
+
+
+class ConfigSelectorChain:
+    """Asks the tiers in order.
+
+    Args:
+        cache: Memory tier.
+        policy: What to do on a miss.
+        tuner: Measures candidates; None for one made with the defaults when it is needed.
+        persistent: User's store; None for no disk at all.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        policy: AutotunePolicy | None = None,
+        tuner: Measures | None = None,
+        persistent: PersistentCache | None = None,
+    ) -> None:
+        self.cache = ConfigCache() if cache is None else cache
+        self.policy = AutotunePolicy() if policy is None else policy
+        self.tuner = tuner
+        self.persistent = persistent
+        self._agreement = Agreement()
+        self._untunable: dict[ConfigKey, str] = {}
+
+    def choose(self, request: Request, argument: Any = None) -> Selection:
+        """The configuration part for a call.
+
+        Args:
+            request: The call.
+            argument: What the implementation's function would be given, if it is there to be measured with: a concrete
+                record or `Pullback`. None under a trace.
+
+        Raises:
+            NoConfigError: No tier that the policy allows has an answer.
+            AgreementError: Process 0 of the job has none, or was not asked.
+        """
+        trail: list[str] = []
+        explicit = self._explicit(request, trail)
+        if explicit is not None:
+            return explicit
+        key = request.key()
+        if looking():
+            return self._agreement.known(key) or self._implied(key, request, None, trail)
+
+        def propose() -> Selection:
+            return self._implied(key, request, argument, trail)
+
+        selection = self._agreement.decide(key, request.part_type(), propose, anew=argument is not None)
+        self._keep(key, selection)
+        self.cache.answered(key, selection.part)
+        return selection
+
+    def tune(self, request: Request, make_argument: Callable[[], Any]) -> TuningResult | None:
+        """Measures a call, whatever is known of it, and stores the winner.
+
+        Args:
+            request: The call.
+            make_argument: Makes what the implementation's function is given.
+
+        Returns:
+            The measurements. None in the processes of a job that took process 0's word for them.
+
+        Raises:
+            TunerError: The policy forbids it, or no candidate ran.
+        """
+        if not effective(self.policy).allow_autotune:
+            raise TunerError(f"the policy does not allow measuring {request.op.name}")
+        key, results = request.key(), list[TuningResult]()
+
+        def propose() -> Selection:
+            results.append(self._measured(request, make_argument()))
+            return Selection(results[0].best.part, "autotune", ("autotune: measured on request",))
+
+        self._keep(key, self._agreement.decide(key, request.part_type(), propose, anew=True))
+        return results[0] if results else None
+
+    def known(self, request: Request) -> bool:
+        """Whether a tier before autotune answers."""
+        return self._explicit(request, []) is not None or self._stored(request.key(), request, []) is not None
+
+    def store(self, key: ConfigKey, part: Any, seconds: float, measured_at: str) -> None:
+        """Keeps a measured part in memory and in the user's store. Nothing else is ever kept."""
+        self.cache.put(key, part)
+        if self.persistent is not None:
+            self.persistent.put(key, part, seconds, measured_at)
+
+    def _keep(self, key: ConfigKey, selection: Selection) -> None:
+        if selection.tier in MEASURED:
+            self.cache.put(key, selection.part)
+
+    def _explicit(self, request: Request, trail: list[str]) -> Selection | None:
+        cfg = request.override
+        part = None if cfg is None else cfg.part(request.direction)
+        if cfg is not None and part is not None:
+            elsewhere = overlay.made_for(cfg, request.serves())
+            remark = f" ({elsewhere})" if elsewhere else ""
+            trail.append(f"override: cfg= gives {given_values(part)}{remark}{_unread(part, request)}")
+            return Selection(request.completed(part), "override", tuple(trail))
+        trail.append("override: none given" if cfg is None else f"override: cfg= leaves the {request.direction} open")
+        part, remark = overlay.find(request.key(), request.serves()) if overlay.overlays() else (None, "none active")
+        if part is not None:
+            trail.append(f"overlay: {remark} gives {given_values(part)}{_unread(part, request)}")
+            return Selection(request.completed(part), "overlay", tuple(trail))
+        trail.append(f"overlay: {remark}")
+        return None
+
+    def _implied(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
+        """What the tiers say that look at the call and not at its wishes."""
+        return (
+            self._stored(key, request, trail)
+            or self._tuned(key, request, argument, trail)
+            or self._ruled(key, request, trail)
+        )
+
+    def _stored(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection | None:
+        part = self.cache.get(key)
+        if part is not None:
+            return Selection(part, "memory", (*trail, "memory: hit"))
+        trail.append("memory: no entry")
+        part = self.persistent.get(key, request.part_type()) if self.persistent is not None else None
+        source = "user store"
+        if part is None:
+            part = shipped_part(request.implementation.tuned, request.op.name, key, request.part_type())
+            source = "shipped table"
+        if part is None:
+            trail.append("persistent: no entry in the user store or a shipped table")
+            return None
+        return Selection(request.completed(part), "persistent", (*trail, f"persistent: {source}"))
+
+    def _tuned(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection | None:
+        if not effective(self.policy).tunes_on_miss:
+            trail.append("autotune: not asked for by the policy")
+        elif key in self._untunable:
+            trail.append(f"autotune: failed earlier, {self._untunable[key]}")
+        elif argument is None:
+            trail.append("autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline")
+        else:
+            try:
+                part = self._measured(request, argument).best.part
+                return Selection(part, "autotune", (*trail, "autotune: measured now"))
+            except TunerError as error:
+                self._untunable[key] = str(error)
+                warnings.warn(f"{request.op.name} is not tuned: {error}", TunerWarning, stacklevel=2)
+                trail.append(f"autotune: failed, {error}")
+        return None
+
+    def _measured(self, request: Request, argument: Any) -> TuningResult:
+        from ejkernel.ops.execution.tuner import Tuner
+
+        result = (self.tuner or Tuner()).tune(request, argument)
+        seconds = result.best.seconds
+        assert seconds is not None  # a tuner raises where nothing ran
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.store(result.key, result.best.part, seconds, now)
+        self._untunable.pop(result.key, None)
+        return result
+
+    def _ruled(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection:
+        if not effective(self.policy).allow_heuristics:
+            steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
+            raise NoConfigError(f"no configuration for {key}\n  {steps}")
+        return Selection(request.heuristic(), "heuristics", (*trail, "heuristics: the implementation's rule"))
+
+
+def _unread(part: Any, request: Request) -> str:
+    """A remark about fields that were set and that the chosen kernels do not have."""
+    implementation = request.implementation
+    given = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) is not None}
+    unread = sorted(given - implementation.config.reads - {"platform", "backend"})
+    return f" ({', '.join(unread)} has no meaning for {implementation.name})" if unread else ""
+
+
+__all__ = ["ConfigSelectorChain", "NoConfigError", "Request", "Selection"]

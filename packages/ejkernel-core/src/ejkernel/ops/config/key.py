@@ -1,0 +1,91 @@
+"""What a stored configuration is stored under."""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from ejkernel._version import __version__
+from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigKey:
+    """Identifies the calls that share a configuration.
+
+    Attributes:
+        op: `"name@version"` of the operation.
+        implementation: `"name@distribution version"` of the implementation.
+        direction: Which pass.
+        device: Device kind.
+        schema: Hash of the configuration part's type, so that changed fields never meet old data.
+        call: Signature of the lowered record.
+        core: Version of ejkernel-core, whose lowering gives `call` its meaning.
+    """
+
+    op: str
+    implementation: str
+    direction: Direction
+    device: str
+    schema: str
+    call: str
+    core: str = __version__
+
+    def __str__(self) -> str:
+        return " | ".join(getattr(self, f.name) for f in dataclasses.fields(self))
+
+    def shipped(self) -> str:
+        """The key in a table that ships inside a backend: without the versions, which the package itself fixes."""
+        unversioned = dataclasses.replace(self, implementation=self.implementation.partition("@")[0], core="shipped")
+        return str(unversioned)
+
+
+def signature(record: Any) -> str:
+    """The shapes, dtypes and structural arguments of a record, as one readable line.
+
+    Values of arrays and continuous factors (scales, caps, probabilities) change no kernel's cost, so only their
+    presence counts.
+    """
+    given = set(given_fields(record))
+    fields = [f for f in dataclasses.fields(record) if f.default is dataclasses.MISSING or f.name in given]
+    return " ".join(f"{f.name}={_described(f, getattr(record, f.name))}" for f in fields)
+
+
+def _described(field: Any, value: Any) -> str:
+    if field.metadata.get("static"):
+        return "float" if isinstance(value, float) else str(value).replace(" ", "")
+    # A nested structure is told by the paths of its leaves: MaskInfo may hold query or key ids of the same shape.
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    return ",".join(jax.tree_util.keystr(path) + _array(leaf) for path, leaf in leaves)
+
+
+def _array(leaf: Any) -> str:
+    return f"{jax.dtypes.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]"
+
+
+@functools.cache
+def schema_hash(part: type) -> str:
+    """Eight hex digits that change when a configuration part's fields, types or defaults change."""
+    text = msgspec.json.encode(_undocumented(msgspec.json.schema(part)), order="sorted")
+    return hashlib.sha256(text).hexdigest()[:8]
+
+
+def _undocumented(schema: Any) -> Any:
+    """A JSON schema without the words meant for readers, which come from docstrings."""
+    if isinstance(schema, list):
+        return [_undocumented(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    words = [name for name in ("title", "description") if isinstance(schema.get(name), str)]
+    return {name: _undocumented(value) for name, value in schema.items() if name not in words}
+
+
+def device_label(device: DeviceInfo) -> str:
+    """The device's name in keys and in the file names of shipped tables."""
+    return device.kind or device.platform

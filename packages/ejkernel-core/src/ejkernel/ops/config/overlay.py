@@ -1,0 +1,71 @@
+"""The overlay tier: configurations for the calls traced inside a block."""
+
+import contextlib
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import jax
+
+from ejkernel.ops.config.key import ConfigKey
+from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.plugins import registry
+
+_Overlay = tuple[tuple[ConfigKey | str, Any], ...]
+
+# Part of the key of every jitted function, innermost overlay first; made at import for the reasons given in `policy`.
+_stack: Any = jax.make_user_context(())
+
+
+@contextlib.contextmanager
+def overlay_cache(overlay: Mapping[ConfigKey | str, Any]) -> Generator[None]:
+    """Uses the given configurations for the calls traced inside the block, before any cache is asked.
+
+    Args:
+        overlay: Maps an operation's name to its configuration, or a `ConfigKey` to a configuration part.
+            Inner blocks win over outer ones; a `ConfigKey` wins over a name. A configuration made for one platform
+            or backend does not apply to another's implementation.
+
+    Raises:
+        ValueError: A name is no operation's, or is mapped to something that is not that operation's configuration.
+    """
+    for key, config in overlay.items():
+        if isinstance(key, str):
+            wanted = registry().op(key).config
+            if not isinstance(config, wanted):
+                raise ValueError(f"overlay[{key!r}]: got {type(config).__name__}, wants {wanted.__name__}")
+    with _stack((tuple(overlay.items()), *overlays())):
+        yield
+
+
+def overlays() -> tuple[_Overlay, ...]:
+    """The active overlays, innermost first."""
+    return _stack.value
+
+
+def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
+    """The part that the innermost overlay knowing this call has for it, or None; and a remark.
+
+    Args:
+        key: The call.
+        serves: `platform` and `backend` of the call's implementation and device.
+    """
+    op_name, remark = key.op.rpartition("@")[0], "none active for this call"
+    for overlay in map(dict, overlays()):
+        if key in overlay:
+            return overlay[key], "entry for this very call"
+        config = overlay.get(op_name)
+        mismatch = None if config is None else made_for(config, serves)
+        if mismatch:
+            remark = f"passed over, {mismatch}"
+        elif config is not None and (part := config.part(key.direction)) is not None:
+            return part, f"entry for {op_name}"
+    return None, remark
+
+
+def made_for(config: BaseOperationConfig, serves: Mapping[str, str]) -> str:
+    """Where a configuration was made for, if that is elsewhere; empty if it applies."""
+    for name, value in serves.items():
+        wanted = getattr(config, name)
+        if wanted not in ("auto", "any", value):
+            return f"made for {name} {wanted}, not {value}"
+    return ""

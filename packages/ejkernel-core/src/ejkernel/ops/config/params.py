@@ -1,0 +1,143 @@
+"""Configurations: choices that change the speed of a call and never its answer (beyond rounding).
+
+Every class is frozen, hashable through all of its fields and serialisable with `to_dict` / `to_json`.
+"""
+
+import dataclasses
+import operator
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
+
+Direction = Literal["forward", "backward"]
+Platform = Literal["triton", "pallas", "cuda", "xla", "auto"]
+Backend = Literal["gpu", "tpu", "cpu", "any"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FwdParams:
+    """Tile sizes and launch parameters of a forward kernel; `None` lets the heuristics decide.
+
+    Raises:
+        ValueError: A value is not a positive integer.
+
+    Attributes:
+        blocksize_m: Rows of the output tile of a matrix product.
+        blocksize_k: Contracted elements a step.
+        blocksize_n: Columns of the output tile.
+        q_blocksize: Queries a tile.
+        kv_blocksize: Keys a tile.
+        blocksize_heads: Heads a tile.
+        blocksize_keys: Keys a tile in decode kernels.
+        seq_blocksize: Sequences worked on at once in decode kernels.
+        num_key_splits: Independent partial softmaxes over the keys.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
+    """
+
+    blocksize_m: int | None = None
+    blocksize_k: int | None = None
+    blocksize_n: int | None = None
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    blocksize_heads: int | None = None
+    blocksize_keys: int | None = None
+    seq_blocksize: int | None = None
+    num_key_splits: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        _canonicalise(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BwdParams:
+    """Tile sizes and launch parameters of a backward kernel; fields as in `FwdParams`."""
+
+    blocksize_m: int | None = None
+    blocksize_k: int | None = None
+    blocksize_n: int | None = None
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        _canonicalise(self)
+
+
+def _canonicalise(params: FwdParams | BwdParams) -> None:
+    # 128.0 and True equal 128 and 1, so that wrong types would go unseen by keys and reach a compiler.
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+            raise ValueError(f"{type(params).__name__}.{field.name}: got {value!r}, wants a positive integer")
+        object.__setattr__(params, field.name, operator.index(value))
+
+
+def given_values(part: Any) -> str:
+    """The fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None) or "nothing"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseOperationConfig:
+    """What every configuration has.
+
+    Attributes:
+        platform: Toolchain the call must run on, a `Platform` or a third party's own word; `"auto"` leaves it to
+            dispatch.
+        backend: Device kind the configuration was made for; `"any"` for all.
+    """
+
+    part_types: ClassVar[dict[str, type]] = {}
+
+    platform: str = "auto"
+    backend: Backend = "any"
+
+    def part(self, direction: Direction) -> Any:
+        """The piece of this configuration that one direction's kernel reads (`None` when unset)."""
+        return self
+
+    @classmethod
+    def from_parts(cls, forward: Any, backward: Any) -> Self:
+        """Builds a configuration from what the two directions chose."""
+        return forward
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dictionaries, ready for JSON."""
+        return msgspec.to_builtins(self)
+
+    def to_json(self) -> str:
+        """JSON text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: A field has the wrong type (`msgspec.ValidationError`), or does not exist.
+        """
+        config = msgspec.convert(data, cls)
+        unknown = sorted(_paths(data) - _paths(config.to_dict()))
+        if unknown:
+            raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}")
+        return config
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`; errors as `from_dict`."""
+        return cls.from_dict(msgspec.json.decode(text))
+
+
+def _paths(data: Any, prefix: str = "") -> set[str]:
+    """Dotted names of everything in nested dictionaries."""
+    if not isinstance(data, dict):
+        return set()
+    names = {f"{prefix}{name}" for name in data}
+    return names.union(*(_paths(value, f"{prefix}{name}.") for name, value in data.items()))

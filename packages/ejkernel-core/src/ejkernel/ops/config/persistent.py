@@ -1,0 +1,159 @@
+"""The persistent tier: measured configurations on disk, safe against crashes and other writers.
+
+One JSON file holds all entries. Writers take a lock, merge with what is there and replace the file atomically, so
+readers never see half a file and writers never lose each other's entries. A damaged file is moved aside, under the lock
+too: it may have been repaired since it was read.
+"""
+
+import contextlib
+import glob
+import os
+import warnings
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ejkernel.ops.config.key import ConfigKey
+from ejkernel.ops.config.table import DAMAGED, Entry, StoreWarning, Table, as_part, decode, encode, table_name
+
+FILE_NAME = "configs.json"
+DIRECTORY_VARIABLE = "EJKERNEL_PERSISTENT_CACHE_DIR"
+LOCK_TIMEOUT_S = 60.0
+
+# What a file system may answer; filelock's word for one without locks is NotImplementedError.
+_UNUSABLE = (OSError, NotImplementedError)
+
+_Stamp = tuple[int, int, int]
+
+
+def default_path() -> Path:
+    """The user's store: under `EJKERNEL_PERSISTENT_CACHE_DIR`, else in the platform's cache directory."""
+    import platformdirs
+
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    folder = Path(directory).expanduser() if directory else platformdirs.user_cache_path("ejkernel", appauthor=False)
+    return folder / FILE_NAME
+
+
+class PersistentCache:
+    """The user's store. Opens nothing until it is asked.
+
+    Where its directory cannot be used it says so in one `StoreWarning`, and then does nothing.
+
+    Args:
+        path: A `.json` file, or a directory that holds `configs.json`; None for the user's store.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = Path(path).expanduser() if path is not None else None
+        self._snapshot: tuple[_Stamp | None, Mapping[str, Entry]] = (None, {})
+        self._readable = self._writable = True
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        if self._path is None:
+            return default_path()
+        return self._path if self._path.suffix == ".json" else self._path / FILE_NAME
+
+    def entries(self) -> Mapping[str, Entry]:
+        """All entries now on disk, by key; empty where there is no readable file."""
+        if not self._readable:
+            return {}
+        try:
+            status = self.path.stat()
+            # A replaced file has another inode, even where the clock is too coarse to tell.
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            seen, entries = self._snapshot
+            if stamp != seen:
+                entries = self._load()
+                # In one step: threads must not pair the stamp of one with the content of another.
+                self._snapshot = (stamp, entries)
+            return entries
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except _UNUSABLE as error:
+            self._readable = False
+            self._give_up(f"cannot be read ({error})")
+            return {}
+
+    def get(self, key: ConfigKey, part: type) -> Any | None:
+        """The configuration part stored under `key`, or None."""
+        return as_part(self.entries().get(str(key)), part, f"{self.path}, entry {key}")
+
+    def put(self, key: ConfigKey, part: Any, seconds: float, measured_at: str = "") -> None:
+        """Stores one measured part."""
+        self.update({str(key): Entry(msgspec.to_builtins(part), seconds, measured_at)})
+
+    def update(self, entries: Mapping[str, Entry]) -> None:
+        """Merges entries into the file under its lock."""
+        if not self._writable:
+            return
+        try:
+            with self._locked():
+                self._sweep()
+                self._replace(encode(Table({**self._read_or_set_aside(), **entries})))
+        except _UNUSABLE as error:
+            self._give_up(f"cannot be written ({error})")
+
+    def clear(self) -> None:
+        """Removes all entries."""
+        if self.path.exists():
+            with self._locked():
+                self.path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[None]:
+        import filelock
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{self.path}.lock", timeout=LOCK_TIMEOUT_S):
+            yield
+
+    def _load(self) -> Mapping[str, Entry]:
+        try:
+            return decode(self.path.read_bytes())
+        except DAMAGED:
+            with self._locked():
+                return self._read_or_set_aside()
+
+    def _read_or_set_aside(self) -> Mapping[str, Entry]:
+        """The entries on disk, with the lock held. A damaged file is moved away."""
+        try:
+            return decode(self.path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except DAMAGED as error:
+            aside = self.path.with_suffix(f".damaged-{os.getpid()}.json")
+            os.replace(self.path, aside)
+            warnings.warn(f"{self.path} was damaged ({error}); moved to {aside}", StoreWarning, stacklevel=2)
+            return {}
+
+    def _replace(self, data: bytes) -> None:
+        temporary = f"{self.path}.{os.getpid()}.tmp"  # of one writer at a time, for the lock is held
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _sweep(self) -> None:
+        """Removes what writers that were killed have left."""
+        for left in glob.glob(f"{glob.escape(str(self.path))}.*.tmp"):
+            os.unlink(left)
+
+    def _give_up(self, reason: str) -> None:
+        already, self._writable = not self._writable, False
+        if not already:
+            message = f"ejkernel keeps tuned configurations in memory only: {self.path} {reason}"
+            warnings.warn(message, StoreWarning, stacklevel=3)
+
+
+__all__ = ["Entry", "PersistentCache", "StoreWarning", "Table", "default_path", "table_name"]

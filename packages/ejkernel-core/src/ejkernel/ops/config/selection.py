@@ -1,0 +1,70 @@
+"""The question to the chain, and its answer."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.ops.config.key import ConfigKey, device_label, schema_hash, signature
+from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.model import Implementation, Op
+from ejkernel.ops.plugins import registry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One question to the chain: the configuration part of one direction of one call.
+
+    Attributes:
+        op: The operation.
+        implementation: The chosen implementation.
+        direction: Which pass.
+        device: Where it will run.
+        record: The lowered record (only shapes and structure are read).
+        override: The call's own configuration, or None.
+    """
+
+    op: Op
+    implementation: Implementation
+    direction: Direction
+    device: DeviceInfo
+    record: Any
+    override: BaseOperationConfig | None = None
+
+    def key(self) -> ConfigKey:
+        """What the answer is stored under."""
+        version = registry().versions.get((self.op.name, self.implementation.name), "unknown")
+        return ConfigKey(
+            op=f"{self.op.name}@{self.op.version}",
+            implementation=f"{self.implementation.name}@{version}",
+            direction=self.direction,
+            device=device_label(self.device),
+            schema=schema_hash(self.part_type()),
+            call=signature(self.record),
+        )
+
+    def part_type(self) -> type:
+        """Type of the configuration part of this direction."""
+        return self.op.config.part_types.get(self.direction, self.op.config)
+
+    def heuristic(self) -> Any:
+        """What the implementation's rule says."""
+        return self.implementation.config.heuristic(self.record, self.device, self.direction)
+
+    def completed(self, part: Any) -> Any:
+        """`part` with the fields that were left unset filled by the implementation's rule."""
+        ruled = self.heuristic()
+        unset = {f.name: getattr(ruled, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) is None}
+        return dataclasses.replace(part, **unset)
+
+    def serves(self) -> dict[str, str]:
+        """What a configuration must have been made for to apply."""
+        return {"platform": self.implementation.platform, "backend": self.device.platform}
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The chain's answer: the part, the tier it came from, and a sentence for each tier that was asked."""
+
+    part: Any
+    tier: str
+    trail: tuple[str, ...]

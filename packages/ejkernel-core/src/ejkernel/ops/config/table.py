@@ -1,0 +1,138 @@
+"""Tables of measured configurations: the format of the user's store and of what ships inside backends."""
+
+import dataclasses
+import functools
+import importlib.resources
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ejkernel.ops.config.key import ConfigKey
+
+FORMAT = 1
+
+# What decoding raises on damaged data: not JSON, not a table, not UTF-8, or nested beyond measure.
+DAMAGED = (ValueError, RecursionError)
+
+
+class StoreWarning(UserWarning):
+    """A store or table cannot be used as it should; the call goes on without it."""
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One measured configuration.
+
+    Attributes:
+        config: The configuration part, as plain data.
+        seconds: Median time a call took with it.
+        measured_at: ISO 8601 time of the measurement, UTC.
+    """
+
+    config: dict[str, Any]
+    seconds: float
+    measured_at: str = ""
+
+
+class Table(msgspec.Struct, frozen=True):
+    """The content of a store or of a shipped table, by key."""
+
+    entries: Mapping[str, Entry]
+    format: int = FORMAT
+
+
+class _Loose(msgspec.Struct):
+    """A table whose entries have yet to be looked at, one by one."""
+
+    entries: dict[str, Any]
+    format: int = FORMAT
+
+
+class OtherFormatError(OSError):
+    """A table in a format of another version of ejkernel: neither damaged nor to be touched."""
+
+
+def decode(data: bytes) -> Mapping[str, Entry]:
+    """The entries of a table; those that are damaged are left out with a warning.
+
+    Raises:
+        ValueError: The data is not a table. Likewise RecursionError.
+        OtherFormatError: It is one of another version.
+    """
+    table = msgspec.json.decode(data, type=_Loose)
+    if table.format != FORMAT:
+        raise OtherFormatError(f"has format {table.format}, this version reads {FORMAT}")
+    entries: dict[str, Entry] = {}
+    for key, raw in table.entries.items():
+        try:
+            entries[key] = msgspec.convert(raw, Entry)
+        except msgspec.ValidationError as error:
+            warnings.warn(f"a damaged entry is ignored: {key} ({error})", StoreWarning, stacklevel=2)
+    return entries
+
+
+def encode(table: Table) -> bytes:
+    """A table as text that people can read and compare."""
+    return msgspec.json.format(msgspec.json.encode(table, order="sorted"), indent=1)
+
+
+def as_part(entry: Entry | None, part: type, where: str) -> Any | None:
+    """The configuration part of an entry, or None. The key holds the schema's hash, so only edited files fail here."""
+    if entry is None:
+        return None
+    try:
+        unknown = sorted(set(entry.config) - {f.name for f in dataclasses.fields(part)})
+        if not unknown:
+            return msgspec.convert(entry.config, part)
+        problem = f"no field {', '.join(unknown)}"
+    except ValueError as error:
+        problem = str(error)
+    warnings.warn(f"a damaged entry is ignored: {where} ({problem})", StoreWarning, stacklevel=3)
+    return None
+
+
+def table_name(device: str, op_name: str) -> str:
+    """Relative path of a shipped table: `NVIDIA_H200/flash_attention.json`."""
+    return f"{device.replace(' ', '_').replace('/', '_')}/{op_name}.json"
+
+
+def shipped_part(tuned: str | None, op_name: str, key: ConfigKey, part: type) -> Any | None:
+    """The part that a backend's own table has for `key`, or None.
+
+    Args:
+        tuned: `"package:folder"` from the implementation.
+        op_name: Operation, which names the file.
+        key: The call.
+        part: Type of the configuration part.
+    """
+    if tuned is None:
+        return None
+    name = table_name(key.device, op_name)
+    return as_part(_shipped(tuned, name).get(key.shipped()), part, f"{tuned}/{name}, entry {key}")
+
+
+@functools.cache
+def _shipped(tuned: str, name: str) -> Mapping[str, Entry]:
+    package, _, folder = tuned.partition(":")
+    try:
+        file = importlib.resources.files(package).joinpath(folder, *name.split("/"))
+        return decode(file.read_bytes()) if file.is_file() else {}
+    except (ImportError, OSError, *DAMAGED) as error:
+        warnings.warn(f"the table {tuned}/{name} is ignored: {error}", StoreWarning, stacklevel=2)
+        return {}
+
+
+__all__ = [
+    "DAMAGED",
+    "FORMAT",
+    "Entry",
+    "OtherFormatError",
+    "StoreWarning",
+    "Table",
+    "as_part",
+    "decode",
+    "encode",
+    "shipped_part",
+    "table_name",
+]

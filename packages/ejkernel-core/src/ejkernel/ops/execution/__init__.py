@@ -1,0 +1,1 @@
+"""Running and measuring: kernels as objects, executors, the tuner, offline tuning."""

@@ -1,0 +1,103 @@
+"""Calling kernels through a chain of one's own."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from ejkernel.ops.call import decide
+from ejkernel.ops.config.agreement import only_looking
+from ejkernel.ops.config.chain import ConfigSelectorChain
+from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.dispatch import Decision, NoImplementationError
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.execution.tuner import Tuner
+
+Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
+Out = TypeVar("Out")
+
+
+class Executor:
+    """Runs kernels with the configurations that one chain chooses.
+
+    Args:
+        chooser: The chain.
+    """
+
+    def __init__(self, chooser: ConfigSelectorChain) -> None:
+        self.chooser = chooser
+
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """Calls a kernel.
+
+        Args:
+            kernel: The kernel.
+            *args: Positional arguments of its public function.
+            cfg: Configuration for this call alone.
+            **kwargs: Keyword arguments, `platform`, `mesh`, `in_specs` and `out_specs` included.
+        """
+        return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
+
+    def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
+        """What the call would do, and why."""
+        with only_looking():
+            return self._decide(kernel, *args, **kwargs)
+
+    def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Cfg:
+        """The configuration the call would use, both directions, for the toolchain that was asked for.
+
+        The processes of a job call this together, as they would the kernel.
+
+        Raises:
+            NoImplementationError: No implementation serves the call.
+        """
+        decision = self._decide(kernel, *args, **kwargs)
+        if decision.forward.implementation is None:
+            raise NoImplementationError(decision.forward)
+        config: Any = kernel.op.config.from_parts(decision.forward.config, decision.backward.config)
+        return dataclasses.replace(config, platform=decision.forward.platform)
+
+    def compile(self, kernel: Kernel[Cfg, Out], *example_args: Any, **kwargs: Any) -> Callable[..., Out]:
+        """A jitted function of the kernel's arguments, with the configuration fixed to what the examples choose.
+
+        Args:
+            kernel: The kernel.
+            *example_args: Positional arguments; arrays or `jax.ShapeDtypeStruct`s.
+            **kwargs: Keyword arguments. They are fixed, but for arrays that the compiled function is given again.
+        """
+        config = self.choose_config(kernel, *example_args, **kwargs)
+
+        def run(*args: Any, **again: Any) -> Out:
+            return kernel.run(*args, chain=self.chooser, **{**kwargs, **again, "cfg": config})
+
+        return jax.jit(run)
+
+    def _decide(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
+        args, kwargs = kernel.prepare(*args, **kwargs)
+        record, options = kernel.op.bind(args, kwargs)
+        return decide(kernel.op, record, chain=self.chooser, **options)
+
+
+def create_default_executor(
+    persistent_cache_path: str | os.PathLike[str] | None = None,
+    enable_autotuning: bool = True,
+    warmup_iterations: int = 2,
+    timing_iterations: int = 5,
+) -> Executor:
+    """An executor with a memory of its own.
+
+    Args:
+        persistent_cache_path: The store: a `.json` file or a directory; None for the user's store.
+        enable_autotuning: Whether an eager call that no tier knows is measured first; otherwise rules decide.
+        warmup_iterations: Untimed runs of each candidate.
+        timing_iterations: Timed runs of each candidate, of which the median counts.
+    """
+    policy = AutotunePolicy(
+        allow_autotune=enable_autotuning, cache_miss_fallback="autotune" if enable_autotuning else "heuristics"
+    )
+    tuner = Tuner(warmup_iterations=warmup_iterations, timing_iterations=timing_iterations)
+    return Executor(ConfigSelectorChain(policy=policy, tuner=tuner, persistent=PersistentCache(persistent_cache_path)))

@@ -1,0 +1,223 @@
+"""Operations as classes, for code that carries them around as objects."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+import jax
+
+from ejkernel.ops.call import call, default_chain, make_plan
+from ejkernel.ops.config.chain import ConfigSelectorChain
+from ejkernel.ops.config.key import signature
+from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.dispatch import NoImplementationError
+from ejkernel.ops.execution.lowering import lowered
+from ejkernel.ops.grad import Plan
+from ejkernel.ops.model import Implementation, Op
+from ejkernel.ops.plugins import registry
+
+Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
+Out = TypeVar("Out")
+
+# What heuristics are told about a platform that is not in this machine.
+_TYPICAL = {
+    "gpu": DeviceInfo(platform="gpu", vendor="nvidia", kind="gpu", compute_capability=9.0),
+    "tpu": DeviceInfo(platform="tpu", vendor="google", kind="tpu"),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Invocation:
+    """One call, as data.
+
+    Attributes:
+        op_id: The operation's name.
+        args: Positional arguments of the public function.
+        kwargs: Keyword arguments; call options among them count where the fields below are None.
+        override_cfg: The call's own configuration.
+        mesh: With the two specs: run under `shard_map`.
+        in_specs: Partition specs of the first arguments.
+        out_specs: Partition spec of the output.
+    """
+
+    op_id: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    override_cfg: BaseOperationConfig | None = None
+    mesh: Any = None
+    in_specs: Any = None
+    out_specs: Any = None
+
+    def arguments(self) -> Any:
+        """The argument record of the call."""
+        return self._bound[0]
+
+    def options(self) -> dict[str, Any]:
+        """The call options that were given: `platform`, `cfg`, `mesh`, `in_specs`, `out_specs`."""
+        own = {"cfg": self.override_cfg, "mesh": self.mesh, "in_specs": self.in_specs, "out_specs": self.out_specs}
+        given = self._bound[1] | {name: value for name, value in own.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def call_key(self) -> str:
+        """Signature of the call: shapes, dtypes and structural arguments, platform, mesh and specs included."""
+        options = self.options()
+        platform = options.get("platform") or getattr(options.get("cfg"), "platform", "auto")
+        mesh, specs = options.get("mesh"), [options.get(name) for name in ("in_specs", "out_specs")]
+        placed = "" if mesh is None else f" mesh={dict(mesh.shape)} in={specs[0]} out={specs[1]}"
+        return f"{signature(self.arguments())} platform={platform}{placed}"
+
+    @functools.cached_property
+    def _bound(self) -> tuple[Any, dict[str, Any]]:
+        return registry().op(self.op_id).bind(self.args, self.kwargs)
+
+
+class Kernel(Generic[Cfg, Out]):
+    """An operation as an object. Subclasses name their operation; everything else follows from its declaration.
+
+    Attributes:
+        op: The operation's declaration.
+    """
+
+    op: ClassVar[Op]
+
+    @property
+    def op_id(self) -> str:
+        """The operation's name."""
+        return self.op.name
+
+    @property
+    def version(self) -> str:
+        """Version of the operation's configurations."""
+        return self.op.version
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turns the arguments of `run` into those of the public function."""
+        return args, kwargs
+
+    def run(self, *args: Any, chain: ConfigSelectorChain | None = None, **kwargs: Any) -> Out:
+        """Calls the operation; arguments as the public function's.
+
+        Args:
+            *args: Positional arguments.
+            chain: Who is asked for configurations; None for the default chain.
+            **kwargs: Keyword arguments, call options included.
+        """
+        args, kwargs = self.prepare(*args, **kwargs)
+        record, options = self.op.bind(args, kwargs)
+        return call(self.op, record, chain=chain, **options)
+
+    def get_impl(self, cfg: Cfg) -> Callable[..., Out]:
+        """The operation with its configuration, and so its toolchain, fixed."""
+        return functools.partial(self.run, cfg=cfg)
+
+    def create_shard_map_wrapper(
+        self,
+        fn: Callable[..., Out],
+        *args: Any,
+        mesh: Any,
+        in_specs: Any,
+        out_specs: Any,
+        check_vma: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Callable[..., Out], tuple[Any, ...]]:
+        """`fn` (such as `run`) bound to a mesh, and the arguments to call it with.
+
+        Raises:
+            ValueError: `check_vma` is set: kernels are opaque to it.
+        """
+        if check_vma:
+            raise ValueError("check_vma: got True, wants False; kernels are opaque to varying-axes inference")
+        return functools.partial(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **kwargs), args
+
+    def heuristic_cfg(self, inv: Invocation) -> Cfg:
+        """What the rules of the implementations that the call would use on this machine say.
+
+        Raises:
+            NoImplementationError: No implementation serves the call.
+        """
+        plan, record = self._situation(inv)
+        choice = plan.pick(record, "forward")
+        if choice.implementation is None:
+            raise NoImplementationError(choice)
+        return self._rule(choice.implementation, record, plan.device)
+
+    def heuristic_cfg_gpu(self, inv: Invocation) -> Cfg:
+        """What the best registered GPU implementation's rule says."""
+        return self._first_rule(inv, "gpu")
+
+    def heuristic_cfg_tpu(self, inv: Invocation) -> Cfg:
+        """What the best registered TPU implementation's rule says."""
+        return self._first_rule(inv, "tpu")
+
+    def candidate_cfgs(self, inv: Invocation) -> tuple[Cfg, ...]:
+        """Configurations worth measuring on this machine: of every implementation that could serve the call, the rule's
+        first."""
+        plan, record = self._situation(inv)
+        verdicts = plan.pick(record, "forward").verdicts
+        serving = [v.implementation for v in verdicts if v.status != "refused"]
+        return self._candidates(serving, record, plan.device)
+
+    def candidate_cfgs_gpu(self, inv: Invocation) -> tuple[Cfg, ...]:
+        """Configurations worth measuring on a GPU."""
+        return self._candidates(*self._made_for(inv, "gpu"))
+
+    def candidate_cfgs_tpu(self, inv: Invocation) -> tuple[Cfg, ...]:
+        """Configurations worth measuring on a TPU."""
+        return self._candidates(*self._made_for(inv, "tpu"))
+
+    def candidate_cfgs_xla(self, inv: Invocation) -> tuple[Cfg, ...]:
+        """Configurations worth measuring for the XLA implementations, on this machine's device."""
+        plan, record = self._situation(inv)
+        xla = [i for i in registry().implementations.get(plan.op.name, ()) if i.platform == "xla"]
+        return self._candidates(xla, record, plan.device)
+
+    # Under shard_map a kernel sees one shard, and so does what is above for an invocation with a mesh.
+    candidate_cfgs_shard_map_gpu = candidate_cfgs_gpu
+    candidate_cfgs_shard_map_tpu = candidate_cfgs_tpu
+    candidate_cfgs_shard_map_xla = candidate_cfgs_xla
+
+    def _situation(self, inv: Invocation) -> tuple[Plan, Any]:
+        """How the call would be carried out, and the record that kernels would see, with shapes for arrays."""
+        options, args = inv.options(), inv.arguments()
+        plan = make_plan(self.op, args, options.get("platform"), options.get("cfg"), default_chain())
+        lower = functools.partial(lowered, plan.op, mesh=options.get("mesh"), in_specs=options.get("in_specs"))
+        return plan, jax.eval_shape(lower, args)
+
+    def _made_for(self, inv: Invocation, platform: str) -> tuple[list[Implementation], Any, DeviceInfo]:
+        """The implementations for a kind of device, best first, and the record and the device to ask them about."""
+        plan, record = self._situation(inv)
+        device = plan.device if plan.device.platform == platform else _TYPICAL[platform]
+        everything = registry().implementations.get(plan.op.name, ())
+        return [i for i in everything if i.requires.devices & device.names], record, device
+
+    def _first_rule(self, inv: Invocation, platform: str) -> Cfg:
+        implementations, record, device = self._made_for(inv, platform)
+        if not implementations:
+            raise NotImplementedError(f"no registered implementation of {self.op.name} runs on {platform}")
+        return self._rule(implementations[0], record, device)
+
+    def _rule(self, implementation: Implementation, record: Any, device: DeviceInfo) -> Cfg:
+        forward = implementation.config.heuristic(record, device, "forward")
+        backward = implementation.config.heuristic(record, device, "backward") if implementation.backward else None
+        return self._config(implementation, forward, backward)
+
+    def _candidates(
+        self, implementations: Iterable[Implementation], record: Any, device: DeviceInfo
+    ) -> tuple[Cfg, ...]:
+        found: list[Cfg] = []
+        for implementation in implementations:
+            space, rule = implementation.config, self._rule(implementation, record, device)
+            forward, backward = rule.part("forward"), rule.part("backward")
+            parts = space.candidates(record, device, "forward")
+            found += [rule, *(self._config(implementation, part, backward) for part in parts)]
+            if implementation.backward:
+                parts = space.candidates(record, device, "backward")
+                found += [self._config(implementation, forward, part) for part in parts]
+        return tuple(dict.fromkeys(found))
+
+    def _config(self, implementation: Implementation, forward: Any, backward: Any) -> Cfg:
+        config: Any = self.op.config.from_parts(forward, backward)
+        return dataclasses.replace(config, platform=implementation.platform, backend=implementation.backend)

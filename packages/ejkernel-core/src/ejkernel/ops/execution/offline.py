@@ -1,0 +1,80 @@
+"""Tuning calls that were recorded earlier, or that are known only by their shapes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from ejkernel.ops.config.measurement import TunerError, TuningResult
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.execution.tuner import BOTH, traced, tune_call
+from ejkernel.ops.grad import Plan
+from ejkernel.ops.recording import RecordedCall, forget, get_recorded
+
+
+def autotune_recorded(
+    calls: Iterable[RecordedCall] | None = None,
+    *,
+    show_progress: bool = False,
+    directions: tuple[Direction, ...] = BOTH,
+) -> list[TuningResult]:
+    """Measures recorded calls and stores the winners in the chains that the calls were made through.
+
+    Eager calls use the winners from then on; a function that the caller jitted keeps what it was compiled with. Calls
+    that were tuned are no longer recorded. The processes of a job call this together.
+
+    Args:
+        calls: Which; None for all that were recorded.
+        show_progress: Whether to show a progress bar over the calls.
+        directions: Which passes to measure.
+
+    Raises:
+        TunerError: Under a trace; or after all calls, when some could not be measured.
+    """
+    if traced(()):
+        raise TunerError("recorded calls cannot be measured under a trace")
+    pending = list(get_recorded() if calls is None else calls)
+    results: list[TuningResult] = []
+    problems: list[str] = []
+    for call in _progress(pending, show_progress):
+        try:
+            results += tune_abstract(call.plan, call.args, directions, mesh=call.mesh, in_specs=call.in_specs)
+            forget(call)
+        except TunerError as error:
+            problems.append(str(error))
+    if problems:
+        headline = f"{len(problems)} of {len(pending)} recorded calls could not be tuned:"
+        raise TunerError("\n".join([headline, *problems]))
+    return results
+
+
+def tune_abstract(
+    plan: Plan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
+) -> list[TuningResult]:
+    """Measures a call known by its shapes, on inputs that the operation itself makes.
+
+    Args:
+        plan: How the call is carried out.
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        directions: Which passes.
+        mesh: With in_specs: what is tuned is one shard of the call.
+        in_specs: Partition specs of the first arguments, in public order.
+
+    Raises:
+        TunerError: As `tune_call`.
+    """
+    if traced(()):
+        raise TunerError("the tuner was asked to measure under a trace; tune outside of jit")
+    made = plan.op.make_inputs(args, jax.random.key(0))
+    return tune_call(plan, made, directions, mesh=mesh, in_specs=in_specs)
+
+
+def _progress(calls: list[RecordedCall], show: bool) -> Iterable[RecordedCall]:
+    if not show:
+        return calls
+    import tqdm
+
+    return tqdm.tqdm(calls, desc="recorded calls", unit="call")
+
+
+__all__ = ["autotune_recorded", "tune_abstract"]

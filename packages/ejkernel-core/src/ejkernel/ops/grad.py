@@ -1,0 +1,142 @@
+"""Gradients, once for every operation.
+
+The forward and the backward implementation are chosen separately; what connects them is the family's residual type.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.config.chain import ConfigSelectorChain, Request
+from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.config.policy import effective
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.dispatch import Choice, NoImplementationError, choose
+from ejkernel.ops.model import Op
+from ejkernel.ops.pullback import Pullback
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to carry out calls of an operation: everything but the record.
+
+    Attributes:
+        op: The operation.
+        device: Where it will run.
+        platform: A toolchain, or `"auto"`.
+        cfg: The call's own configuration, or None.
+        chain: Who is asked for configurations.
+    """
+
+    op: Op
+    device: DeviceInfo
+    platform: str
+    cfg: BaseOperationConfig | None
+    chain: ConfigSelectorChain
+
+    @property
+    def tunes_on_miss(self) -> bool:
+        """Whether the policy in force wants unknown calls measured."""
+        return effective(self.chain.policy).tunes_on_miss
+
+    def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
+        """Chooses an implementation."""
+        return choose(self.op, record, self.device, self.platform, direction, wanted)
+
+    def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
+        """Chooses an implementation and, where one serves, its configuration."""
+        choice = self.pick(record, direction, wanted)
+        if choice.implementation is None:
+            return choice
+        selection = self.chain.choose(self.request(choice, record))
+        return dataclasses.replace(choice, config=selection.part, tier=selection.tier, trail=selection.trail)
+
+    def request(self, choice: Choice, record: Any) -> Request:
+        """The question to the chain that follows from a choice of implementation."""
+        assert choice.implementation is not None  # callers have looked
+        return Request(
+            op=self.op,
+            implementation=choice.implementation,
+            direction=choice.direction,
+            device=self.device,
+            record=record,
+            override=self.cfg,
+        )
+
+    def run(self, record: Any, direction: Direction, argument: Any, wanted: frozenset[str] = frozenset()) -> Any:
+        """Chooses and calls.
+
+        Raises:
+            NoImplementationError: Every implementation refuses; holds the table.
+        """
+        choice = self.choose(record, direction, wanted)
+        if choice.implementation is None:
+            raise NoImplementationError(choice)
+        with jax.named_scope(f"ejkernel.{self.op.name}.{direction}.{choice.implementation.name}"):
+            return choice.implementation.function(direction)(argument, choice.config)
+
+
+def _forward_only(plan: Plan, record: Any) -> Any:
+    return plan.run(record, "forward", record)[0]
+
+
+def _forward(plan: Plan, marked: Any) -> tuple[Any, Pullback]:
+    record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
+    wanted = _wanted(plan.op, marked)
+    # Chosen now although it runs later: a call that nobody can differentiate fails where it was made.
+    backward = plan.pick(record, "backward", wanted)
+    if backward.implementation is None:
+        raise NoImplementationError(backward)
+    output, residuals = plan.run(record, "forward", record)
+    return output, Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted)
+
+
+def _backward(plan: Plan, saved: Pullback, cotangent: Any) -> tuple[Any]:
+    cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
+    pullback = dataclasses.replace(saved, cotangent=cotangent)
+    gradients = plan.run(saved.record, "backward", pullback, saved.wanted)
+    missing = saved.wanted - set(gradients)
+    if missing:
+        raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")
+    # None is JAX's word for a cotangent that is zero, whatever the dtype.
+    cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
+    return (dataclasses.replace(saved.record, **cotangents),)
+
+
+def _wanted(op: Op, marked: Any) -> frozenset[str]:
+    """The record fields that are being differentiated.
+
+    Raises:
+        NotImplementedError: A field without a gradient is among them.
+    """
+    fields = array_fields(marked)
+    perturbed = {name for name, value in fields.items() if _any_perturbed(value)}
+    undefined = sorted(perturbed - set(op.family.differentiable))
+    if undefined:
+        raise NotImplementedError(f"{op.name} has no gradient with respect to {', '.join(undefined)}")
+    return frozenset(perturbed)
+
+
+def _any_perturbed(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=_is_marked)
+    return any(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in leaves)
+
+
+def _is_marked(value: Any) -> bool:
+    return hasattr(value, "perturbed")
+
+
+def _instantiate(cotangent: Any) -> Any:
+    return jnp.zeros_like(cotangent.aval) if _is_symbolic_zero(cotangent) else cotangent
+
+
+def _is_symbolic_zero(value: Any) -> bool:
+    return isinstance(value, SymbolicZero)
+
+
+differentiable_call = jax.custom_vjp(_forward_only, nondiff_argnums=(0,))
+differentiable_call.defvjp(_forward, _backward, symbolic_zeros=True)

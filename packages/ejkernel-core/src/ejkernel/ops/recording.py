@@ -1,0 +1,83 @@
+"""Remembering the calls that were traced, so that they can be tuned afterwards."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Generator, Hashable
+from typing import Any
+
+import jax
+
+from ejkernel.ops.config.key import signature
+
+LIMIT = 4096  # distinct calls; a program with more has varying shapes, and tuning each would not pay
+
+# Part of the key of every jitted function, so that a call compiled earlier is traced, and so recorded, again.
+_active: Any = jax.make_user_context(False)
+_calls: dict[Hashable, "RecordedCall"] = {}
+
+
+class RecordingWarning(UserWarning):
+    """Calls are no longer recorded."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """One distinct call.
+
+    Attributes:
+        plan: How it was to be carried out, without the call's own configuration.
+        args: Its argument record, with `jax.ShapeDtypeStruct` leaves.
+        mesh: With in_specs: it ran under `shard_map`.
+        in_specs: Partition specs of the first arguments.
+    """
+
+    plan: Any
+    args: Any
+    mesh: Any = None
+    in_specs: Any = None
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for calls that share what tuning finds."""
+        return self.plan, self.mesh, self.in_specs, signature(self.args)
+
+
+@contextlib.contextmanager
+def record_calls() -> Generator[None]:
+    """Records the calls traced inside the block; see `get_recorded` and `autotune_recorded`."""
+    with _active(True):
+        yield
+
+
+def note(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
+    """Records a call, if recording is on or the policy would have tuned it were it not traced."""
+    if not (_active.value or (plan.tunes_on_miss and _open(plan.cfg))):
+        return
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), args)
+    call = RecordedCall(dataclasses.replace(plan, cfg=None), abstract, mesh, in_specs)
+    if len(_calls) < LIMIT:
+        _calls.setdefault(call.identity, call)
+    elif call.identity not in _calls:
+        message = f"{LIMIT} distinct calls are recorded; no more will be before they are tuned or cleared"
+        warnings.warn(message, RecordingWarning, stacklevel=2)
+
+
+def get_recorded() -> tuple[RecordedCall, ...]:
+    """The distinct calls recorded so far."""
+    return tuple(_calls.values())
+
+
+def forget(call: RecordedCall) -> None:
+    """Forgets one call."""
+    _calls.pop(call.identity, None)
+
+
+def clear_recorded() -> None:
+    """Forgets the recorded calls."""
+    _calls.clear()
+
+
+def _open(cfg: Any) -> bool:
+    """Whether a call's own configuration leaves something to the chain."""
+    return cfg is None or cfg.part("forward") is None or cfg.part("backward") is None

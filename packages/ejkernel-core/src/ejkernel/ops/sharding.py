@@ -1,0 +1,195 @@
+"""Running a call under `shard_map`, with the global call's meaning.
+
+The caller gives partition specs for the first arguments in public order. They say which mesh axes split which axis of
+the problem (batch, heads, queries, ...); from that every array of the lowered record, given a spec or not, gets its
+own, so that a replicated bias is cut where the queries are cut and nothing is read twice or misaligned.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ejkernel.ops.arguments import array_fields, optional_fields
+from ejkernel.ops.model import Op
+
+MeshAxes = tuple[str, ...]
+
+
+def split_axes(op: Op, in_specs: tuple[Any, ...], mesh: Any) -> dict[str, MeshAxes]:
+    """Which mesh axes split which letter of the operation's axes.
+
+    Raises:
+        ValueError: Fewer specs than required arguments, or more than arguments; something that is no spec; an unknown
+            mesh axis; two specs that disagree about a letter; a letter that cannot be split.
+    """
+    _check_specs(op, in_specs)
+    split: dict[str, tuple[MeshAxes, str]] = {}
+    for (argument, letters), spec in zip(op.axes.items(), in_specs, strict=False):
+        if spec is None:
+            continue
+        entries = [_mesh_axes(entry) for entry in spec]
+        if len(entries) > len(letters.split()):
+            raise ValueError(f"in_specs: {argument} has axes {letters!r}, got {spec} with {len(entries)} entries")
+        for letter, axes in zip(letters.split(), entries, strict=False):
+            _check_entry(op, argument, letter, axes, mesh)
+            known = split.setdefault(letter, (axes, argument)) if axes else split.get(letter, ((), argument))
+            if axes and known[0] != axes:
+                raise ValueError(
+                    f"in_specs: {argument} splits {letter!r} over {axes}, {known[1]} splits it over {known[0]}"
+                )
+    return {letter: axes for letter, (axes, _) in split.items()}
+
+
+def record_specs(op: Op, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
+    """A record of partition specs, one for every leaf of `record`.
+
+    Raises:
+        ValueError: An axis does not divide evenly, or aligned axes are split differently.
+    """
+    specs: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    for name, value in array_fields(record).items():
+        letters = op.family.axes[name].split()
+        for letter, size in zip(letters, value.shape, strict=True):
+            if size != 1:
+                sizes[letter] = size
+        specs[name] = PartitionSpec(
+            *(_entry(split.get(letter, ()), size) for letter, size in zip(letters, value.shape, strict=True))
+        )
+    for letter, axes in split.items():
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        size = sizes.get(letter, 1)
+        if size % parts:
+            raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
+    for one, other in op.family.aligned:
+        if split.get(one, ()) != split.get(other, ()) and sizes.get(other, 1) > 1:
+            raise ValueError(
+                f"in_specs: axes {one!r} and {other!r} of {op.name} must be split alike, got "
+                f"{split.get(one, ())} and {split.get(other, ())}"
+            )
+    leaves, structure = jax.tree.flatten(record)
+    return jax.tree.unflatten(structure, [specs[name] for name in array_fields(record)] if leaves else [])
+
+
+def check_output(op: Op, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
+    """Checks the caller's idea of how the output is split.
+
+    Raises:
+        ValueError: `out_specs` disagrees with how the inputs are split.
+    """
+    outputs = op.family.axes["output"] if op.output is None else op.output
+    outputs = (outputs,) if isinstance(outputs, str) else outputs
+    several = isinstance(out_specs, tuple | list) and not isinstance(out_specs, PartitionSpec)
+    specs: tuple[Any, ...] = tuple(out_specs) if several else (out_specs,)
+    # As with arguments, trailing specs may be left out: which results a call returns can depend on its arguments.
+    if len(specs) > len(outputs):
+        raise ValueError(f"out_specs: got {len(specs)} specs, {op.name} returns at most {len(outputs)} arrays")
+    for letters, spec in zip(outputs, specs, strict=False):
+        if not isinstance(spec, PartitionSpec | None):
+            raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
+        wanted = [split.get(letter, ()) for letter in letters.split()]
+        given = [_mesh_axes(entry) for entry in spec or ()]
+        if given + [()] * (len(wanted) - len(given)) != wanted:
+            raise ValueError(f"out_specs: the inputs' specs make the output {_spec(letters, split)}, got {spec}")
+
+
+def sharded(op: Op, record: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
+    """Calls `run(record)` on every shard; the concatenated results are those of the unsharded call."""
+    split = split_axes(op, in_specs, mesh)
+    check_output(op, split, out_specs)
+    outputs = jax.tree.map(lambda letters: _spec(letters, split), op.family.axes["output"])
+    return _mapped(op, record, mesh, split, outputs, run)
+
+
+def record_on_shard(op: Op, record: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
+    """Calls `note(record)` with one shard's record, for what it learns; the result means nothing."""
+    split = split_axes(op, in_specs, mesh)
+    check_output(op, split, out_specs)
+
+    def run(local: Any) -> Any:
+        note(local)
+        return jnp.zeros(())
+
+    return _mapped(op, record, mesh, split, PartitionSpec(), run)
+
+
+def _mapped(op: Op, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any) -> Any:
+    specs = record_specs(op, record, split, mesh)
+
+    def body(local: Any) -> Any:
+        return run(op.family.localise(local, _offsets(op, local, split, mesh)))
+
+    # Kernels are opaque to varying-axes inference; the specs above are derived, so there is nothing left to infer.
+    mesh, record = _placed(record, specs, mesh)
+    return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(record)
+
+
+def _placed(record: Any, specs: Any, mesh: Any) -> tuple[Any, Any]:
+    """The mesh to map over, and the arrays where the specs say.
+
+    With explicit mesh axes `shard_map` does not move arrays by itself. Where no array has an explicit sharding and no
+    mesh is set, the axes are taken as automatic: the output then has no sharding in its type either, which JAX could
+    not differentiate outside `jax.set_mesh`.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh, record
+    typed = any(not jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(record))
+    if not typed and isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:
+        return Mesh(mesh.devices, mesh.axis_names), record
+    return mesh, jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), record, specs)
+
+
+def _offsets(op: Op, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> dict[str, Any]:
+    """Global index of the shard's first element, for every letter that is split."""
+    sizes = {
+        letter: size
+        for name, value in array_fields(local).items()
+        for letter, size in zip(op.family.axes[name].split(), value.shape, strict=True)
+        if size != 1 or letter not in split
+    }
+    offsets = {}
+    for letter, axes in split.items():
+        index = jnp.int32(0)
+        for axis in axes:
+            index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
+        offsets[letter] = index * sizes.get(letter, 1)
+    return offsets
+
+
+def _check_specs(op: Op, in_specs: tuple[Any, ...]) -> None:
+    optional = optional_fields(op.arguments)
+    least = sum(name not in optional for name in op.axes)
+    if not least <= len(in_specs) <= len(op.axes):
+        wants = f"{least} to {len(op.axes)}, of {', '.join(op.axes)}"
+        raise ValueError(f"in_specs: got {len(in_specs)} specs, wants {wants}")
+    for argument, spec in zip(op.axes, in_specs, strict=False):
+        if not isinstance(spec, PartitionSpec | None):
+            raise ValueError(f"in_specs: got {spec!r} for {argument}, wants a PartitionSpec or None")
+
+
+def _check_entry(op: Op, argument: str, letter: str, axes: MeshAxes, mesh: Any) -> None:
+    unknown = [axis for axis in axes if axis not in mesh.shape]
+    if unknown:
+        raise ValueError(f"in_specs: {argument} names mesh axis {unknown[0]!r}, the mesh has {tuple(mesh.shape)}")
+    if axes and letter not in op.family.shardable:
+        raise ValueError(f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {op.name}")
+
+
+def _spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:
+    return PartitionSpec(*(_entry(split.get(letter, ()), 2) for letter in letters.split()))
+
+
+def _mesh_axes(entry: Any) -> MeshAxes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entry(axes: MeshAxes, size: int) -> Any:
+    if size == 1 or not axes:
+        return None
+    return axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,362 @@
+"""MaskInfo: which query attends to which key."""
+
+import dataclasses
+import enum
+from typing import Any, Final, final
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types import constructors, derived, sharding, transforms
+from ejkernel.types.checks import check_leaf_shapes, is_array
+from ejkernel.types.cu_seqlens import (
+    attention_mask_to_qkv_cu_seqlens,
+    cu_seqlens_to_mask,
+    cu_seqlens_to_segment_ids,
+    qkv_cu_seqlens_to_attention_mask,
+    qkv_cu_seqlens_to_qkv_masks,
+    qkv_masks_to_cu_seqlens,
+    segment_ids_to_cu_seqlens,
+)
+from ejkernel.types.debug import check_cu_seqlens_values, check_mask_values, get_debug_mode, set_debug_mode
+from ejkernel.types.segments import (
+    as_bool_mask,
+    mask_to_segment_ids,
+    segment_ids_to_mask,
+    segment_ids_to_positions,
+    segment_ids_to_qkv_masks,
+)
+from ejkernel.types.sharding import AxisNames, MaskSharding
+from ejkernel.types.visualize import visualize as draw
+
+__all__ = [
+    "MaskInfo",
+    "MaskSharding",
+    "attention_mask_to_qkv_cu_seqlens",
+    "cu_seqlens_to_mask",
+    "cu_seqlens_to_segment_ids",
+    "get_debug_mode",
+    "mask_to_segment_ids",
+    "qkv_cu_seqlens_to_attention_mask",
+    "qkv_cu_seqlens_to_qkv_masks",
+    "qkv_masks_to_cu_seqlens",
+    "segment_ids_to_cu_seqlens",
+    "segment_ids_to_mask",
+    "segment_ids_to_positions",
+    "segment_ids_to_qkv_masks",
+    "set_debug_mode",
+]
+
+
+class _Keep(enum.Enum):
+    """The default of `MaskInfo.replace`: None has to be free to mean "clear"."""
+
+    KEEP = "keep"
+
+
+_KEEP: Final = _Keep.KEEP
+_BAKED_IN = {
+    "causal": "causal_mask_baked_in",
+    "sliding_window": "sliding_window_baked_in",
+    "chunked": "chunked_mask_baked_in",
+    "token_type_ids": "token_type_ids_baked_in",
+}
+_CU_SEQLENS = ("_cu_seqlens_q", "_cu_seqlens_kv")
+_LEAVES = (
+    "_attention_mask",
+    "_q_segment_ids",
+    "_kv_segment_ids",
+    *_CU_SEQLENS,
+    "q_positions",
+    "kv_positions",
+)
+_STATIC = (*_BAKED_IN.values(), "batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
+
+
+@final
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MaskInfo:
+    """Which query attends to which key: an explicit mask, segment ids, or both.
+
+    A pair attends if **every** stored part lets it: the explicit mask is True and the segment ids are equal and not
+    negative (a negative id is padding). With nothing stored everything attends. Nothing of size q_len x kv_len is made
+    unless asked for: the constructors from ids, lengths and 2-D validity masks store ids alone.
+
+    A MaskInfo is an immutable pytree. Arrays are leaves, flags and axis names are static. Everything derived is
+    computed anew from the leaves, never stored, and depends on values only through JAX operations, so it works under
+    jit, vmap and grad.
+
+    Kernels read what is stored: `explicit_mask`, `explicit_q_segment_ids`, `explicit_kv_segment_ids`,
+    `explicit_cu_seqlens_q`, `explicit_cu_seqlens_kv`, `q_positions`, `kv_positions`; each is an array or None.
+
+    Attributes:
+        q_positions: [batch or 1, q_len] int32, place of a query in its sequence, or None.
+        kv_positions: [batch or 1, kv_len] int32, or None.
+        causal_mask_baked_in: Whether the explicit mask is already causal; set by `apply_causal`.
+        sliding_window_baked_in: Set by `apply_sliding_window`.
+        chunked_mask_baked_in: Set by `apply_chunked`.
+        token_type_ids_baked_in: Set by `apply_token_type_ids`.
+        batch_axis_name: Mesh axes of the batch, for `get_shardings`.
+        qheads_axis_name: Mesh axes of the query heads.
+        kvheads_axis_name: Mesh axes of the key heads.
+        sequence_axis_name: Mesh axes of the sequence.
+
+    Raises:
+        ValueError: From the constructor, if the shapes of the parts do not fit each other; from a property that needs
+            tokens (all but the `explicit_*`, `is_empty`, `baked_in_masks` and the sizes), if the MaskInfo is empty.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from ejkernel.types import MaskInfo
+
+        # Two sequences and a padding token in one row.
+        info = MaskInfo.from_segments(jnp.array([[0, 0, 0, 1, 1, -1]]))
+        assert info.explicit_mask is None  # nothing 6 x 6 so far
+        assert info.q_position_ids.tolist() == [[0, 1, 2, 0, 1, -1]]
+
+        causal = info.apply_causal()
+        assert causal.attention_mask[0, 0, 4].tolist() == [False, False, False, True, True, False]
+        print(causal.visualize(block_size=1, return_str=True))
+        ```
+    """
+
+    _attention_mask: jax.Array | None = None
+    _q_segment_ids: jax.Array | None = None
+    _kv_segment_ids: jax.Array | None = None
+    _cu_seqlens_q: jax.Array | None = None
+    _cu_seqlens_kv: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    kv_positions: jax.Array | None = None
+    causal_mask_baked_in: bool = False
+    sliding_window_baked_in: bool = False
+    chunked_mask_baked_in: bool = False
+    token_type_ids_baked_in: bool = False
+    batch_axis_name: AxisNames = ("dp", "fsdp")
+    qheads_axis_name: AxisNames = "tp"
+    kvheads_axis_name: AxisNames = "tp"
+    sequence_axis_name: AxisNames = "sp"
+
+    # Functions of the sibling modules, each documented where it is written.
+    from_segments = classmethod(constructors.from_segments)
+    from_attention_mask = classmethod(constructors.from_attention_mask)
+    from_cu_seqlens = classmethod(constructors.from_cu_seqlens)
+    from_random = classmethod(constructors.from_random)
+    dynamic_init = classmethod(constructors.dynamic_init)
+    apply_causal = transforms.apply_causal
+    apply_sliding_window = transforms.apply_sliding_window
+    apply_chunked = transforms.apply_chunked
+    apply_kv_lengths = transforms.apply_kv_lengths
+    apply_token_type_ids = transforms.apply_token_type_ids
+    create_chunked_attention_mask = staticmethod(transforms.create_chunked_attention_mask)
+    get_shardings = sharding.get_shardings
+    get_empty_sharding = staticmethod(sharding.get_empty_sharding)
+    visualize = draw
+    get_or_compute_attention_mask = derived.get_or_compute_attention_mask
+    get_or_compute_segment_ids = derived.get_or_compute_segment_ids
+    get_or_compute_positions = derived.get_or_compute_positions
+    get_or_compute_qkv_cu_seqlens = derived.get_or_compute_qkv_cu_seqlens
+    get_qkv_masks = derived.get_qkv_masks
+    materialize_attention_mask = derived.materialize_attention_mask
+    materialize_segment_ids = derived.materialize_segment_ids
+    to_dtype = derived.materialize_attention_mask
+    create_bias = derived.create_bias
+    is_self_attention = derived.is_self_attention
+
+    def __post_init__(self) -> None:
+        leaves = {name.removeprefix("_"): getattr(self, name) for name in _LEAVES}
+        check_leaf_shapes(leaves)
+        if get_debug_mode():
+            check_mask_values("attention_mask", self._attention_mask)
+            for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+                check_cu_seqlens_values(name, leaves[name])
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        """Returns the leaves with their names, and the static fields."""
+        leaves = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES)
+        return leaves, tuple(getattr(self, name) for name in _STATIC)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> "MaskInfo":
+        """Rebuilds a MaskInfo around any objects: JAX also puts axis numbers, specs and sentinels where arrays were."""
+        info = object.__new__(cls)
+        for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
+            object.__setattr__(info, name, value)
+        return info
+
+    def __repr__(self) -> str:
+        stored = [(name, getattr(self, name)) for name in _LEAVES]
+        parts = [f"{n.removeprefix('_')}={v.shape if is_array(v) else v}" for n, v in stored if v is not None]
+        parts += [flag for flag in _BAKED_IN.values() if getattr(self, flag)]
+        return f"MaskInfo({', '.join(parts)})"
+
+    def replace(
+        self,
+        *,
+        attention_mask: Any = _KEEP,
+        q_segment_ids: Any = _KEEP,
+        kv_segment_ids: Any = _KEEP,
+        cu_seqlens_q: Any = _KEEP,
+        cu_seqlens_kv: Any = _KEEP,
+        **fields: Any,
+    ) -> "MaskInfo":
+        """Returns a copy with some parts changed. What is not given is kept; None clears a part.
+
+        Cumulative lengths are dropped when the mask or the ids change, unless they are given too. Clearing the mask
+        also clears the `*_baked_in` flags that are not given, since what was baked in is gone.
+
+        Args:
+            attention_mask: [batch or 1, heads or 1, q_len, kv_len], every value but 0 attends.
+            q_segment_ids: [batch, q_len] integers.
+            kv_segment_ids: [batch, kv_len] integers.
+            cu_seqlens_q: [sequences + 1] integers.
+            cu_seqlens_kv: [sequences + 1] integers.
+            **fields: Any other field of the class.
+
+        Raises:
+            ValueError: A name is no field, or shapes do not fit.
+        """
+        named = {
+            "_attention_mask": attention_mask,
+            "_q_segment_ids": q_segment_ids,
+            "_kv_segment_ids": kv_segment_ids,
+            "_cu_seqlens_q": cu_seqlens_q,
+            "_cu_seqlens_kv": cu_seqlens_kv,
+        }
+        changes = {name: value for name, value in named.items() if value is not _KEEP}
+        unknown = fields.keys() - {"q_positions", "kv_positions", *_STATIC}
+        if unknown:
+            raise ValueError(f"replace() got {sorted(unknown)}, but MaskInfo has no such field")
+        if changes.keys() - set(_CU_SEQLENS):
+            changes = dict.fromkeys(_CU_SEQLENS) | changes
+        if attention_mask is None:
+            fields = dict.fromkeys(_BAKED_IN.values(), False) | fields
+        return dataclasses.replace(self, **changes, **fields)
+
+    @property
+    def explicit_mask(self) -> jax.Array | None:
+        """The stored mask [batch or 1, heads or 1, q_len, kv_len] as booleans, or None; ids apply as well."""
+        return None if self._attention_mask is None else as_bool_mask(self._attention_mask)
+
+    @property
+    def explicit_q_segment_ids(self) -> jax.Array | None:
+        """The stored ids [batch, q_len] of the queries, or None."""
+        return self._q_segment_ids
+
+    @property
+    def explicit_kv_segment_ids(self) -> jax.Array | None:
+        """The stored ids [batch, kv_len] of the keys, or None."""
+        return self._kv_segment_ids
+
+    @property
+    def explicit_cu_seqlens_q(self) -> jax.Array | None:
+        """The stored cumulative lengths [sequences + 1] of the queries, or None."""
+        return self._cu_seqlens_q
+
+    @property
+    def explicit_cu_seqlens_kv(self) -> jax.Array | None:
+        """The stored cumulative lengths [sequences + 1] of the keys, or None."""
+        return self._cu_seqlens_kv
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither a mask nor ids are stored, so that everything attends; positions may be stored."""
+        return self._attention_mask is None and self._q_segment_ids is None
+
+    @property
+    def attention_mask(self) -> jax.Array:
+        """All parts as one mask [batch, heads or 1, q_len, kv_len], in the dtype of the stored one, else bool."""
+        return self.get_or_compute_attention_mask(
+            jnp.bool_ if self._attention_mask is None else self._attention_mask.dtype
+        )
+
+    @property
+    def q_segment_ids(self) -> jax.Array:
+        """[batch, q_len] int32, stored or found by `mask_to_segment_ids`."""
+        return self.get_or_compute_segment_ids()[0]
+
+    @property
+    def kv_segment_ids(self) -> jax.Array:
+        """[batch, kv_len] int32, stored or found by `mask_to_segment_ids`."""
+        return self.get_or_compute_segment_ids()[1]
+
+    @property
+    def cu_seqlens_q(self) -> jax.Array:
+        """See `get_or_compute_qkv_cu_seqlens` with its defaults."""
+        return self.get_or_compute_qkv_cu_seqlens()[0]
+
+    @property
+    def cu_seqlens_kv(self) -> jax.Array:
+        """See `get_or_compute_qkv_cu_seqlens` with its defaults."""
+        return self.get_or_compute_qkv_cu_seqlens()[1]
+
+    @property
+    def q_lens(self) -> jax.Array:
+        """[sequences] tokens of each if cumulative lengths are stored, else [batch] valid tokens of each row; int32."""
+        cu_seqlens = self._cu_seqlens_q
+        return _valid_tokens(self.q_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
+
+    @property
+    def kv_lens(self) -> jax.Array:
+        """As `q_lens`, of the keys."""
+        cu_seqlens = self._cu_seqlens_kv
+        return _valid_tokens(self.kv_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
+
+    @property
+    def is_multi_sequence(self) -> jax.Array:
+        """[] bool: whether any row holds two different ids that are not negative."""
+        ids = self.q_segment_ids
+        limit = jnp.iinfo(ids.dtype).max
+        highest = ids.max(axis=-1, initial=-1)
+        lowest = jnp.where(ids < 0, limit, ids).min(axis=-1, initial=limit)
+        return (highest > lowest).any()
+
+    @property
+    def baked_in_masks(self) -> dict[str, bool]:
+        """The flags by short name: causal, sliding_window, chunked, token_type_ids."""
+        return {short: getattr(self, flag) for short, flag in _BAKED_IN.items()}
+
+    @property
+    def q_attention_mask(self) -> jax.Array:
+        """[batch, q_len] int32: 1 for a valid query, 0 for padding."""
+        return (self.q_segment_ids >= 0).astype(jnp.int32)
+
+    @property
+    def q_position_ids(self) -> jax.Array:
+        """[batch, q_len] int32: place of a query in its segment, from 0; -1 for padding."""
+        return segment_ids_to_positions(self.q_segment_ids)
+
+    @property
+    def bias(self) -> jax.Array:
+        """`create_bias` in float32."""
+        return self.create_bias()
+
+    def _size(self, leaf_axes: dict[str, int]) -> int | None:
+        """The size of a dimension from the first of these leaves that is stored."""
+        leaves = ((getattr(self, name), axis) for name, axis in leaf_axes.items())
+        return next((leaf.shape[axis] for leaf, axis in leaves if leaf is not None), None)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of the stored parts, or None if nothing is stored."""
+        return self._size({"_q_segment_ids": 0, "_attention_mask": 0, "q_positions": 0, "kv_positions": 0})
+
+    @property
+    def q_len(self) -> int | None:
+        """Queries in a row, or None if nothing stored tells."""
+        return self._size({"_q_segment_ids": -1, "_attention_mask": -2, "q_positions": -1})
+
+    @property
+    def kv_len(self) -> int | None:
+        """Keys in a row, or None if nothing stored tells."""
+        return self._size({"_kv_segment_ids": -1, "_attention_mask": -1, "kv_positions": -1})
+
+    @property
+    def shape(self) -> tuple[int | None, int | None, int | None]:
+        """`(batch_size, q_len, kv_len)`."""
+        return self.batch_size, self.q_len, self.kv_len
+
+
+def _valid_tokens(ids: jax.Array) -> jax.Array:
+    return (ids >= 0).sum(axis=-1, dtype=jnp.int32)

@@ -1,0 +1,322 @@
+"""The methods of MaskInfo that restrict or widen a mask. Each is bound to the class as a method.
+
+All of them write the mask out ([batch, heads or 1, q_len, kv_len] booleans) and return a new MaskInfo.
+
+"Place" below means the stored position of a token where a MaskInfo stores positions of its side, else its index, as in
+the kernels. So packed sequences whose queries and keys have lengths of their own (`MaskInfo.from_cu_seqlens`) are
+causal within each sequence.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from ejkernel.types.checks import check_choice, check_number, check_static_size, integer_array, per_row
+from ejkernel.types.segments import segment_rule
+
+if TYPE_CHECKING:
+    import ejkernel.types.mask
+
+# The token types whose zeros match nothing, by zero_policy: (of the queries, of the keys).
+_ZEROS_DISABLED = {"q": (True, False), "kv": (False, True), "both": (True, True), "none": (False, False)}
+_COMBINATIONS = ("union", "intersect", "replace")
+_WINDOW_MODES = (None, "default", "decode", "prefill")
+
+
+def apply_causal(info: "ejkernel.types.mask.MaskInfo", offset: ArrayLike = 0) -> "ejkernel.types.mask.MaskInfo":
+    """Keeps the keys whose place is at most that of the query plus `offset`.
+
+    Args:
+        info: The mask.
+        offset: A number or [batch] integers, may be traced.
+
+    Returns:
+        A mask with `causal_mask_baked_in` set.
+
+    Raises:
+        ValueError: The mask is empty, or `offset` has another shape.
+    """
+    mask = info.get_or_compute_attention_mask()
+    q_place, kv_place = _places(info)
+    causal = kv_place <= q_place + _offset(offset, mask)
+    return _restricted(info, mask & causal, causal_mask_baked_in=True)
+
+
+def apply_sliding_window(
+    info: "ejkernel.types.mask.MaskInfo",
+    sliding_window: ArrayLike | tuple[ArrayLike | None, ArrayLike | None],
+    *,
+    offset: ArrayLike = 0,
+    mode: Literal["default", "decode", "prefill"] | None = None,
+    index: ArrayLike | None = None,
+) -> "ejkernel.types.mask.MaskInfo":
+    """Keeps the keys from `left` places before a query to `right` places behind it, both included.
+
+    Args:
+        info: The mask.
+        sliding_window: `(left, right)`, or one number for both sides; None in the pair does not limit that side.
+            Numbers may be traced where no columns are cut.
+        offset: Added to the place of every query: a number or [batch] integers, may be traced.
+        mode: None and "default" keep the shape. "decode" keeps one row, that of the query `index`, and the `left +
+            right + 1` columns that begin `left` before it (with the offset). "prefill" keeps all rows and the last
+            columns: as many as the number, or `left + right + 1` for a pair. Both keep all columns if there are fewer.
+        index: The query of "decode": a number or [batch] integers, may be traced; clipped to the rows there are.
+
+    Returns:
+        A mask with `sliding_window_baked_in` set; ids and positions are cut like the mask.
+
+    Raises:
+        ValueError: The mask is empty, the window is negative, or open or traced where columns are cut, the mode is
+            unknown, or "decode" has no index.
+    """
+    check_choice("mode", mode, _WINDOW_MODES)
+    left, right = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    for side in (left, right):
+        if side is not None:
+            check_number("sliding_window", side, minimum=0)
+    mask = info.get_or_compute_attention_mask()
+    q_place, kv_place = _places(info)
+    q_place = q_place + _offset(offset, mask)
+    if left is not None:
+        mask = mask & (kv_place >= q_place - left)
+    if right is not None:
+        mask = mask & (kv_place <= q_place + right)
+    windowed = _restricted(info, mask, sliding_window_baked_in=True)
+    if mode == "decode":
+        return _decode_part(windowed, left, right, offset, index)
+    if mode == "prefill":
+        width = _width(left, right) if isinstance(sliding_window, tuple | list) else max(_width(left, 0) - 1, 1)
+        width = min(width, mask.shape[3])
+        return _cut(windowed, columns=_Span(jnp.full(mask.shape[0], mask.shape[3] - width), width))
+    return windowed
+
+
+def apply_chunked(
+    info: "ejkernel.types.mask.MaskInfo", chunk_size: ArrayLike, offset: ArrayLike = 0
+) -> "ejkernel.types.mask.MaskInfo":
+    """Keeps the keys of the query's own chunk that are causal: place at most that of the query plus `offset`.
+
+    Args:
+        info: The mask.
+        chunk_size: Places in a chunk; chunk n holds the places from `n * chunk_size`. May be traced.
+        offset: Of the causal rule alone: a number or [batch] integers, may be traced.
+
+    Returns:
+        A mask with `chunked_mask_baked_in` set. Its segment ids are the chunk numbers plus 1, with padding kept; the
+        segments there were are part of the mask.
+
+    Raises:
+        ValueError: The mask is empty, `chunk_size` is not positive, or `offset` has another shape.
+    """
+    check_number("chunk_size", chunk_size, minimum=1)
+    mask = info.get_or_compute_attention_mask()
+    q_place, kv_place = _places(info)
+    q_chunk, kv_chunk = q_place // chunk_size, kv_place // chunk_size
+    mask = mask & (q_chunk == kv_chunk) & (kv_place <= q_place + _offset(offset, mask))
+    q_ids, kv_ids = info.get_or_compute_segment_ids()
+    return info.replace(
+        attention_mask=mask,
+        q_segment_ids=jnp.where(q_ids < 0, -1, q_chunk[:, 0, :, 0] + 1),
+        kv_segment_ids=jnp.where(kv_ids < 0, -1, kv_chunk[:, 0, 0, :] + 1),
+        chunked_mask_baked_in=True,
+    )
+
+
+def apply_kv_lengths(
+    info: "ejkernel.types.mask.MaskInfo",
+    kv_lengths: ArrayLike,
+    *,
+    q_len: int | None = None,
+    end_index: ArrayLike | None = None,
+    sliding_window: int | None = None,
+) -> "ejkernel.types.mask.MaskInfo":
+    """Keeps what a step with a KV cache sees: the keys that are filled, and the rows of the newest queries.
+
+    Args:
+        info: The mask of the whole cache.
+        kv_lengths: [batch] (or one number for all), filled keys of each row; keys from there on become padding.
+        q_len: Static number of rows that are kept.
+        end_index: [batch] (or one number), the row behind the last one that is kept. The kept rows always lie inside
+            the mask.
+        sliding_window: Static number of columns that are kept, the last filled ones; None keeps all.
+
+    Returns:
+        A mask [batch, heads or 1, q_len, columns]; ids and positions are cut like the mask.
+
+    Raises:
+        ValueError: The mask is empty, `q_len` or `end_index` is missing, `q_len` is more than there are rows, or shapes
+            do not fit.
+    """
+    if q_len is None or end_index is None:
+        raise ValueError("apply_kv_lengths needs q_len and end_index, which say which rows are kept")
+    mask = info.get_or_compute_attention_mask()
+    batch_size, _, rows, columns = mask.shape
+    if check_static_size("q_len", q_len) > rows:
+        raise ValueError(f"q_len is {q_len}, but the mask has only {rows} rows")
+    lengths = per_row("kv_lengths", kv_lengths, batch_size)
+    filled = jnp.arange(columns) < lengths[:, None]
+    limited = _restricted(info, mask & filled[:, None, None, :])
+    if info.explicit_kv_segment_ids is not None:
+        kv_ids = jnp.where(filled, info.explicit_kv_segment_ids, -1)
+        limited = limited.replace(kv_segment_ids=kv_ids)
+    width = columns if sliding_window is None else min(check_static_size("sliding_window", sliding_window), columns)
+    return _cut(
+        limited,
+        rows=_Span(per_row("end_index", end_index, batch_size) - q_len, q_len),
+        columns=_Span(lengths - width, width),
+    )
+
+
+def apply_token_type_ids(
+    info: "ejkernel.types.mask.MaskInfo",
+    token_type_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
+    *,
+    combine: Literal["union", "intersect", "replace"] = "union",
+    zero_policy: Literal["q", "kv", "both", "none"] = "q",
+    update_segment_ids: bool | None = None,
+) -> "ejkernel.types.mask.MaskInfo":
+    """Lets tokens of the same type attend to each other, or only those.
+
+    Args:
+        info: The mask.
+        token_type_ids: [batch, length] integers of both sides, or a tuple of those of the queries and those of the
+            keys. A negative type matches nothing.
+        combine: "union" adds the pairs of equal type, across segments, but never to padding; "intersect" keeps only
+            them; "replace" forgets the mask and attends to exactly them.
+        zero_policy: On which side type 0 matches nothing.
+        update_segment_ids: Whether the token types become the segment ids. Default: unless `combine` is "union", which
+            segment ids cannot express. If not, "intersect" keeps the ids, and the others keep their padding alone.
+
+    Returns:
+        A mask with `token_type_ids_baked_in` set.
+
+    Raises:
+        ValueError: The mask is empty, a choice is unknown, shapes do not fit, or the ids of a union are to be updated.
+    """
+    check_choice("combine", combine, _COMBINATIONS)
+    check_choice("zero_policy", zero_policy, tuple(_ZEROS_DISABLED))
+    update = combine != "union" if update_segment_ids is None else update_segment_ids
+    if update and combine == "union":
+        raise ValueError('update_segment_ids=True with combine="union": segment ids cannot express a union')
+    mask = info.get_or_compute_attention_mask()
+    q_types, kv_types = _token_types(info, token_type_ids, _ZEROS_DISABLED[zero_policy])
+    same = segment_rule(q_types, kv_types)[:, None]
+    ids: dict[str, Any] = {}
+    if update:
+        ids = {"q_segment_ids": q_types, "kv_segment_ids": kv_types}
+    elif combine != "intersect" and info.explicit_q_segment_ids is not None:
+        ids = {"q_segment_ids": _padding_only(info.explicit_q_segment_ids)}
+        ids["kv_segment_ids"] = _padding_only(info.explicit_kv_segment_ids)
+    new_mask = {"union": mask | same, "intersect": mask & same, "replace": same}[combine]
+    return info.replace(attention_mask=new_mask, token_type_ids_baked_in=True, **ids)
+
+
+def create_chunked_attention_mask(
+    chunk_size: int, q_len: int, kv_len: int | None = None, offset: int = 0, dtype: DTypeLike = jnp.bool_
+) -> jax.Array:
+    """Returns [q_len, kv_len]: both lie in one chunk, and the key's index is at most the query's plus `offset`.
+
+    Args:
+        chunk_size: Tokens in a chunk.
+        q_len: Static number of queries.
+        kv_len: Static number of keys, default `q_len`.
+        offset: Of the causal rule alone.
+        dtype: Of the result; True becomes 1.
+
+    Raises:
+        ValueError: `chunk_size` is not positive.
+    """
+    check_static_size("chunk_size", chunk_size, minimum=1)
+    query = jnp.arange(q_len)[:, None]
+    key = jnp.arange(q_len if kv_len is None else kv_len)[None, :]
+    return ((query // chunk_size == key // chunk_size) & (key <= query + offset)).astype(dtype)
+
+
+class _Span(NamedTuple):
+    """Rows or columns `start` to `start + size` of each row of the batch."""
+
+    start: jax.Array
+    size: int
+
+
+def _restricted(info: "ejkernel.types.mask.MaskInfo", mask: jax.Array, **fields: Any) -> "ejkernel.types.mask.MaskInfo":
+    """A new mask over the same tokens; unlike with `replace` the cumulative lengths stay, since the sequences do."""
+    cu_q, cu_kv = info.explicit_cu_seqlens_q, info.explicit_cu_seqlens_kv
+    return info.replace(attention_mask=mask, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **fields)
+
+
+def _places(info: "ejkernel.types.mask.MaskInfo") -> tuple[jax.Array, jax.Array]:
+    """The places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
+    q_place = _indices(info.q_len) if info.q_positions is None else info.q_positions
+    kv_place = _indices(info.kv_len) if info.kv_positions is None else info.kv_positions
+    return q_place[:, None, :, None], kv_place[:, None, None, :]
+
+
+def _indices(length: int | None) -> jax.Array:
+    return jnp.arange(length or 0, dtype=jnp.int32)[None]
+
+
+def _offset(offset: Any, mask: jax.Array) -> jax.Array:
+    return per_row("offset", offset, mask.shape[0])[:, None, None, None]
+
+
+def _width(left: Any, right: Any) -> int:
+    if left is None or right is None:
+        raise ValueError("sliding_window must limit both sides where columns are cut")
+    return check_static_size("sliding_window", left) + check_static_size("sliding_window", right) + 1
+
+
+def _decode_part(
+    info: "ejkernel.types.mask.MaskInfo", left: Any, right: Any, offset: Any, index: Any
+) -> "ejkernel.types.mask.MaskInfo":
+    if index is None:
+        raise ValueError('mode="decode" needs index, the query whose row is kept')
+    batch_size, _, rows, columns = info.get_or_compute_attention_mask().shape
+    row = jnp.clip(per_row("index", index, batch_size), 0, rows - 1)
+    first = row + per_row("offset", offset, batch_size) - left
+    return _cut(info, rows=_Span(row, 1), columns=_Span(first, min(_width(left, right), columns)))
+
+
+def _cut(
+    info: "ejkernel.types.mask.MaskInfo", *, rows: _Span | None = None, columns: _Span | None = None
+) -> "ejkernel.types.mask.MaskInfo":
+    """Cuts every stored leaf to the given rows and columns; a span that sticks out is moved inside."""
+    mask = info.get_or_compute_attention_mask()
+    q_side = {"q_segment_ids": info.explicit_q_segment_ids, "q_positions": info.q_positions}
+    kv_side = {"kv_segment_ids": info.explicit_kv_segment_ids, "kv_positions": info.kv_positions}
+    cut: dict[str, Any] = {}
+    for span, axis, side in ((rows, 2, q_side), (columns, 3, kv_side)):
+        if span is None:
+            continue
+        mask = _take(mask, span, axis)
+        cut |= {name: _take(leaf, span, 1) for name, leaf in side.items() if leaf is not None}
+    return info.replace(attention_mask=mask, **cut)
+
+
+def _take(leaf: jax.Array, span: _Span, axis: int) -> jax.Array:
+    rows = jnp.broadcast_to(leaf, (span.start.shape[0], *leaf.shape[1:]))
+    start = jnp.clip(span.start, 0, leaf.shape[axis] - span.size)
+    return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, span.size, axis - 1))(rows, start)
+
+
+def _padding_only(ids: jax.Array | None) -> jax.Array | None:
+    return None if ids is None else jnp.where(ids < 0, -1, 0)
+
+
+def _token_types(
+    info: "ejkernel.types.mask.MaskInfo", token_type_ids: Any, zeros_disabled: tuple[bool, bool]
+) -> tuple[jax.Array, jax.Array]:
+    """The types of both sides as segment ids: -1 where a type matches nothing."""
+    pair = token_type_ids if isinstance(token_type_ids, tuple | list) else (token_type_ids, token_type_ids)
+    types = []
+    for name, value, length, disabled in zip(("q", "kv"), pair, (info.q_len, info.kv_len), zeros_disabled, strict=True):
+        array = integer_array(f"{name} token_type_ids", value)
+        if array.shape != (info.batch_size, length):
+            raise ValueError(
+                f"{name} token_type_ids has shape {array.shape}, "
+                f"but [batch={info.batch_size}, length={length}] is wanted"
+            )
+        types.append(jnp.where((array < 0) | ((array == 0) & disabled), -1, array))
+    return types[0], types[1]

@@ -1,0 +1,128 @@
+"""The checks, one function each: they raise `AssertionError` for an implementation that is wrong on a case.
+
+They run the implementation whatever dispatch thinks of the case; `subjects.refusal` says whether it may be run. A
+backend's own tests may call them with cases of their own:
+
+    checks.check_value(Subject(op=op, implementation=implementation, case=case))
+"""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.call import decide
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.model import Op
+from ejkernel_conformance import running
+from ejkernel_conformance.compare import assert_close, assert_gradients_close, assert_same_bits, assert_same_shapes
+from ejkernel_conformance.subjects import Subject, inputs, pinned_plan
+
+
+def check_value(subject: Subject) -> None:
+    """Under jit, the output is the reference's."""
+    want, _ = running.expected(subject.op, subject.case)
+    assert_close(running.forward(subject)(subject.args), want, subject.tolerance, str(subject))
+
+
+def check_shapes(subject: Subject) -> None:
+    """Without running: output and residuals have the structure, shapes and dtypes of the reference's."""
+    op, plan = subject.op, pinned_plan(subject.op, subject.implementation)
+    output = jax.eval_shape(lambda args: running.call(plan, args), subject.args)
+    assert_same_shapes(output, jax.eval_shape(op.reference, subject.args), f"{subject}, output")
+    got = jax.eval_shape(lambda record: plan.run(record, "forward", record), subject.record)
+    assert_same_shapes(got[1], jax.eval_shape(op.family.reference, subject.record)[1], f"{subject}, residuals")
+
+
+def check_residuals(subject: Subject) -> None:
+    """The floating residuals are the family's: another implementation's backward pass may read them."""
+    plan = pinned_plan(subject.op, subject.implementation)
+    got = jax.jit(lambda record: plan.run(record, "forward", record)[1])(subject.record)
+    want = jax.jit(lambda record: subject.op.family.reference(record)[1])(subject.record)
+    # Integer residuals are indices, of which rounding may pick either of two that are nearly alike.
+    assert_close(_floating(got), _floating(want), subject.tolerance, f"{subject}, residuals")
+
+
+def check_eager(subject: Subject) -> None:
+    """Outside of jit, the public function with `platform=` returns what it returns under jit."""
+    op, platform = subject.op, subject.implementation.platform
+    served = decide(op, subject.args, platform=platform).forward.implementation
+    if served is not None and served.name == subject.implementation.name:
+        positional, keywords = public_arguments(op, subject.args)
+        got = op.function(*positional, **keywords, platform=platform)
+    else:  # another implementation of the same toolchain comes first, so there is no public way to this one
+        got = running.call(pinned_plan(op, subject.implementation), subject.args)
+    assert_close(got, running.forward(subject)(subject.args), subject.tolerance, f"{subject}, eager")
+
+
+def public_arguments(op: Op, args: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with which the public function builds the given record."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    kinds = {name: parameter.kind for name, parameter in op.signature.parameters.items()}
+    positional = [given.pop(name) for name in tuple(given) if kinds[name] is inspect.Parameter.POSITIONAL_ONLY]
+    return positional, given
+
+
+def check_gradients(subject: Subject) -> None:
+    """The gradients of every floating argument are those of the differentiated reference."""
+    cotangent = running.cotangent(subject.op, subject.case)
+    _, got = running.forward_and_backward(subject)(subject.args, cotangent)
+    _, want = running.expected(subject.op, subject.case)
+    assert_gradients_close(got, want, subject.tolerance, str(subject))
+
+
+def check_vmap(subject: Subject) -> None:
+    """Mapped over two inputs of a case, the outputs are those of the reference on each."""
+    stacked = _stacked(*(inputs(subject.case, seed) for seed in (0, 1)))
+    got = jax.jit(jax.vmap(running.forward(subject)))(stacked)
+    want = _stacked(*(running.expected(subject.op, subject.case, seed)[0] for seed in (0, 1)))
+    assert_close(got, want, subject.tolerance, f"{subject}, vmap")
+
+
+def check_vmapped_gradients(subject: Subject) -> None:
+    """Mapped over two inputs of a case, the gradients are those of the reference on each."""
+    op, case = subject.op, subject.case
+    stacked = _stacked(*((inputs(case, seed), running.cotangent(op, case, seed)) for seed in (0, 1)))
+    _, got = jax.jit(jax.vmap(running.forward_and_backward(subject)))(*stacked)
+    want = _stacked(*(running.expected(op, case, seed)[1] for seed in (0, 1)))
+    assert_gradients_close(got, want, subject.tolerance, f"{subject}, vmap")
+
+
+def check_determinism(subject: Subject) -> None:
+    """Two runs give the same output, bit by bit."""
+    run = running.forward(subject)
+    assert_same_bits(run(subject.args), run(subject.args), str(subject))
+
+
+def check_gradient_determinism(subject: Subject) -> None:
+    """Two runs give the same gradients, bit by bit."""
+    run, cotangent = running.forward_and_backward(subject), running.cotangent(subject.op, subject.case)
+    assert_same_bits(run(subject.args, cotangent), run(subject.args, cotangent), str(subject))
+
+
+def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
+    """With a configuration part of one direction, the answer is the reference's."""
+    op = subject.op
+    parts = (part, None) if direction == "forward" else (None, part)
+    # An operation whose configuration has no parts has whole configurations as candidates.
+    cfg = part if isinstance(part, op.config) else op.config.from_parts(*parts)
+    plan = pinned_plan(op, subject.implementation, cfg)
+    output, gradients = running.expected(op, subject.case)
+    if direction == "forward":
+        got = jax.jit(lambda args: running.call(plan, args))(subject.args)
+        assert_close(got, output, subject.tolerance, f"{subject} with {part}")
+        return
+    names = running.differentiable_inputs(op, subject.case)
+    run = jax.jit(running.with_gradients(lambda args: running.call(plan, args), names))
+    _, got = run(subject.args, running.cotangent(op, subject.case))
+    assert_gradients_close(got, gradients, subject.tolerance, f"{subject} with {part}")
+
+
+def _floating(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _stacked(*trees: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -1,0 +1,127 @@
+"""Running subjects and references, compiled once a case."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.grad import Plan, differentiable_call
+from ejkernel.ops.model import Case, Op
+from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, pinned_plan
+
+# Tests of a case run next to each other, so few compiled functions are needed at a time. What the reference says is
+# small, and asked for again by the tests of gradients.
+KEPT = 16
+KEPT_ANSWERS = 1024
+
+Gradients = dict[str, jax.Array]
+
+
+def call(plan: Plan, args: Any) -> Any:
+    """What the public function does with an argument record, with the given plan."""
+    plan.op.validate(args)
+    return plan.op.finish(args, differentiable_call(plan, plan.op.lower(args)))
+
+
+def with_gradients(function: Callable[[Any], Any], names: tuple[str, ...]) -> Callable[[Any, Any], Any]:
+    """(inputs, cotangent) -> (output, gradients by name), for the named leaves of the inputs."""
+
+    def both(tree: Any, cotangent: Any) -> tuple[Any, Gradients]:
+        leaves, structure = leaves_by_name(tree), jax.tree.structure(tree)
+
+        def moved(some: Gradients) -> Any:
+            return function(jax.tree.unflatten(structure, list((leaves | some).values())))
+
+        output, pull = jax.vjp(moved, {name: leaves[name] for name in names})
+        return output, pull(cotangent)[0]
+
+    return both
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a record in order, by their path: `{"query": ..., "mask_info.q_positions": ...}`."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in found}
+
+
+@functools.lru_cache(maxsize=KEPT)
+def forward(subject: Subject) -> Callable[[Any], Any]:
+    """The compiled operation: args -> output."""
+    plan = pinned_plan(subject.op, subject.implementation)
+    return jax.jit(lambda args: call(plan, args))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def forward_and_backward(subject: Subject) -> Callable[[Any, Any], tuple[Any, Gradients]]:
+    """The compiled operation with its gradients: (args, cotangent) -> (output, gradients)."""
+    plan, names = pinned_plan(subject.op, subject.implementation), differentiable_inputs(subject.op, subject.case)
+    return jax.jit(with_gradients(lambda args: call(plan, args), names))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def on_records(subject: Subject) -> Callable[[Any], Any]:
+    """The compiled family call: record -> output."""
+    plan = pinned_plan(subject.op, subject.implementation)
+    return jax.jit(lambda record: differentiable_call(plan, record))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def on_records_with_gradients(subject: Subject) -> Callable[[Any, Any], tuple[Any, Gradients]]:
+    """The compiled family call: (record, cotangent) -> (output, gradients)."""
+    plan = pinned_plan(subject.op, subject.implementation)
+    names = tuple(sorted(differentiable_fields(subject.op.family, subject.record)))
+    return jax.jit(with_gradients(lambda record: differentiable_call(plan, record), names))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _reference(op: Op, case: Case) -> Callable[[Any, Any], tuple[Any, Gradients]]:
+    return jax.jit(with_gradients(op.reference, differentiable_inputs(op, case)))
+
+
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def expected(op: Op, case: Case, seed: int = 0) -> tuple[Any, Gradients]:
+    """The reference's output and, by autodiff, its gradients."""
+    return _reference(op, case)(inputs(case, seed), cotangent(op, case, seed))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def cotangent(op: Op, case: Case, seed: int = 0) -> Any:
+    """A normal cotangent of a case's output."""
+    return normal_like(jax.eval_shape(op.reference, inputs(case, seed)), seed)
+
+
+def normal_like(shapes: Any, seed: int = 0) -> Any:
+    """Normal arrays of the given shapes, in any pytree."""
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(1000 + seed), max(1, len(leaves)))
+    made = [jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype) for k, x in zip(keys, leaves, strict=False)]
+    return jax.tree.unflatten(structure, made)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def differentiable_inputs(op: Op, case: Case) -> tuple[str, ...]:
+    """Names of the floating arguments that can be differentiated: they reach no record field without a gradient."""
+    args = inputs(case, 0)
+    floating = {name: x for name, x in leaves_by_name(args).items() if _is_floating(x)}
+    fields = array_fields(jax.eval_shape(op.lower, args))
+    closed = {name for name, x in fields.items() if _is_floating(x)} - set(op.family.differentiable)
+    return tuple(name for name in floating if not closed or not _reached(op, args, name, floating) & closed)
+
+
+def _is_floating(value: Any) -> bool:
+    return any(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(value))
+
+
+def _reached(op: Op, args: Any, name: str, floating: Mapping[str, Any]) -> set[str]:
+    """The record fields that change with one argument."""
+    leaves, structure = leaves_by_name(args), jax.tree.structure(args)
+
+    def fields(value: Any) -> dict[str, Any]:
+        found = array_fields(op.lower(jax.tree.unflatten(structure, list((leaves | {name: value}).values()))))
+        return {field: x for field, x in found.items() if _is_floating(x)}
+
+    _, tangents = jax.jvp(fields, (floating[name],), (jnp.ones_like(floating[name]),))
+    return {field for field, x in tangents.items() if any(jnp.any(leaf != 0) for leaf in jax.tree.leaves(x))}

@@ -1,0 +1,156 @@
+"""What a run of the suite is about."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import current_device
+from ejkernel.ops.model import Case, Implementation, Op
+from ejkernel.ops.plugins import registry
+from ejkernel_conformance.claims import record_refusals
+from ejkernel_conformance.padding import has_segments
+from ejkernel_conformance.subjects import Subject, abstract_record, differentiable_fields, of_case
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An implementation with the cases it is tested on, and for some tests one of its claims.
+
+    Attributes:
+        op: The operation.
+        implementation: The implementation.
+        cases: The selected cases of the operation.
+        name: The claimed argument or gradient.
+    """
+
+    op: Op
+    implementation: Implementation
+    cases: tuple[Case, ...]
+    name: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.op.name, self.implementation.name, self.name)))
+
+    @property
+    def subjects(self) -> list[Subject]:
+        """The implementation on each of its cases."""
+        return [
+            Subject(op=of_case(self.op, case), implementation=self.implementation, case=case) for case in self.cases
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tunable:
+    """An implementation's candidates in one direction, and the case they are tried on."""
+
+    subject: Subject
+    direction: Direction
+    parts: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.subject.op.name}-{self.subject.implementation.name}-{self.direction}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The operations, implementations and cases of a run; an empty tuple of names selects all."""
+
+    ops: tuple[str, ...]
+    implementations: tuple[str, ...]
+    tag: str
+
+    def unknown(self) -> str:
+        """Says which of the names nobody has; empty if there is none."""
+        found = registry()
+        names = {i.name for op in found.ops for i in found.implementations.get(op, ())}
+        wrong = [f"operation {name!r}" for name in self.ops if name not in found.ops]
+        wrong += [f"implementation {name!r}" for name in self.implementations if name not in names]
+        failed = "".join(f"\nplugin {p.name} ({p.distribution}) not loaded: {p.error}" for p in found.failed)
+        return f"there is no {', no '.join(wrong)}{failed}" if wrong else ""
+
+    def of(self, parameter: str) -> list[Any]:
+        """What the tests that ask for one of the plugin's parameters are run on."""
+        subjects = _subjects(self)
+        made: dict[str, Callable[[], Iterable[Any]]] = {
+            "ejk_subject": lambda: subjects,
+            "ejk_differentiable": lambda: filter(_can_be_differentiated, subjects),
+            "ejk_padded": lambda: filter(_can_be_padded, subjects),
+            "ejk_padded_differentiable": lambda: filter(_can_be_differentiated, filter(_can_be_padded, subjects)),
+            "ejk_implementation": lambda: _targets(self),
+            "ejk_claim": lambda: _claims(self, lambda i: i.requires.handles),
+            "ejk_gradient": lambda: _claims(self, lambda i: i.gradients),
+            "ejk_candidates": lambda: _tunables(self),
+        }
+        return list(made[parameter]())
+
+
+@functools.cache
+def _targets(selection: Selection) -> tuple[Target, ...]:
+    found = registry()
+    return tuple(
+        Target(op, implementation, _cases(op, selection.tag))
+        for op in sorted(found.ops.values(), key=lambda op: op.name)
+        if not selection.ops or op.name in selection.ops
+        for implementation in found.implementations.get(op.name, ())
+        if not selection.implementations or implementation.name in selection.implementations
+    )
+
+
+@functools.cache
+def _cases(op: Op, tag: str) -> tuple[Case, ...]:
+    """The operation's cases with a tag; where the host has enabled x64, those of float32 also in float64."""
+    tagged = tuple(case for case in op.cases if tag in case.tags)
+    if jnp.result_type(float) != jnp.float64 or "float64" not in op.tolerance:
+        return tagged
+    single = (case for case in tagged if op.family.dtype(abstract_record(op, case)) == jnp.float32)
+    return tagged + tuple(map(_in_float64, single))
+
+
+def _in_float64(case: Case) -> Case:
+    def make(key: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, case.make(key))
+
+    return dataclasses.replace(case, name=f"{case.name}, float64", make=make)
+
+
+@functools.cache
+def _subjects(selection: Selection) -> tuple[Subject, ...]:
+    # Cached, so that all tests of a case get the same object and with it what was computed for it.
+    return tuple(subject for target in _targets(selection) for subject in target.subjects)
+
+
+def _can_be_padded(subject: Subject) -> bool:
+    return has_segments(abstract_record(subject.op, subject.case))
+
+
+def _can_be_differentiated(subject: Subject) -> bool:
+    return bool(differentiable_fields(subject.op.family, abstract_record(subject.op, subject.case)))
+
+
+def _claims(selection: Selection, names: Callable[[Implementation], Iterable[str]]) -> Iterator[Target]:
+    for target in _targets(selection):
+        for name in sorted(names(target.implementation)):
+            yield dataclasses.replace(target, name=name)
+
+
+def _tunables(selection: Selection) -> Iterator[Tunable]:
+    """For each implementation and direction with candidates, the case that has most of them."""
+    for target in _targets(selection):
+        directions: tuple[Direction, ...] = ("forward", "backward") if target.implementation.backward else ("forward",)
+        for direction in directions:
+            options = [(subject, _candidates(subject, direction)) for subject in target.subjects]
+            subject, parts = max(options, key=lambda option: len(option[1]), default=(None, ()))
+            if subject is not None and parts:
+                yield Tunable(subject, direction, parts)
+
+
+def _candidates(subject: Subject, direction: Direction) -> tuple[Any, ...]:
+    record = abstract_record(subject.op, subject.case)
+    if record_refusals(subject.op, subject.implementation, record):
+        return ()
+    return tuple(dict.fromkeys(subject.implementation.config.candidates(record, current_device(), direction)))

@@ -1,0 +1,63 @@
+"""One shard of a call, as `shard_map` makes it, without needing more than one device.
+
+The shard is the last one of a call cut in two along every axis that may be cut, so that its record carries whatever a
+family adds to make a part mean its part of the whole (positions, dropout counters): fields that no public argument
+gives.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.model import Family
+from ejkernel_conformance import running
+from ejkernel_conformance.compare import assert_close
+from ejkernel_conformance.subjects import Subject
+
+
+def check_shard(subject: Subject) -> None:
+    """On the last shard of a call, the output is that part of the reference's output."""
+    family, record = subject.op.family, subject.record
+    got = running.on_records(subject)(last_shard(family, record))
+    whole = jax.jit(lambda record: family.reference(record)[0])(record)
+    starts = cuts(family, record)
+    want = jax.tree.map(lambda axes, x: _tail(x, axes, starts), family.axes["output"], whole)
+    assert_close(got, want, subject.tolerance, f"{subject}, last shard")
+
+
+def last_shard(family: Family, record: Any) -> Any:
+    """The record of the last shard; the record itself where nothing can be cut."""
+    starts = cuts(family, record)
+    parts = {name: _tail(x, family.axes[name], starts) for name, x in array_fields(record).items()}
+    offsets = {letter: jnp.int32(start) for letter, start in starts.items()}
+    return family.localise(dataclasses.replace(record, **parts), offsets)
+
+
+def abstract_last_shard(family: Family, record: Any) -> Any:
+    """The shapes of the last shard's record; the record may be one of shapes."""
+    return jax.eval_shape(lambda record: last_shard(family, record), record)
+
+
+def cuts(family: Family, record: Any) -> dict[str, int]:
+    """Where the last shard begins, for every axis letter that is cut."""
+    sizes = {
+        letter: size
+        for name, x in array_fields(record).items()
+        for letter, size in zip(family.axes[name].split(), x.shape, strict=True)
+        if size > 1 and letter in family.shardable
+    }
+    for pair in family.aligned:
+        aligned = [letter for letter in pair if letter in sizes]
+        if any(sizes[letter] % 2 for letter in aligned):
+            sizes = {letter: size for letter, size in sizes.items() if letter not in pair}
+    return {letter: size // 2 for letter, size in sizes.items()}
+
+
+def _tail(x: Any, axes: str, starts: Mapping[str, int]) -> Any:
+    """The last shard's part of an array; axes of size 1 are shared by all."""
+    letters = zip(axes.split(), x.shape, strict=True)
+    return x[tuple(slice(starts.get(letter, 0) if size > 1 else 0, None) for letter, size in letters)]

@@ -1,0 +1,140 @@
+"""What is tested: one implementation on one case, and the plan that makes an operation's path use just that one."""
+
+import dataclasses
+import functools
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.config.chain import ConfigSelectorChain
+from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.device import current_device
+from ejkernel.ops.dispatch import Choice, Verdict
+from ejkernel.ops.grad import Plan
+from ejkernel.ops.model import Case, Family, Implementation, Op, Tolerance
+
+NONE: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """One implementation on one case of its operation.
+
+    Attributes:
+        op: The operation.
+        implementation: The implementation under test.
+        case: The inputs.
+    """
+
+    op: Op
+    implementation: Implementation
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.op.name}-{self.implementation.name}-{self.case.name}"
+
+    @functools.cached_property
+    def args(self) -> Any:
+        """The case's argument record."""
+        return inputs(self.case, 0)
+
+    @functools.cached_property
+    def record(self) -> Any:
+        """The case's family record."""
+        return self.op.lower(self.args)
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """What the operation accepts at this case's dtype."""
+        return tolerance(self.op, self.record)
+
+
+@functools.lru_cache(maxsize=64)
+def inputs(case: Case, seed: int) -> Any:
+    """A case's argument record; every seed gives other values of the same shapes."""
+    return case.make(jax.random.key(seed))
+
+
+@functools.cache
+def of_case(op: Op, case: Case) -> Op:
+    """The operation as it is for a case's arguments."""
+    return op.of(jax.eval_shape(case.make, jax.random.key(0)))
+
+
+@functools.cache
+def abstract_record(op: Op, case: Case) -> Any:
+    """The shapes of a case's family record; nothing is computed."""
+    return jax.eval_shape(lambda key: of_case(op, case).lower(case.make(key)), jax.random.key(0))
+
+
+def tolerance(op: Op, record: Any) -> Tolerance:
+    """What an operation accepts at the dtype of a record.
+
+    Raises:
+        AssertionError: It does not say.
+    """
+    dtype = jnp.dtype(op.family.dtype(record)).name
+    if dtype not in op.tolerance:
+        raise AssertionError(f"{op.name} has a case of dtype {dtype} and no tolerance for it")
+    return op.tolerance[dtype]
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PinnedPlan(Plan):
+    """A plan that runs one implementation, whoever else could serve the call.
+
+    `platform=` cannot do that: it names a toolchain, which several implementations may share. The verdicts are still
+    dispatch's. An implementation without a backward pass leaves that pass to whomever dispatch finds.
+
+    Attributes:
+        implementation: Name of the implementation.
+    """
+
+    implementation: str
+
+    def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = NONE) -> Choice:
+        """The implementation, or its refusal."""
+        choice = super().pick(record, direction, wanted)
+        own = next(v for v in choice.verdicts if v.implementation.name == self.implementation)
+        if direction == "backward" and own.implementation.backward is None:
+            return choice
+        verdict = Verdict(own.implementation, "refused" if own.reasons else "chosen", own.reasons)
+        return dataclasses.replace(choice, verdicts=(verdict,))
+
+
+def pinned_plan(op: Op, implementation: Implementation, cfg: BaseOperationConfig | None = None) -> PinnedPlan:
+    """The plan that runs `implementation` on this machine's device, with `cfg` where given."""
+    device, name = current_device(), implementation.name
+    return PinnedPlan(op=op, device=device, platform="auto", cfg=cfg, chain=_chain(), implementation=name)
+
+
+@functools.cache
+def _chain() -> ConfigSelectorChain:
+    # Without the user's store: what is tested must not depend on what was tuned on this machine.
+    return ConfigSelectorChain()
+
+
+def refusal(subject: Subject, direction: Direction, record: Any = None, wanted: frozenset[str] | None = None) -> str:
+    """Why dispatch does not let the subject run in one direction, in its words; empty if it does.
+
+    Args:
+        subject: Implementation and case.
+        direction: Which pass.
+        record: Another record than the case's.
+        wanted: Fields whose gradient the backward pass must give; None for all that have one.
+    """
+    record = abstract_record(subject.op, subject.case) if record is None else record
+    if wanted is None:
+        wanted = differentiable_fields(subject.op.family, record) if direction == "backward" else NONE
+    choice = pinned_plan(subject.op, subject.implementation).pick(record, direction, wanted)
+    if choice.implementation is not None:
+        return ""
+    return "; ".join(f"{v.implementation.name}: {', '.join(v.reasons)}" for v in choice.verdicts)
+
+
+def differentiable_fields(family: Family, record: Any) -> frozenset[str]:
+    """The fields of a record that are there and have a gradient."""
+    return frozenset(family.differentiable) & array_fields(record).keys()

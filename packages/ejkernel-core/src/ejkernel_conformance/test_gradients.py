@@ -1,0 +1,11 @@
+"""The backward pass against the differentiated reference."""
+
+from ejkernel_conformance import checks
+from ejkernel_conformance.skips import skip_if_refused
+from ejkernel_conformance.subjects import Subject
+
+
+def test_gradients(ejk_differentiable: Subject) -> None:
+    """Of every floating argument, at once."""
+    skip_if_refused(ejk_differentiable, "forward", "backward")
+    checks.check_gradients(ejk_differentiable)

@@ -1,0 +1,14 @@
+"""The Triton backend: kernels for NVIDIA and AMD GPUs, compiled by Triton and called through jax-triton.
+
+Importing this module needs neither Triton nor jax-triton. What a kernel needs is data in its `Implementation`, so a
+machine without the toolchain gets a refusal with the missing module's name, not an import error.
+"""
+
+from ejkernel.ops import hookimpl
+from ejkernel.ops.model import Implementation
+
+
+@hookimpl
+def ejkernel_implementations() -> tuple[Implementation, ...]:
+    """Return the implementations this package registers; an operation it does not serve is simply absent."""
+    return ()

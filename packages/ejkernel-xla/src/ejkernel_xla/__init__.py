@@ -1,0 +1,12 @@
+"""Implementations in plain XLA: they run on every device and honour every argument, and so are everyone's fallback."""
+
+from ejkernel.ops import Implementation, hookimpl
+from ejkernel_xla import grouped_matmul, linear_recurrence, paged_attention, segment_pooling, tiled_attention
+
+FAMILIES = (linear_recurrence, paged_attention, tiled_attention, segment_pooling, grouped_matmul)
+
+
+@hookimpl
+def ejkernel_implementations() -> tuple[Implementation, ...]:
+    """One implementation for every operation of every family."""
+    return tuple(implementation for family in FAMILIES for implementation in family.IMPLEMENTATIONS)

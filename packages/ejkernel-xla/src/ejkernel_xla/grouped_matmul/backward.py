@@ -1,0 +1,101 @@
+"""Backward pass of a grouped matmul.
+
+With do the cotangent of the output and w_g the scaled matrix of a group, over the rows i of that group:
+
+    dlhs_i = do_i w_g^T
+    dw_g   = sum_i lhs_i^T do_i,    drhs_g = dw_g * scale_g,    dscale_g = sum over each block of dw_g * rhs_g
+    dbias  = sum_i do_i
+
+Rows of no group have a gradient of 0, but that of `existing_out` is do everywhere.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows, spread
+from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
+from ejkernel_xla.grouped_matmul.tiles import sizes
+
+Gradients = dict[str, jax.Array]
+
+
+def backward(pullback: Pullback, config: Any) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangent [M, N], and the wanted names.
+        config: The operation's configuration; reads `block_m`.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, cotangent = pullback.record, pullback.cotangent
+    fields = sorted(pullback.wanted - {"existing_out"})
+    grads = {name: jnp.zeros_like(getattr(record, name)) for name in fields}
+    rows = record.lhs.shape[0]
+    if rows and grads:
+
+        def group(g: jax.Array, first: jax.Array, end: jax.Array, grads: Gradients) -> Gradients:
+            def tile(at: Tile, carry: tuple[Gradients, Gradients]) -> tuple[Gradients, Gradients]:
+                return _tile(record, weights, at, jnp.where(at.own, at.take(cotangent), 0), carry)
+
+            weights = load(record, g)
+            start = (_sums(record, grads), {name: x for name, x in grads.items() if name == "lhs"})
+            sums, lhs = over_tiles(first, end, sizes(record, config), rows, tile, start)
+            return {**_store(record, g, sums, grads), **lhs}
+
+        grads = over_groups(*group_rows(record), group, grads)
+    if "existing_out" in pullback.wanted:
+        grads["existing_out"] = cotangent.astype(record.existing_out.dtype)
+    return grads
+
+
+def _sums(record: GroupedMatmul, grads: Gradients) -> Gradients:
+    """Where a group's gradients are summed up over its rows."""
+    dtype, sums = accumulator(record), {}
+    if grads.keys() & {"rhs", "rhs_scale"}:
+        sums["weights"] = jnp.zeros(record.rhs.shape[1:], dtype)
+    if "rhs_bias" in grads:
+        sums["bias"] = jnp.zeros((1, columns(record)), dtype)
+    return sums
+
+
+def _tile(
+    record: GroupedMatmul, weights: jax.Array, at: Tile, cotangent: jax.Array, carry: tuple[Gradients, Gradients]
+) -> tuple[Gradients, Gradients]:
+    """What some rows contribute; the cotangent is 0 where they are not the tile's own."""
+    sums, lhs = (dict(part) for part in carry)
+    if "lhs" in lhs:
+        lhs["lhs"] = at.put(lhs["lhs"], dot(record, cotangent, weights, (1, 0 if record.transpose_rhs else 1)))
+    if "weights" in sums:
+        rows = jnp.where(at.own, at.take(record.lhs), 0)
+        pair = (cotangent, rows) if record.transpose_rhs else (rows, cotangent)
+        sums["weights"] = sums["weights"] + dot(record, *pair, (0, 0))
+    if "bias" in sums:
+        sums["bias"] = sums["bias"] + jnp.sum(cotangent, axis=0, keepdims=True, dtype=sums["bias"].dtype)
+    return sums, lhs
+
+
+def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
+    """The gradients with those of a group's matrix, scales and bias in them."""
+    found, scale = {}, None
+    if record.rhs_scale is not None:
+        scale = lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False).astype(accumulator(record))
+    if "rhs" in grads:
+        found["rhs"] = sums["weights"] if scale is None else sums["weights"] * spread(record, scale)
+    if scale is not None and "rhs_scale" in grads:
+        rhs = lax.dynamic_index_in_dim(record.rhs, g, keepdims=False).astype(scale.dtype)
+        shares = sums["weights"] * rhs
+        shares = shares.T if record.transpose_rhs else shares
+        found["rhs_scale"] = shares.reshape(scale.shape[0], -1, scale.shape[2]).sum(axis=1, keepdims=True)
+    if "rhs_bias" in grads:
+        found["rhs_bias"] = sums["bias"]
+    stored = {
+        name: lax.dynamic_update_index_in_dim(grads[name], x.astype(grads[name].dtype), g, 0)
+        for name, x in found.items()
+    }
+    return {**grads, **stored}

@@ -1,0 +1,51 @@
+"""Forward pass of a grouped matmul."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows
+from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
+from ejkernel_xla.grouped_matmul.tiles import sizes
+
+
+def forward(record: GroupedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: The operation's configuration; reads `block_m`.
+
+    Returns:
+        [M, N] in the record's `out_dtype`. There are no residuals.
+    """
+    rows = record.lhs.shape[0]
+    existing = jnp.zeros((rows, columns(record))) if record.existing_out is None else record.existing_out
+    output = existing.astype(record.out_dtype)
+    if rows == 0:
+        return output, ()
+    contracted = 1 if record.transpose_rhs else 0
+
+    def group(g: jax.Array, first: jax.Array, end: jax.Array, output: jax.Array) -> jax.Array:
+        weights, bias = load(record, g), _bias(record, g)
+
+        def tile(at: Tile, output: jax.Array) -> jax.Array:
+            product = dot(record, at.take(record.lhs), weights, (1, contracted))
+            if bias is not None:
+                product = product + bias
+            if record.existing_out is not None:
+                product = product + at.take(record.existing_out).astype(product.dtype)
+            return at.put(output, product)
+
+        return over_tiles(first, end, sizes(record, config), rows, tile, output)
+
+    return over_groups(*group_rows(record), group, output), ()
+
+
+def _bias(record: GroupedMatmul, g: jax.Array) -> jax.Array | None:
+    """What is added to the rows of a group, [1, N]."""
+    if record.rhs_bias is None:
+        return None
+    return lax.dynamic_index_in_dim(record.rhs_bias, g, keepdims=False).astype(accumulator(record))

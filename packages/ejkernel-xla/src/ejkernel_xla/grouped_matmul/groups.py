@@ -1,0 +1,81 @@
+"""Walking over the groups of a record and the tiles of rows they are cut into."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix
+
+
+class Tile(NamedTuple):
+    """Some rows of a group.
+
+    Attributes:
+        start: First row.
+        own: Which of the rows belong to the tile, bool [size, 1]. The last tile of a group goes on behind it, and one
+            that would end behind the array is moved back.
+    """
+
+    start: jax.Array
+    own: jax.Array
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """The tile's rows of x."""
+        return lax.dynamic_slice_in_dim(x, self.start, self.own.shape[0])
+
+    def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+        """x with the tile's own rows replaced."""
+        merged = jnp.where(self.own, rows.astype(x.dtype), self.take(x))
+        return lax.dynamic_update_slice_in_dim(x, merged, self.start, 0)
+
+
+def over_tiles(
+    first: jax.Array, end: jax.Array, sizes: tuple[int, ...], rows: int, body: Callable[..., Any], carry: Any
+) -> Any:
+    """Folds `body(tile, carry)` over rows `first` to `end` of an array with `rows` of them."""
+    for size in sizes:
+        left = end - first
+        count = -(-left // size) if size == sizes[-1] else left // size
+
+        def step(n: jax.Array, carry: Any, first: jax.Array = first, size: int = size) -> Any:
+            begin = first + n * size
+            start = jnp.minimum(begin, rows - size)
+            row = start + jnp.arange(size, dtype=jnp.int32)
+            return body(Tile(start, ((row >= begin) & (row < end))[:, None]), carry)
+
+        carry = lax.fori_loop(jnp.int32(0), count, step, carry)
+        first = first + count * size
+    return carry
+
+
+def over_groups(first: jax.Array, end: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
+    """Folds `body(group, first, end, carry)` over the groups that have rows."""
+
+    def group(g: jax.Array, carry: Any) -> Any:
+        # A loop of at most one turn and not a branch, at whose end XLA would copy the carry.
+        some = (end[g] > first[g]).astype(jnp.int32)
+        return lax.fori_loop(jnp.int32(0), some, lambda _, carry: body(g, first[g], end[g], carry), carry)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(first.shape[0]), group, carry)
+
+
+def load(record: GroupedMatmul, g: jax.Array) -> jax.Array:
+    """The matrix of a group as it is multiplied with, [K, N] or [N, K]."""
+    rhs = lax.dynamic_index_in_dim(record.rhs, g, keepdims=False)
+    scale = None if record.rhs_scale is None else lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False)
+    return matrix(record, rhs, scale)
+
+
+def dot(record: GroupedMatmul, left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """The product of two matrices over one axis of each, in the accumulator's dtype."""
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    return lax.dot_general(
+        left.astype(dtype),
+        right.astype(dtype),
+        (((axes[0],), (axes[1],)), ((), ())),
+        precision=record.precision,
+        preferred_element_type=accumulator(record),
+    )

@@ -1,0 +1,97 @@
+"""Backward pass of a linear recurrence: the chunks once forwards for the states between them, then backwards.
+
+Each chunk is differentiated as it stands, from the state before it, so nothing but one state a chunk is ever stored.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, states
+from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.linear_recurrence.chunk import next_state, precision
+from ejkernel_xla.linear_recurrence.forward import chunk_step, load, store
+from ejkernel_xla.linear_recurrence.singles import read_singles
+from ejkernel_xla.linear_recurrence.tiles import chunk_length
+from ejkernel_xla.linear_recurrence.walk import FIELDS, Walk, assemble, cut, loop, make_walk, paste, slices
+
+Gradients = dict[str, jax.Array]
+
+
+def backward(pullback: Pullback, config: Any) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangents of output and final states, and the wanted names.
+        config: The operation's configuration; its chunk length is read.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record = pullback.record
+    walk = make_walk(record, chunk_length(config))
+    grads = _sweep(pullback, walk, _boundaries(record, walk))
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+
+
+def _boundaries(record: LinearRecurrence, walk: Walk) -> jax.Array:
+    """The states before every chunk, [chunks, r, H, K, V]."""
+    table = states(record)
+    found = jnp.zeros((walk.most, *load(table, walk, walk.place(jnp.int32(0))).shape), table.dtype)
+
+    def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        found, table = carry
+        at = walk.place(n)
+        state = load(table, walk, at)
+        found = lax.dynamic_update_index_in_dim(found, state, n, 0)
+        after = next_state(state, assemble(record, walk, at, slices(record, walk, at)), precision(record))
+        return found, store(table, walk, at, after)
+
+    return loop(walk.count, step, (found, table))[0]
+
+
+def _sweep(pullback: Pullback, walk: Walk, boundaries: jax.Array) -> Gradients:
+    """Through the chunks in reverse; the table holds the cotangents of the states behind the chunks seen so far."""
+    record, (outputs, table) = pullback.record, pullback.cotangent
+    names = [name for name in FIELDS if name in pullback.wanted]
+    grads = {name: _zeros(getattr(record, name), record) for name in names}
+
+    def step(n: jax.Array, carry: tuple[Gradients, jax.Array]) -> tuple[Gradients, jax.Array]:
+        grads, table = carry
+        n = walk.count - 1 - n
+        at = walk.place(n)
+
+        def run(state: jax.Array, parts: Gradients) -> tuple[jax.Array, jax.Array]:
+            return chunk_step(record, walk, at, state, parts)
+
+        before = lax.dynamic_index_in_dim(boundaries, n, keepdims=False)
+        _, pull = jax.vjp(run, before, slices(record, walk, at))
+        behind, parts = pull((load(table, walk, at), cut(outputs, walk, at).astype(table.dtype)))
+        grads = {name: paste(grads[name], parts[name], at) for name in names}
+        return grads, store(table, walk, at, behind)
+
+    grads, table = loop(walk.count, step, (grads, table))
+    if record.cu_seqlens is not None:
+        grads, table = _singles(pullback, grads, table)
+    return {**grads, "initial_state": table, "sequence_state": table}
+
+
+def _singles(pullback: Pullback, grads: Gradients, table: jax.Array) -> tuple[Gradients, jax.Array]:
+    """Gradients with those of sequences of one token, which no chunk has, and the cotangents of all first states."""
+    record, fields = pullback.record, {name: getattr(pullback.record, name) for name in grads}
+
+    def run(fields: Gradients, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return read_singles(dataclasses.replace(record, **fields), table)
+
+    _, pull = jax.vjp(run, fields, states(record))
+    own, table = pull((pullback.cotangent[0], table))
+    return {name: x + own[name].astype(x.dtype) for name, x in grads.items()}, table
+
+
+def _zeros(x: jax.Array, record: LinearRecurrence) -> jax.Array:
+    """Where a gradient is collected. Only of what several tokens share it is a sum."""
+    shared = x.shape[1] < record.query.shape[1]
+    return jnp.zeros(x.shape, accumulator(record) if shared else x.dtype)

@@ -1,0 +1,35 @@
+"""Packed sequences of a single token, all at once: a step of decoding is not worth a chunk each."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator
+from ejkernel_xla.linear_recurrence.chunk import Chunk, advance, precision
+from ejkernel_xla.linear_recurrence.walk import FIELDS
+
+
+def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The outputs of those sequences' tokens, 0 for all others, and all states with theirs moved on.
+
+    Args:
+        record: A packed record.
+        table: [N, H, K, V] states of its sequences.
+
+    Returns:
+        [1, T, H, V] in the query's dtype, and [N, H, K, V].
+    """
+    bounds, tokens = jnp.asarray(record.cu_seqlens, jnp.int32), record.query.shape[1]
+    alone = jnp.diff(bounds) == 1
+    index = jnp.where(alone, bounds[:-1], 0)
+
+    def pick(x: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return None
+        token = x[0, index if x.shape[1] == tokens else 0 * index].astype(accumulator(record))
+        return jnp.where(alone.reshape(-1, *(1,) * (token.ndim - 1)), token, 0)[:, :, None]
+
+    chunk = Chunk(**{name: pick(getattr(record, name)) for name in FIELDS})
+    read, after = advance(table, chunk, record.softmax_scale, precision(record))
+    output = jnp.zeros((tokens, *read.shape[1:2], read.shape[3]), record.query.dtype)
+    output = output.at[jnp.where(alone, index, tokens)].set(read[:, :, 0].astype(output.dtype), mode="drop")
+    return output[None], jnp.where(alone[:, None, None, None], after, table)

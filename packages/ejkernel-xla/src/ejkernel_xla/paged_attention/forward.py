@@ -1,0 +1,195 @@
+"""Forward pass of paged attention: online softmax over tiles of keys that are gathered from the pages they lie in.
+
+For a stack of query tiles, each of one sequence, over the keys from the first to the last that any row attends
+(Milakov & Gimelshein 2018):
+
+    s   = masked scores of the tile, keys before rows: [n, h, k, r]
+    m'  = max(m, max_k s)
+    p   = exp(s - m')
+    l   = exp(m - m') l + sum_k p
+    o   = exp(m - m') o + p v
+
+Nothing is gathered but these tiles, so memory does not depend on the lengths. The matrix products put the keys first
+because XLA's CPU backend computes `k q` many times faster than `q k` where there are few query rows.
+
+Shapes of a tile: n query tiles, h KV heads, k keys, t rows of a sequence times g query heads a KV head = r rows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families import paged_cache
+from ejkernel.families.paged_attention import PagedAttention, band, qq_terms
+from ejkernel.modules.operations.configs import PagedAttentionConfig
+from ejkernel_xla.paged_attention.tiles import Tiles, tiles
+from ejkernel_xla.paged_attention.work import Work, find_work, take
+
+_BATCHES = ((0, 1), (0, 1))
+
+
+class Running(NamedTuple):
+    """Online softmax of a stack of query tiles: peak and total [n, h, r], output [n, h, r, v]."""
+
+    peak: jax.Array
+    total: jax.Array
+    output: jax.Array
+
+
+def forward(record: PagedAttention, params: PagedAttentionConfig) -> tuple[tuple[jax.Array, ...], None]:
+    """Attention output of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes; reads `q_blocksize`, `kv_blocksize` and `seq_blocksize`.
+
+    Returns:
+        Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
+    """
+    record, pages = paged_cache.write(record)
+    state = _initial(record)
+    if state[0].size and record.kv_lens.size and record.key_pages.size:
+        state = _sweep(record, tiles(record, params), state)
+    return (*state, *pages), None
+
+
+def _sweep(record: PagedAttention, cut: Tiles, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    work = find_work(record, cut)
+
+    def batch(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = take(work, step, cut.stack)
+        query, rows = _load_queries(record, cut, at)
+
+        def key_tile(tile: jax.Array, running: Running) -> Running:
+            positions = at.low[:, None] + tile * cut.keys + jnp.arange(cut.keys, dtype=jnp.int32)
+            keys, values, present = _load_keys(record, at, positions)
+            scores = _scores(record, at, positions, query, keys)
+            scores = jnp.where(_allowed(record, cut, at, positions, present), scores, -jnp.inf)
+            return _update(running, scores.reshape(*scores.shape[:3], -1), values)
+
+        steps = (jnp.max(at.high - at.low) + cut.keys - 1) // cut.keys
+        running = lax.fori_loop(jnp.int32(0), steps, key_tile, _start(record, query))
+        tile = _finish(record, running)
+        return tuple(_store(x, rows, part, cut) for x, part in zip(state, tile, strict=True))
+
+    return lax.fori_loop(jnp.int32(0), (work.live + cut.stack - 1) // cut.stack, batch, state)
+
+
+def accumulator(record: PagedAttention) -> Any:
+    """The dtype of scores, sums and products: float32, or float64 for float64 inputs."""
+    return jnp.promote_types(record.query.dtype, jnp.float32)
+
+
+def _initial(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of rows that belong to no sequence."""
+    rows, heads, _ = record.query.shape
+    output = jnp.zeros((rows, heads, paged_cache.value_size(record)), record.query.dtype)
+    return output, jnp.full((rows, heads), -jnp.inf, accumulator(record))
+
+
+def _load_queries(record: PagedAttention, cut: Tiles, at: Work) -> tuple[jax.Array, jax.Array]:
+    """Query rows [n, h, r, d] of a stack, and which of the record's rows they are, [n, t]; T for none."""
+    total, heads, size = record.query.shape
+    offset = jnp.arange(cut.queries, dtype=jnp.int32)
+    rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, total)
+    kv_heads = paged_cache.kv_heads(record)
+    query = record.query.at[rows].get(mode="fill", fill_value=0).astype(_operand(record, record.key_pages))
+    query = query.reshape(cut.stack, cut.queries, kv_heads, heads // kv_heads, size)
+    return query.swapaxes(1, 2).reshape(cut.stack, kv_heads, -1, size), rows
+
+
+def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys [n, h, k, d], values [n, h, k, v] and presence bool [n, k] at positions [n, k]; 0 where not present."""
+    wanted = positions < at.high[:, None]
+    page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(wanted, positions, -1))
+    head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
+    keys, values = paged_cache.load(record, page[:, None], slot[:, None], head)
+    if record.compute_dtype is not None:
+        values = values.astype(record.compute_dtype)
+    stored = record.key_pages if record.value_pages is None else record.value_pages
+    values = values.astype(_promoted(record.query.dtype, stored.dtype))
+    return keys.astype(_operand(record, record.key_pages)), values, page < paged_cache.page_count(record)
+
+
+def _operand(record: PagedAttention, pages: jax.Array) -> Any:
+    """The dtype in which queries meet keys."""
+    return record.compute_dtype or _promoted(record.query.dtype, pages.dtype)
+
+
+def _promoted(query: Any, stored: Any) -> Any:
+    """The wider of two dtypes; caches of 8 bits are read in the query's."""
+    return query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored)
+
+
+def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.Array, keys: jax.Array) -> jax.Array:
+    """Scores before masking, [n, h, k, t, g]."""
+    contract = (((3,), (3,)), _BATCHES)
+    scores = lax.dot_general(keys, query, contract, preferred_element_type=accumulator(record)) * record.softmax_scale
+    heads, group = keys.shape[1], record.query.shape[1] // keys.shape[1]
+    scores = scores.reshape(*scores.shape[:3], -1, group)
+    column = positions - at.context[:, None]
+    if record.alibi_slopes is not None:
+        slopes = record.alibi_slopes.astype(scores.dtype).reshape(heads, 1, 1, group)
+        scores = scores + slopes * column[:, None, :, None, None].astype(scores.dtype)
+    if record.qq_bias is not None:
+        row = (at.position - at.context)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
+        terms = qq_terms(record.qq_bias, row, column[:, :, None]).astype(scores.dtype)
+        scores = scores + terms[:, None, :, :, None]
+    if record.logits_soft_cap is not None:
+        scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
+    return scores
+
+
+def _allowed(record: PagedAttention, cut: Tiles, at: Work, positions: jax.Array, present: jax.Array) -> jax.Array:
+    """What the masks allow, bool broadcastable to [n, h, k, t, g]."""
+    allowed = present[:, None, :, None, None]
+    if cut.queries == 1:  # the keys from `low` to `high` are then exactly the row's
+        return allowed
+    left, right = band(record)
+    row = (at.position[:, None] + jnp.arange(cut.queries, dtype=jnp.int32))[:, None, None, :, None]
+    key = positions[:, None, :, None, None]
+    if left is not None:
+        allowed = allowed & (key >= row - left)
+    return allowed if right is None else allowed & (key <= row + right)
+
+
+def _start(record: PagedAttention, query: jax.Array) -> Running:
+    shape, dtype = query.shape[:3], accumulator(record)
+    output = jnp.zeros((*shape, paged_cache.value_size(record)), dtype)
+    return Running(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), output)
+
+
+def _update(running: Running, scores: jax.Array, values: jax.Array) -> Running:
+    """Takes one tile of keys into the running softmax."""
+    peak = jnp.maximum(running.peak, jnp.max(scores, axis=2))
+    shift = jnp.where(peak == -jnp.inf, 0, peak)  # exp(-inf - 0) = 0 where nothing was seen yet
+    weights, fade = jnp.exp(scores - shift[:, :, None]), jnp.exp(running.peak - shift)
+    total = fade * running.total + jnp.sum(weights, axis=2)
+    contract = (((2,), (2,)), _BATCHES)
+    step = lax.dot_general(weights.astype(values.dtype), values, contract, preferred_element_type=scores.dtype)
+    return Running(peak, total, fade[..., None] * running.output + step)
+
+
+def _finish(record: PagedAttention, running: Running) -> tuple[jax.Array, jax.Array]:
+    """Output [n, h, r, v] and lse [n, h, r]. The sink joins here, once."""
+    peak, total = running.peak, running.total
+    sink = jnp.array(-jnp.inf, peak.dtype)
+    if record.softmax_aux is not None:
+        group = record.query.shape[1] // peak.shape[1]
+        sink = jnp.tile(record.softmax_aux.astype(peak.dtype).reshape(-1, group), peak.shape[2] // group)
+    highest = jnp.maximum(peak, sink)
+    shift = jnp.where(highest == -jnp.inf, 0, highest)
+    total = total * jnp.exp(peak - shift) + jnp.exp(sink - shift)
+    some = total > 0
+    lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + shift, -jnp.inf)
+    factor = record.value_scale * jnp.exp(peak - shift) / jnp.where(some, total, 1)
+    return running.output * factor[..., None], lse
+
+
+def _store(x: jax.Array, rows: jax.Array, tile: jax.Array, cut: Tiles) -> jax.Array:
+    """x [T, H, ...] with rows [n, t] replaced by a tile [n, h, r, ...]."""
+    stack, heads, _, *rest = tile.shape
+    tile = tile.reshape(stack, heads, cut.queries, -1, *rest).swapaxes(1, 2)
+    return x.at[rows].set(tile.reshape(stack, cut.queries, -1, *rest).astype(x.dtype), mode="drop")

@@ -1,0 +1,64 @@
+"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+
+import dataclasses
+
+from ejkernel.families import paged_cache
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations.configs import PagedAttentionConfig
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+
+KEYS = 256
+"""Keys a tile: long enough for the matrix products, short enough that a window or a short sequence wastes little."""
+
+QUERIES = 128
+"""Most query rows a tile."""
+
+ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
+"""Key elements gathered at once: on a CPU they stay in its caches, elsewhere they fill the device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a record is cut: `stack` tiles of `queries` rows of one sequence each are worked on at once, by `keys`."""
+
+    queries: int
+    keys: int
+    stack: int
+
+
+def tiles(record: PagedAttention, params: PagedAttentionConfig) -> Tiles:
+    """The tiles of a record, none larger than it can fill.
+
+    Args:
+        record: The canonical arguments, of which no axis is empty.
+        params: Reads `q_blocksize`, `kv_blocksize` and `seq_blocksize`.
+    """
+    rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
+    queries = 1 if record.query_start is None else max(1, min(params.q_blocksize or QUERIES, rows))
+    keys = max(1, min(params.kv_blocksize or KEYS, paged_cache.capacity(record)))
+    return Tiles(queries, keys, max(1, min(params.seq_blocksize or 1, sequences + rows // queries)))
+
+
+def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction, config: type) -> PagedAttentionConfig:
+    """Tile sizes for a record on a device, not measured."""
+    return _sized(record, device, config, KEYS)
+
+
+def candidates(
+    record: PagedAttention, device: DeviceInfo, direction: Direction, config: type
+) -> tuple[PagedAttentionConfig, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    return tuple(dict.fromkeys(_sized(record, device, config, keys) for keys in (64, 128, 256, 512)))
+
+
+def _sized(record: PagedAttention, device: DeviceInfo, config: type, keys: int) -> PagedAttentionConfig:
+    """Query tiles of the average length of a sequence's queries; as many at once as keep their keys close."""
+    rows, sequences = record.query.shape[0], max(1, record.kv_lens.shape[0])
+    average = max(1, rows // sequences)
+    queries = min(QUERIES, 2 ** (average - 1).bit_length())
+    keys = max(1, min(keys, paged_cache.capacity(record)))
+    key_elements = keys * paged_cache.kv_heads(record) * record.query.shape[-1]
+    score_elements = keys * record.query.shape[1] * queries
+    stack = max(1, ELEMENTS[device.platform] // max(1, key_elements, score_elements))
+    return config(q_blocksize=queries, kv_blocksize=keys, seq_blocksize=min(stack, sequences, 64))

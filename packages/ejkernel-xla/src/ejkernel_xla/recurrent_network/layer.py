@@ -1,0 +1,103 @@
+"""One direction of one layer: its weights, and what its tokens get from inputs and states by matrix products."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.recurrent_network import (
+    RecurrentNetwork,
+    State,
+    accumulator,
+    first_state,
+    input_weights,
+    real_tokens,
+    shape,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Direction:
+    """One direction of a layer.
+
+    Attributes:
+        record: The network.
+        layer: Which layer.
+        direction: 0 reads forwards, 1 backwards.
+    """
+
+    record: RecurrentNetwork
+    layer: int
+    direction: int
+
+    @property
+    def index(self) -> int:
+        """Place among all directions of all layers."""
+        return self.layer * shape(self.record)[1] + self.direction
+
+    @property
+    def backwards(self) -> bool:
+        """Whether it reads from the last token to the first."""
+        return self.direction == 1
+
+    @property
+    def weight_ih(self) -> jax.Array:
+        """[G * H, inputs]."""
+        return input_weights(self.record, self.layer)[self.direction]
+
+    @property
+    def weight_hh(self) -> jax.Array:
+        """[G * H, H]."""
+        return self.record.weight_hh[self.layer, self.direction]
+
+    def from_inputs(self, inputs: jax.Array) -> jax.Array:
+        """W_ih x + b_ih of every token, [T, B, G * H], from inputs [T, B, inputs]."""
+        return product(self.record, inputs, self.weight_ih.T) + self._bias(self.record.bias_ih)
+
+    def from_state(self, hidden: jax.Array) -> jax.Array:
+        """W_hh h + b_hh, [..., G * H], from states [..., H]."""
+        return product(self.record, hidden, self.weight_hh.T) + self._bias(self.record.bias_hh)
+
+    def first_state(self) -> State:
+        """The state before the first token."""
+        return first_state(self.record, self.index)
+
+    def _bias(self, bias: jax.Array | None) -> jax.Array | float:
+        return 0.0 if bias is None else bias[self.layer, self.direction].astype(accumulator(self.record))
+
+
+def product(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.Array:
+    """A matrix product in the accumulator's dtype."""
+    dtype = accumulator(record)
+    if left.dtype != right.dtype:
+        left, right = left.astype(dtype), right.astype(dtype)
+    return jnp.matmul(left, right, precision=precision(record), preferred_element_type=dtype)
+
+
+def precision(record: RecurrentNetwork) -> lax.Precision:
+    """Of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
+    wide = jnp.finfo(record.x.dtype).bits >= jnp.finfo(accumulator(record)).bits
+    return lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
+
+
+def time_major(x: jax.Array) -> jax.Array:
+    """[B, T, ...] to [T, B, ...], or back."""
+    return jnp.swapaxes(x, 0, 1)
+
+
+def real(record: RecurrentNetwork) -> jax.Array | None:
+    """Which tokens there are, bool [T, B, 1]; None for all."""
+    tokens = real_tokens(record)
+    return None if tokens is None else time_major(tokens)[..., None]
+
+
+def kept(real: jax.Array | None, new: State, old: State) -> State:
+    """`new` where tokens are real, `old` elsewhere."""
+    return new if real is None else tuple(jnp.where(real, n, o) for n, o in zip(new, old, strict=True))
+
+
+def joined(hidden: list[jax.Array], real: jax.Array | None) -> jax.Array:
+    """What a layer hands on, [T, B, R * H]: its directions side by side, and 0 in padding."""
+    outputs = jnp.concatenate(hidden, axis=-1)
+    return outputs if real is None else jnp.where(real, outputs, 0)

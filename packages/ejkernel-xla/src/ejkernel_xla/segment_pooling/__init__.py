@@ -1,0 +1,22 @@
+"""Segment pooling in XLA."""
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_xla.segment_pooling import tiles
+
+IMPLEMENTATIONS = (
+    Implementation(
+        op="mean_pooling",
+        name="xla",
+        platform="xla",
+        backend="any",
+        forward="ejkernel_xla.segment_pooling.forward:forward",
+        backward="ejkernel_xla.segment_pooling.backward:backward",
+        gradients=frozenset({"values"}),
+        requires=Requires(
+            devices=frozenset({"cpu", "gpu", "tpu"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+            handles=frozenset({"lengths", "ranges"}),
+        ),
+        config=ConfigSpace(reads=frozenset({"block_size"}), heuristic=tiles.heuristic, candidates=tiles.candidates),
+    ),
+)

@@ -1,0 +1,43 @@
+"""Backward pass of segment pooling: every token gets its share of its pool's cotangent."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.segment_pooling import SegmentPooling, accumulator
+from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.segment_pooling.forward import counts
+
+
+def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
+    """Gradient of the values.
+
+    Args:
+        pullback: Record and cotangent [B, M, H, D].
+        config: Not read.
+
+    Returns:
+        `{"values": [B, T, H, D]}`, in the values' dtype.
+    """
+    record = pullback.record
+    shares = (pullback.cotangent.astype(accumulator(record)) / counts(record)).astype(record.values.dtype)
+    return {"values": _of_chunks(record, shares) if record.ranges is None else _of_ranges(record, shares)}
+
+
+def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
+    tokens = record.values.shape[1]
+    gradient = jnp.repeat(shares, record.chunk_size, axis=1)[:, :tokens]
+    if record.lengths is None:
+        return gradient
+    inside = jnp.arange(tokens, dtype=jnp.int32) < record.lengths[:, None]
+    return jnp.where(inside[..., None, None], gradient, 0)
+
+
+def _of_ranges(record: SegmentPooling, shares: jax.Array) -> jax.Array:
+    first, end = record.ranges[:, 0], record.ranges[:, 1]
+    token = jnp.arange(record.values.shape[1], dtype=jnp.int32)
+    # The first pool that ends behind a token: neither empty ones nor those before it.
+    pool = jnp.minimum(jnp.searchsorted(end, token, side="right"), end.shape[0] - 1)
+    inside = (token >= first[pool]) & (token < end[pool])
+    return jnp.where(inside[:, None, None], shares[0, pool], 0)[None]

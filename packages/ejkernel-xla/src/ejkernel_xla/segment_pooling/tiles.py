@@ -1,0 +1,32 @@
+"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+
+from typing import Any
+
+from ejkernel.families.segment_pooling import SegmentPooling
+from ejkernel.modules.operations.configs import MeanPoolingConfig
+from ejkernel.ops.config.params import Direction
+
+SIZES = (16, 64, 256)
+
+
+def block_size(record: SegmentPooling, config: MeanPoolingConfig) -> int:
+    """Tokens of a pool that are summed at once."""
+    return min(config.block_size or _typical(record), record.values.shape[1])
+
+
+def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> MeanPoolingConfig:
+    """The tile for a record on a device, not measured."""
+    return MeanPoolingConfig(block_size=_typical(record))
+
+
+def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tuple[MeanPoolingConfig, ...]:
+    """Tiles worth measuring for a record on a device: only pools of any length, and only forward, have tiles."""
+    if record.ranges is None or direction == "backward":
+        return ()
+    return tuple(MeanPoolingConfig(block_size=size) for size in SIZES)
+
+
+def _typical(record: SegmentPooling) -> int:
+    """About the length of a pool, so that short ones are not padded with a multiple of what they have."""
+    tokens, pools = record.values.shape[1], 1 if record.ranges is None else record.ranges.shape[0]
+    return min(256, max(8, 1 << (tokens // pools).bit_length()))

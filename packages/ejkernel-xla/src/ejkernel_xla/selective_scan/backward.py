@@ -1,0 +1,56 @@
+"""Backward pass of a selective scan: the chunks in reverse, each computed again from the state before it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.selective_scan import SelectiveScan, accumulator
+from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.selective_scan.chunk import pull
+from ejkernel_xla.selective_scan.walk import chunks, cut, load, paste, place
+
+Gradients = dict[str, jax.Array]
+
+TOKENS = ("x", "step", "write", "read")
+"""Fields with something for every token."""
+
+
+def backward(pullback: Pullback, config: Any) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, states between chunks, cotangents of output and final states, and the wanted names.
+        config: The operation's configuration; reads `associative`.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, dtype = pullback.record, accumulator(pullback.record)
+    outputs, final = pullback.cotangent
+    decay, skip = record.decay.T.astype(dtype), record.skip.astype(dtype)
+
+    def chunk(n: jax.Array, carry: tuple[Gradients, Gradients, jax.Array]) -> tuple[Gradients, Gradients, jax.Array]:
+        grads, sums, behind = carry
+        n = chunks(record) - 1 - n
+        at = place(record, n)
+        x, cotangent = cut(record.x, at).astype(dtype), jnp.where(at.own, cut(outputs, at), 0).astype(dtype)
+        before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
+        cotangents = (behind, jnp.moveaxis(cotangent, 1, 0))
+        before, pulled, moved = pull(bool(config.associative), before, load(record, at), decay, cotangents)
+        parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
+        parts["x"] = parts["x"] + skip * cotangent
+        sums = {"decay": sums["decay"] + moved, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
+        return {name: paste(grads[name], at, parts[name]) for name in grads}, sums, before
+
+    grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKENS if name in pullback.wanted}
+    sums = {"decay": jnp.zeros_like(decay), "skip": jnp.zeros_like(skip)}
+    start = (grads, sums, jnp.swapaxes(final, 1, 2).astype(dtype))
+    grads, sums, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
+    found = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
+    return {name: _like(record, name, found[name]) for name in sorted(pullback.wanted)}
+
+
+def _like(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:
+    return gradient.astype(getattr(record, name).dtype)

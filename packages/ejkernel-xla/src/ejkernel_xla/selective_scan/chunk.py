@@ -1,0 +1,101 @@
+"""The tokens of a chunk: the states before them to what they read and the states behind them, and back again.
+
+Arrays are time-major, [L, r, ...], and states are [r, E, I], so that the channels lie side by side.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Tokens(NamedTuple):
+    """What the tokens of a chunk bring, in the accumulator's dtype.
+
+    Attributes:
+        x: [L, r, I].
+        step: [L, r, I]; 0 for tokens that take part in nothing, which leaves the states as they are.
+        write: [L, r, E].
+        read: [L, r, E].
+    """
+
+    x: jax.Array
+    step: jax.Array
+    write: jax.Array
+    read: jax.Array
+
+
+Behind = tuple[jax.Array, jax.Array]
+"""States behind a chunk [r, E, I] and what its tokens read [L, r, I]; or the cotangents of both."""
+
+
+def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
+    """The states behind a chunk and what its tokens read, from the states before it and A as [E, I]."""
+    return (_tree if associative else _loop)(state, tokens, decay)
+
+
+def pull(
+    associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: Behind
+) -> tuple[jax.Array, Tokens, jax.Array]:
+    """The cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""
+    if associative:
+        return jax.vjp(_tree, state, tokens, decay)[1](cotangents)
+    return _pull_loop(state, tokens, decay, cotangents)
+
+
+def _tree(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
+    fade = jnp.exp(tokens.step[:, :, None] * decay)
+    written = tokens.write[..., None] * (tokens.step * tokens.x)[:, :, None]
+    fades, sums = lax.associative_scan(_join, (fade, written))
+    states = fades * state + sums
+    return states[-1], _dot("lrei,lre->lri", states, tokens.read)
+
+
+def _join(one: Behind, other: Behind) -> Behind:
+    """Two runs of tokens as one: how much they fade the states and what they add."""
+    return one[0] * other[0], other[0] * one[1] + other[1]
+
+
+def _loop(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
+    def token(state: jax.Array, token: Tokens) -> Behind:
+        state = _next(state, token, decay)
+        # A product and not a sum: XLA would fuse a sum with the state and compute that twice.
+        return state, _dot("rei,re->ri", state, token.read)
+
+    return lax.scan(token, state, tokens)
+
+
+def _next(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
+    return jnp.exp(token.step[:, None] * decay) * state + token.write[..., None] * (token.step * token.x)[:, None]
+
+
+def _pull_loop(
+    state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: Behind
+) -> tuple[jax.Array, Tokens, jax.Array]:
+    """The states of the chunk again, forwards, and then their cotangents, backwards."""
+    last, states = lax.scan(lambda state, token: (_next(state, token, decay), state), state, tokens)
+    ones = jnp.ones(state.shape[:2], state.dtype)
+
+    def token(carry: tuple[jax.Array, ...], parts: tuple[Tokens, jax.Array, jax.Array]) -> tuple[Any, Tokens]:
+        gradient, summed, after = carry
+        token, cotangent, before = parts
+        gradient = gradient + token.read[..., None] * cotangent[:, None]
+        faded = gradient * jnp.exp(token.step[:, None] * decay)
+        exponent = faded * before  # cotangent of step * decay
+        moved = _dot("rei,re->ri", gradient, token.write)  # of step * x
+        pulled = Tokens(
+            x=moved * token.step,
+            step=moved * token.x + _dot("rei,re->ri", exponent * decay, ones),
+            write=_dot("rei,ri->re", gradient, token.step * token.x),
+            read=_dot("rei,ri->re", after, cotangent),
+        )
+        return (faded, summed + exponent * token.step[:, None], before), pulled
+
+    start = (cotangents[0], jnp.zeros_like(state), last)
+    (gradient, summed, _), pulled = lax.scan(token, start, (tokens, cotangents[1], states), reverse=True)
+    return gradient, pulled, summed.sum(axis=0)
+
+
+def _dot(axes: str, one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.einsum(axes, one, other, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,38 @@
+"""Forward pass of a selective scan, chunk by chunk."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
+from ejkernel_xla.selective_scan.chunk import advance
+from ejkernel_xla.selective_scan.walk import chunks, cut, load, paste, place
+
+
+def forward(record: SelectiveScan, config: Any) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+    """Output and final states of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: The operation's configuration; reads `associative`.
+
+    Returns:
+        Output [B, T, I] in x's dtype, final states [B, I, E] in the accumulator's, and the states between chunks.
+    """
+    dtype = accumulator(record)
+    decay, skip, state = record.decay.T.astype(dtype), record.skip.astype(dtype), first_state(record)
+    kept = jnp.zeros((state.shape[0], chunks(record), *state.shape[1:]), dtype)
+
+    def chunk(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        output, kept, state = carry
+        at = place(record, n)
+        kept = lax.dynamic_update_index_in_dim(kept, state, n, axis=1)
+        state, read = advance(bool(config.associative), state, load(record, at), decay)
+        part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
+        return paste(output, at, part), kept, state
+
+    start = (jnp.zeros_like(record.x), kept, state)
+    output, kept, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
+    return (output, jnp.swapaxes(state, 1, 2)), ScanResiduals(states=kept)

@@ -1,0 +1,193 @@
+"""Backward pass of tiled softmax attention, by recomputation of the scores (Dao et al. 2022).
+
+With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+
+    dv_j    = sum_i dropout_ij p_ij do_i
+    dp_ij   = dropout_ij <do_i, v_j>
+    ds_ij   = p_ij (dp_ij - delta_i)
+    dbias   = ds through the soft cap
+    dq_i    = scale sum_j dbias_ij k_j
+    dk_j    = scale sum_i dbias_ij q_i
+    dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+
+An output that is not normalised has p = exp(s - row_max) instead, ds_ij = p_ij dp_ij - [j = argmax_i] delta_i and no
+gradient of the sink: subtracting the maximum is part of its meaning.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, add, make_plan
+from ejkernel_xla.tiled_attention.forward import finite
+from ejkernel_xla.tiled_attention.scores import (
+    Scores,
+    accumulator,
+    allow,
+    dot,
+    drop,
+    dropout_rows,
+    folds_scale,
+    load_heads,
+    load_keys,
+    load_query,
+    load_rows,
+    mask,
+    score,
+)
+from ejkernel_xla.tiled_attention.tiles import sizes
+from ejkernel_xla.tiled_attention.visits import find_visits
+
+Gradients = dict[str, jax.Array]
+
+
+class Rows(NamedTuple):
+    """What a query tile brings to every key tile.
+
+    Attributes:
+        query: [b, h, g, t, d], as `load_query` gives it.
+        cotangent: [b, h, g, t, v] of the output.
+        shift: [b, h, g, t], subtracted from the scores: lse, or the maximum of outputs that are not normalised.
+        delta: [b, h, g, t], <cotangent, output>.
+        argpeak: [b, h, g, t] int32, key of the maximum; None for normalised outputs.
+        dropout: uint32 [b, h, g, t] row keys, or None.
+    """
+
+    query: jax.Array
+    cotangent: jax.Array
+    shift: jax.Array
+    delta: jax.Array
+    argpeak: jax.Array | None
+    dropout: jax.Array | None
+
+
+def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
+            softmax_aux.
+        params: Tile sizes; reads `q_blocksize` and `kv_blocksize`.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record = pullback.record
+    fields = {name: getattr(record, name) for name in sorted(pullback.wanted)}
+    # The query's gradient is complete after its tile; the others are sums over query tiles.
+    grads = {
+        name: jnp.zeros(x.shape, x.dtype if name == "query" else accumulator(record)) for name, x in fields.items()
+    }
+    if record.query.size and record.key.size and grads:
+        plan = make_plan(record, *sizes(params))
+        grads = _sweep(pullback, plan, grads)
+    return {name: grads[name].astype(x.dtype) for name, x in fields.items()}
+
+
+def _sweep(pullback: Pullback, plan: Plan, grads: Gradients) -> Gradients:
+    record, visits = pullback.record, find_visits(pullback.record, plan)
+
+    def query_tile(step: jax.Array, grads: Gradients) -> Gradients:
+        at = plan.cursor(step)
+        rows = _load(pullback, plan, at)
+        carry = {name: x for name, x in grads.items() if name not in ("query", "softmax_aux")}
+        if "query" in grads:
+            carry["query"] = jnp.zeros(rows.query.shape, accumulator(record))
+
+        def key_tile(tile: jax.Array, carry: Gradients, masked: bool) -> Gradients:
+            return _key_tile(record, plan, at, tile, rows, carry, masked)
+
+        carry = visits.fold(
+            at,
+            lambda tile, carry: key_tile(tile, carry, False),
+            lambda tile, carry: key_tile(tile, carry, True),
+            carry,
+        )
+        return _store(grads, carry, record, plan, at, rows)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, grads)
+
+
+def _load(pullback: Pullback, plan: Plan, at: Cursor) -> Rows:
+    record, residuals, dtype = pullback.record, pullback.residuals, accumulator(pullback.record)
+    query = load_query(record, plan, at)
+    cotangent, output = (load_rows(x, record, plan, at) for x in (pullback.cotangent, pullback.output))
+    if plan.queries.ragged:  # rows that an earlier tile had contribute nothing again
+        cotangent = jnp.where(plan.queries.fresh(at.tile)[:, None], cotangent, 0)
+    delta = jnp.sum(cotangent.astype(dtype) * output.astype(dtype), axis=-1)
+    shift = load_heads(residuals.lse if record.normalize_output else residuals.row_max, plan, at)
+    argpeak = None if record.normalize_output else load_heads(residuals.row_argmax, plan, at)
+    return Rows(query, cotangent, finite(shift), delta, argpeak, dropout_rows(record, plan, at))
+
+
+def _key_tile(
+    record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array, rows: Rows, grads: Gradients, masked: bool
+) -> Gradients:
+    """Adds what one tile pair contributes to the gradients (the query's: [b, h, g, t, d], of its tile alone)."""
+    start = plan.keys.start(tile)
+    key, value = (load_keys(x, record, plan, at, tile) for x in (record.key, record.value))
+    scores = score(record, plan, at, tile, rows.query, key)
+    if masked:
+        scores = mask(scores, allow(record, plan, at, tile))
+    weights = jnp.exp(scores.value - rows.shift[..., None])
+    where, grads = (at.batch, start, at.head, 0), dict(grads)
+    if "value" in grads:
+        dropped = drop(weights, rows.dropout, record, start).astype(rows.cotangent.dtype)
+        dv = dot("bhgts,bhgtv->bshv", dropped, rows.cotangent, record)
+        grads["value"] = add(grads["value"], where, dv)
+    if not grads.keys() - {"value"}:
+        return grads
+    dscores = _score_gradient(record, rows, value, weights, scores, start)
+    if "bias" in grads:
+        grads["bias"] = _add_bias(grads["bias"], dscores, plan, at, start)
+    if not folds_scale(record):
+        dscores = dscores * record.softmax_scale
+    dscores = dscores.astype(key.dtype)
+    if "query" in grads:
+        grads["query"] = grads["query"] + dot("bhgts,bhsd->bhgtd", dscores, key, record)
+    if "key" in grads:
+        grads["key"] = add(grads["key"], where, dot("bhgts,bhgtd->bshd", dscores, rows.query, record))
+    return grads
+
+
+def _score_gradient(
+    record: TiledAttention, rows: Rows, value: jax.Array, weights: jax.Array, scores: Scores, start: jax.Array
+) -> jax.Array:
+    """Gradient of the scaled and biased scores, [b, h, g, t, s]."""
+    dweights = drop(dot("bhgtv,bhsv->bhgts", rows.cotangent, value, record), rows.dropout, record, start)
+    delta = rows.delta[..., None]
+    if rows.argpeak is None:
+        dscores = weights * (dweights - delta)
+    else:
+        keys = start + jnp.arange(weights.shape[-1], dtype=jnp.int32)
+        dscores = weights * dweights - jnp.where(keys == rows.argpeak[..., None], delta, 0)
+    if scores.slope is not None:
+        dscores = dscores * scores.slope
+    return dscores if scores.allowed is None else jnp.where(scores.allowed, dscores, 0)
+
+
+def _add_bias(bias: jax.Array, dscores: jax.Array, plan: Plan, at: Cursor, start: jax.Array) -> jax.Array:
+    b, h, g, t, s = dscores.shape
+    return add(bias, (at.batch, at.head * plan.group, at.query, start), dscores.reshape(b, h * g, t, s))
+
+
+def _store(
+    grads: Gradients, carry: dict[str, Any], record: TiledAttention, plan: Plan, at: Cursor, rows: Rows
+) -> Gradients:
+    """The gradients with a finished query tile in them."""
+    b, h, g, t = rows.delta.shape
+    grads, head = {**grads, **{name: x for name, x in carry.items() if name != "query"}}, at.head * g
+    if "query" in grads:
+        tile = carry["query"] * record.softmax_scale if folds_scale(record) else carry["query"]
+        tile = tile.transpose(0, 3, 1, 2, 4).reshape(b, t, h * g, -1).astype(record.query.dtype)
+        grads["query"] = add(grads["query"], (at.batch, at.query, head, 0), tile)
+    if "softmax_aux" in grads and record.softmax_aux is not None and record.normalize_output:
+        sink = lax.dynamic_slice(record.softmax_aux, (head,), (h * g,)).reshape(h, g, 1)
+        share = jnp.exp(sink.astype(rows.shift.dtype) - rows.shift) * rows.delta
+        grads["softmax_aux"] = add(grads["softmax_aux"], (head,), -share.sum(axis=(0, 3)).reshape(-1))
+    return grads

@@ -1,0 +1,134 @@
+"""Cutting the arrays of a record into tiles.
+
+Tiles are sliced out of the arrays as they lie, [B, T, H, D]: nothing is padded, transposed or repeated as a whole.
+The last tile of an axis is moved back to end with the axis, so all tiles have one size; the indices it shares
+with the tile before it are not `fresh`, and count only once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.families.tiled_attention import TiledAttention
+
+TILE_ELEMENTS = 2**20
+"""Scores computed at once: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A sequence axis of `length` cut into tiles of `block` indices."""
+
+    length: int
+    block: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.length // self.block)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last tile shares indices with the one before it."""
+        return self.length % self.block != 0
+
+    def start(self, tile: Any) -> Any:
+        """First index of a tile, traced or not."""
+        return jnp.minimum(tile * self.block, self.length - self.block)
+
+    def fresh(self, tile: Any) -> jax.Array:
+        """bool [block], the indices of a tile that no earlier tile has."""
+        return self.start(tile) + jnp.arange(self.block, dtype=jnp.int32) >= tile * self.block
+
+    def indices(self) -> np.ndarray:
+        """int32 [tiles, block], what each tile covers."""
+        starts = np.minimum(np.arange(self.tiles) * self.block, self.length - self.block)
+        return (starts[:, None] + np.arange(self.block)).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a record is cut: `batch` rows times `heads` KV heads times one query tile a step of the outer loop.
+
+    `group` query heads share a KV head; their rows stand next to each other in a tile, so keys are never repeated.
+    """
+
+    queries: Axis
+    keys: Axis
+    batch: int
+    heads: int
+    group: int
+    chunks: tuple[int, int]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the outer loop."""
+        return math.prod(self.chunks) * self.queries.tiles
+
+    def cursor(self, step: Any) -> "Cursor":
+        """Where a step of the outer loop works. All query tiles of the same heads follow each other."""
+        chunk, tile = step // self.queries.tiles, step % self.queries.tiles
+        rows, heads = chunk // self.chunks[1], chunk % self.chunks[1]
+        return Cursor(rows, tile, rows * self.batch, heads * self.heads, self.queries.start(tile))
+
+
+class Cursor(NamedTuple):
+    """A step of the outer loop: chunk of batch rows, query tile, and the first batch row, KV head and query."""
+
+    chunk: jax.Array
+    tile: jax.Array
+    batch: jax.Array
+    head: jax.Array
+    query: jax.Array
+
+
+def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Plan:
+    """Cuts a record whose lengths are all at least 1 into tiles of at most the given sizes."""
+    (batch, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
+    q_axis, kv_axis = Axis(length, min(q_blocksize, length)), Axis(keys, min(kv_blocksize, keys))
+    group = heads // kv_heads
+    room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
+    some_heads = _divisor(kv_heads, room)
+    rows = _divisor(batch, room // kv_heads) if some_heads == kv_heads else 1
+    if q_axis.tiles * kv_axis.tiles > 1 and _rows_differ(record):
+        rows = 1  # each batch row then skips its own tiles
+    return Plan(q_axis, kv_axis, rows, some_heads, group, (batch // rows, kv_heads // some_heads))
+
+
+def take(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
+    """A slice of x; dimensions of size 1 broadcast, so they are taken whole."""
+    starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
+    sizes = [min(n, size) for n, size in zip(x.shape, sizes, strict=True)]
+    return lax.dynamic_slice(x, _int32(starts), sizes)
+
+
+def put(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
+    """x with a slice replaced by tile."""
+    return lax.dynamic_update_slice(x, tile.astype(x.dtype), _int32(starts))
+
+
+def add(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
+    """x with tile added to a slice; tile is summed over the dimensions that have size 1 in x alone."""
+    starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
+    shared = tuple(d for d, (n, size) in enumerate(zip(x.shape, tile.shape, strict=True)) if n == 1 and size > 1)
+    tile = jnp.sum(tile, axis=shared, keepdims=True)
+    return put(x, starts, take(x, starts, tile.shape) + tile)
+
+
+def _int32(starts: Sequence[Any]) -> list[jax.Array]:
+    return [jnp.asarray(start, jnp.int32) for start in starts]
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most limit (at least 1)."""
+    return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, limit))
+
+
+def _rows_differ(record: TiledAttention) -> bool:
+    per_row = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
+    return any(x is not None and x.shape[0] > 1 for x in per_row)

@@ -1,0 +1,37 @@
+"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+
+from typing import Any
+
+from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS
+
+BLOCK = 512
+"""Long enough that matrix products dominate, short enough that a causal mask or a window leaves most tiles out."""
+
+
+def sizes(params: FwdParams | BwdParams) -> tuple[int, int]:
+    """Queries and keys a tile."""
+    return params.q_blocksize or BLOCK, params.kv_blocksize or BLOCK
+
+
+def heuristic(record: TiledAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
+    """Tile sizes for a record on a device, not measured.
+
+    Half as many keys in a band: tiles that it only touches at a corner are what it costs beyond its own size.
+    """
+    return _params(record, direction, BLOCK, BLOCK if None in band(record) else BLOCK // 2)
+
+
+def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    pairs = ((256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
+    return tuple(dict.fromkeys(_params(record, direction, *pair) for pair in pairs))
+
+
+def _params(record: TiledAttention, direction: Direction, queries: int, keys: int) -> FwdParams | BwdParams:
+    """Sizes clamped to the lengths. The query heads of a KV head share a tile: many of them leave few queries each."""
+    (_, length, heads, _), (_, key_length, kv_heads, _) = record.query.shape, record.key.shape
+    shared = max(64, TILE_ELEMENTS * kv_heads // (heads * keys))
+    make = FwdParams if direction == "forward" else BwdParams
+    return make(q_blocksize=max(1, min(queries, shared, length)), kv_blocksize=max(1, min(keys, key_length)))

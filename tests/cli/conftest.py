@@ -1,0 +1,55 @@
+"""A command line with a store of its own, and backends that are installed for one test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ejkernel.cli import main
+from ejkernel.ops import plugins
+from ejkernel.ops.call import default_chain
+from ejkernel.ops.config.persistent import DIRECTORY_VARIABLE
+
+Run = Callable[..., Result]
+Install = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "store"))
+    default_chain.cache_clear()
+    yield tmp_path / "store" / "configs.json"
+    default_chain.cache_clear()
+
+
+@pytest.fixture
+def run(store: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def invoke(*arguments: str, status: int = 0, answer: str | None = None) -> Result:
+        result = CliRunner().invoke(main, arguments, input=answer)
+        assert result.exit_code == status, result.output
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Makes a module a backend that plugin discovery finds, and returns the folder it lies in."""
+    site = tmp_path / "site"
+
+    def installed(module: str, source: str) -> Path:
+        metadata = site / f"{module}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (site / module).mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[ejkernel]\n{module} = {module}\n")
+        (site / module / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(str(site))
+        plugins.reload()
+        return site
+
+    yield installed
+    plugins.reload()

@@ -1,0 +1,106 @@
+"""`ejkernel bench`."""
+
+import importlib.util
+
+import pytest
+
+from ejkernel.ops import registry
+
+SMALL = ("flash_attention", "--shape", "1,64,2,16", "--repeat", "2")
+OTHERS = """
+import dataclasses
+import jax
+from ejkernel.ops import hookimpl
+from ejkernel_xla.tiled_attention import IMPLEMENTATIONS, backward, forward
+
+def slightly_wrong(record, config):
+    output, residuals = forward.forward(record, config)
+    return output + 0.01, residuals
+
+def wrong_gradient(pullback, config):
+    return {**(got := backward.backward(pullback, config)), "key": 1.01 * got["key"]}
+
+def too_large(record, config):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of shared memory")
+
+@hookimpl
+def ejkernel_implementations():
+    base = dataclasses.replace(IMPLEMENTATIONS[0], backward=None, priority=-1)
+    return [
+        dataclasses.replace(base, name="forward_only"),
+        dataclasses.replace(base, name="wrong", forward=f"{__name__}:slightly_wrong"),
+        dataclasses.replace(base, name="steep", backward=f"{__name__}:wrong_gradient"),
+        dataclasses.replace(base, name="large", forward=f"{__name__}:too_large"),
+    ][WHICH]
+"""
+
+
+def verdicts(output: str) -> dict[tuple[str, str], str]:
+    """The last column of the table, by pass and implementation."""
+    lines = [line for line in output.splitlines() if line.startswith("forward ")]
+    cells = [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in lines]
+    return {(cell[0], cell[1]): cell[-1] for cell in cells}
+
+
+def test_every_implementation_is_checked_and_timed_both_ways(run, install):
+    install("forward_backend", OTHERS.replace("WHICH", "0:1"))
+    found = verdicts(run("bench", *SMALL, "-o", "causal=true").output)
+    passes = ("forward", "forward + backward")
+    wanted = {("forward", "xla"), ("forward", "forward_only"), (passes[1], "xla"), (passes[1], "forward_only + xla")}
+    assert set(found) == wanted
+    assert all(text.startswith("agrees, by at most") for text in found.values())
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "passes"),
+    [("1:2", "wrong", "forward"), ("2:3", "steep", "forward + backward")],
+)
+def test_a_wrong_kernel_is_caught_and_fails_the_command(run, install, which, name, passes):
+    install(f"{name}_backend", OTHERS.replace("WHICH", which))
+    found = verdicts(run("bench", *SMALL, status=1).output)
+    assert found[passes, name].startswith("DIFFERS")
+    assert found[passes, "xla"].startswith("agrees")
+
+
+def test_a_kernel_that_does_not_run_is_reported_and_the_others_are_timed(run, install):
+    install("large_backend", OTHERS.replace("WHICH", "3:4"))
+    found = verdicts(run("bench", *SMALL, status=1).output)
+    assert "RESOURCE_EXHAUSTED" in found["forward", "large"]
+    assert found["forward", "xla"].startswith("agrees")
+
+
+def test_what_is_too_large_to_check_says_so(run, monkeypatch):
+    monkeypatch.setattr("ejkernel.cli.check.LIMIT_BYTES", 0)
+    found = verdicts(run("bench", *SMALL).output)
+    assert all(text.startswith("skipped: the reference needs") for text in found.values())
+
+
+def test_cases_are_drawn_one_panel_a_pass(run, tmp_path):
+    plot = tmp_path / "times.png"
+    output = run("bench", "flash_attention", "--case", "one token", "--case", "causal", "--plot", str(plot)).output
+    assert "flash_attention: one token" in output
+    assert "flash_attention: causal" in output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_shapes_the_benchmark_cases_run(run, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr("ejkernel.cli.bench._time", lambda call, repeat, out: asked.append(call.label) or [])
+    run("bench", "flash_attention", status=1)
+    assert asked == ["model"]
+
+
+def test_plotting_without_matplotlib_says_what_to_install(run, monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
+    output = run("bench", *SMALL, "--plot", str(tmp_path / "x.png"), status=2).output
+    assert "pip install 'ejkernel-core[plot]'" in output
+
+
+def test_a_call_that_nobody_serves_fails_with_the_reasons(run):
+    assert "platform='triton' was asked for" in run("bench", *SMALL, "--platform", "triton", status=1).output
+
+
+def test_operations_without_gradients_are_timed_forward(run):
+    case = registry().op("page_attention").cases[0].name
+    assert {passes for passes, _ in verdicts(run("bench", "page_attention", "--case", case).output)} == {"forward"}

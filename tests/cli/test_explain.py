@@ -1,0 +1,88 @@
+"""`ejkernel explain`, and the mistakes that can be made in describing a call."""
+
+import pytest
+
+SMALL = ("--shape", "1,64,2,16")
+
+
+def test_both_directions_and_the_whole_chain_are_shown(run):
+    output = run("explain", "flash_attention", *SMALL, "-o", "causal=true", "-o", "sliding_window=(8, 0)").output
+    for line in (
+        "flash_attention, forward, on cpu",
+        "flash_attention, backward, on cpu",
+        "Configuration from heuristics: q_blocksize=",
+        "persistent: no entry in the user store or a shipped table",
+    ):
+        assert line in output
+
+
+def test_dashes_name_operations_too(run):
+    assert "flash_attention, forward" in run("explain", "flash-attention", *SMALL).output
+
+
+def test_a_case_brings_what_cannot_be_typed(run):
+    assert "chosen" in run("explain", "flash_attention", "--case", "segments with padding").output
+
+
+def test_a_platform_that_is_not_there_is_explained_and_fails(run):
+    output = run("explain", "flash_attention", *SMALL, "--platform", "triton", status=1).output
+    assert "platform='triton' was asked for" in output
+    assert "Nobody serves the forward pass" in output
+
+
+def test_the_reasons_name_the_argument_and_the_failed_plugin(run, install):
+    install("picky_backend", PICKY)
+    install("broken_for_explain", "import no_such_toolchain")
+    output = run("explain", "flash_attention", *SMALL, "-o", "causal=true", "--dtype", "float16").output
+    assert "causal is not handled" in output
+    assert "dtype float16 is not among float32" in output
+    assert "No module named 'no_such_toolchain'" in output
+
+
+PICKY = """
+import dataclasses
+from ejkernel.ops import hookimpl
+from ejkernel_xla.tiled_attention import IMPLEMENTATIONS
+
+@hookimpl
+def ejkernel_implementations():
+    requires = dataclasses.replace(IMPLEMENTATIONS[0].requires, dtypes=frozenset({"float32"}), handles=frozenset())
+    return [dataclasses.replace(IMPLEMENTATIONS[0], name="picky", requires=requires, priority=5)]
+"""
+
+MISTAKES = {
+    "no shape": ((), "flash_attention takes query, key, value"),
+    "shape of no numbers": (("--shape", "1,x"), "got '1,x', wants sizes"),
+    "wrong rank": (("--shape", "1,64,16"), "query: got shape (1, 64, 16)"),
+    "heads that do not divide": ((*SMALL, "--kv-shape", "1,64,3,16"), "wants a divisor of query's 2"),
+    "shape of no argument": (("--shape", "q=1,64,2,16"), "no array argument 'q'; it has query"),
+    "too many shapes": (SMALL * 4, "got 4 without a name, flash_attention takes query, key, value"),
+    "one array short": (("--shape", "query=1,64,2,16"), "needs the shape of key, value"),
+    "no option of that name": ((*SMALL, "-o", "colour=red"), "no option 'colour'; it has softmax_scale"),
+    "option without a value": ((*SMALL, "-o", "causal"), "got 'causal', wants NAME=VALUE"),
+    "array as an option": ((*SMALL, "-o", "query=3"), "query of flash_attention is an array: --shape"),
+    "call option": ((*SMALL, "-o", "mesh=3"), "mesh is no argument of the call"),
+    "value of the wrong kind": ((*SMALL, "-o", "causal=7"), "causal: got int 7"),
+    "value out of range": ((*SMALL, "-o", "sliding_window=0"), "sliding_window: got int 0"),
+    "dtype that is none": ((*SMALL, "--dtype", "floaty"), "there is no dtype 'floaty'"),
+    "dtype that does not fit": (("--shape", "1,64,2,16:int32"), "wants a floating dtype"),
+    "platform": ((*SMALL, "--platform", "abacus"), "platform: got 'abacus'"),
+    "case": (("--case", "none of these"), "no case 'none of these'"),
+    "case and shape": ((*SMALL, "--case", "plain"), "--case brings its own shapes"),
+    "two cases": (("--case", "plain", "--case", "causal"), "--case can be given once"),
+    "value size without a value": (("--value-dim", "3"), "no shape of 'value'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line_and_no_traceback(run, mistake):
+    arguments, message = MISTAKES[mistake]
+    output = run("explain", "flash_attention", *arguments, status=2).output
+    errors = [line for line in output.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in output
+
+
+def test_unknown_operations_are_answered_with_the_known_ones(run):
+    assert "no operation 'flash'; there are" in run("explain", "flash", *SMALL, status=2).output

@@ -1,0 +1,102 @@
+"""In a job of several processes all run with what process 0 chose; here two real ones, over `jax.distributed`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("agreement_process.py")
+RULE = 64
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes with stores of their own say after going through all scenarios."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "EJKERNEL_AGREEMENT_TIMEOUT_S": "60"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), port, str(rank), str(tmp_path_factory.mktemp(f"process{rank}"))],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=110) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], "\n".join(errors for _, errors in outputs)
+    found = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    assert [one["processes"] for one in found] == [2, 2]
+    return found
+
+
+def both(said: list[dict[str, Any]], scenario: str) -> list[Any]:
+    return [one[scenario] for one in said]
+
+
+def test_both_passes_use_what_process_0_has_in_its_store(said):
+    first, second = both(said, "different_stores")
+
+    assert first["traced"] == second["traced"] == {"forward": [3, RULE], "backward": [5]}
+    assert first["kept"] == second["kept"] == 2  # what was measured, and not what a rule chose
+    assert first["trail"][-1] == "persistent: user store"
+    assert second["trail"][-1] == "agreement: process 0 decided, by its tier persistent"
+
+
+def test_a_process_needs_no_answer_of_its_own(said):
+    first, second = both(said, "only_process_0_may_rule")
+
+    assert first["traced"] == second["traced"] == {"forward": [RULE], "backward": [RULE]}
+
+
+def test_process_0_alone_measures_and_what_it_finds_replaces_what_was_agreed_on(said):
+    first, second = both(said, "autotuning")
+
+    assert first["traced"] == second["traced"] == {"forward": [RULE, 16], "backward": [RULE, 16]}
+    assert first["generation"] == second["generation"]
+    assert (first["asked"], first["results"], first["stored"]) == (3, 2, 2)
+    assert (second["asked"], second["results"], second["stored"]) == (0, 0, 0)
+
+
+def test_a_call_on_arrays_that_one_process_does_not_hold_is_left_to_offline_tuning(said):
+    first, second = both(said, "arrays_spread_over_processes")
+
+    assert first == second == {"traced": {"forward": [RULE], "backward": []}, "asked": 0, "recorded": 1}
+
+
+def test_a_failure_of_process_0_is_told_and_may_be_got_over(said):
+    first, second = both(said, "failing_at_process_0")
+
+    assert [kind for kind, _ in first["errors"]] == ["NoConfigError"] * 2
+    assert [kind for kind, _ in second["errors"]] == ["AgreementError"] * 2
+    assert "process 0 could not choose" in second["errors"][0][1]
+    assert "NoConfigError: no configuration for toy@1" in second["errors"][0][1]
+    assert first["traced"] == second["traced"] == {"forward": [RULE], "backward": [RULE]}
+
+
+def test_executors_agree_each_for_itself(said):
+    first, second = both(said, "two_executors")
+
+    assert first == second == {"traced": [1, RULE]}
+
+
+def test_a_call_that_process_0_never_makes_is_an_error_and_an_explanation_waits_for_nobody(said):
+    first, second = both(said, "missing_call")
+
+    assert first == {"errors": [], "tier": "heuristics"}
+    assert second["tier"] == "heuristics"
+    (error,) = second["errors"]
+    assert "process 1 waited 1 s for process 0 to choose a configuration for toy@1 | plain@1.0 | forward" in error
+    assert "every process of a job must make the same calls" in error

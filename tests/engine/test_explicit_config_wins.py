@@ -1,0 +1,75 @@
+"""T-1: `cfg=` decides, under every policy, and what it says is what the kernel gets."""
+
+import jax
+import pytest
+import toy
+from toy import ToyConfig
+from toy import toy as call
+
+from ejkernel.ops import AutotunePolicy, BwdParams, ConfigSelectorChain, FwdParams, overlay_cache, policy_override
+
+POLICIES = [
+    {},
+    {"cache_miss_fallback": "autotune"},
+    {"allow_heuristics": False},
+    {"allow_autotune": False},
+    {"allow_autotune": False, "allow_heuristics": False},
+]
+WANTED = ToyConfig(
+    fwd_params=FwdParams(q_blocksize=7, kv_blocksize=9), bwd_params=BwdParams(q_blocksize=3, kv_blocksize=5)
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("how", ["eager", "jit", "policy_override"])
+def test_the_kernel_gets_the_configuration_of_the_call(plain, x, policy, how):
+    chain = ConfigSelectorChain(policy=AutotunePolicy(**policy) if how != "policy_override" else None)
+
+    def run(x):
+        return call(x, cfg=WANTED, chain=chain)
+
+    with policy_override(**(policy if how == "policy_override" else {})):
+        jax.jit(run)(x) if how == "jit" else run(x)
+
+    assert [toy.blocks(part) for part in toy.seen()] == [(7, 9)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_the_backward_kernel_gets_its_part_of_the_configuration(plain, x, policy):
+    chain = ConfigSelectorChain(policy=AutotunePolicy(**policy))
+
+    jax.grad(lambda x: call(x, cfg=WANTED, chain=chain).sum())(x)
+
+    assert [toy.blocks(part) for part in toy.seen("backward")] == [(3, 5)]
+
+
+def test_it_beats_an_overlay_and_what_was_measured(plain, x, chain):
+    call(x, chain=chain)
+    chain.store(toy.request(chain, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
+
+    with overlay_cache({"toy": ToyConfig(fwd_params=FwdParams(q_blocksize=1, kv_blocksize=1))}):
+        call(x, cfg=WANTED, chain=chain)
+
+    assert toy.blocks(toy.seen()[-1]) == (7, 9)
+
+
+def test_fields_left_open_are_filled_by_the_rule(plain, x, chain):
+    call(x, cfg=ToyConfig(fwd_params=FwdParams(q_blocksize=7)), chain=chain)
+
+    assert toy.blocks(toy.seen()[-1]) == (7, 64)
+
+
+def test_a_configuration_for_one_pass_leaves_the_other_to_the_chain(plain, x, chain):
+    jax.grad(lambda x: call(x, cfg=ToyConfig(bwd_params=BwdParams(q_blocksize=3)), chain=chain).sum())(x)
+
+    assert toy.blocks(toy.seen("forward")[-1]) == (64, 64)
+    assert toy.blocks(toy.seen("backward")[-1]) == (3, 64)
+
+
+def test_a_field_that_the_implementation_does_not_read_is_remarked_on(plain, x):
+    import ejkernel
+
+    decision = ejkernel.explain("toy", x, cfg=ToyConfig(fwd_params=FwdParams(q_blocksize=7, num_warps=4)))
+
+    assert "num_warps has no meaning for plain" in decision.forward.trail[0]
+    assert "q_blocksize" not in decision.forward.trail[0].partition("(")[2]

@@ -1,0 +1,173 @@
+"""The surface of the seed documents: on every Kernel class, defined once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax.sharding import Mesh, PartitionSpec
+from toy import Toy
+
+import ejkernel.ops
+from ejkernel.modules import FlashAttention, FlashAttentionConfig
+from ejkernel.ops import FwdParams, Invocation, Kernel, NoImplementationError
+
+METHODS = (
+    "run",
+    "get_impl",
+    "heuristic_cfg",
+    "heuristic_cfg_gpu",
+    "heuristic_cfg_tpu",
+    "candidate_cfgs",
+    "candidate_cfgs_gpu",
+    "candidate_cfgs_tpu",
+    "candidate_cfgs_xla",
+    "candidate_cfgs_shard_map_gpu",
+    "candidate_cfgs_shard_map_tpu",
+    "candidate_cfgs_shard_map_xla",
+    "create_shard_map_wrapper",
+    "version",
+)
+LISTS = [name for name in METHODS if name.startswith("candidate_cfgs")]
+Q, K, V = (jax.random.normal(key, (2, 16, 2, 8)) for key in jax.random.split(jax.random.key(0), 3))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_promised_names_exist_and_are_defined_once(name):
+    assert hasattr(FlashAttention(), name)
+    assert name in vars(Kernel)
+    assert name not in vars(FlashAttention)
+
+
+def test_everything_the_engine_promises_is_exported():
+    chain = {"ConfigSelectorChain", "AutotunePolicy", "policy_override", "ConfigCache", "PersistentCache", "Tuner"}
+    promised = {"Kernel", "Invocation", "Executor", "FwdParams", "BwdParams"} | chain
+
+    assert promised <= set(ejkernel.ops.__all__)
+    assert all(hasattr(ejkernel.ops, name) for name in ejkernel.ops.__all__)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_candidates_are_complete_configurations_without_repeats(name):
+    found = getattr(FlashAttention(), name)(Invocation("flash_attention", (Q, K, V), {"causal": True}))
+
+    assert found
+    assert len(set(found)) == len(found)
+    for cfg in found:
+        assert isinstance(cfg, FlashAttentionConfig)
+        assert None not in (cfg.fwd_params, cfg.bwd_params, cfg.fwd_params.q_blocksize, cfg.bwd_params.kv_blocksize)
+
+
+def test_candidates_of_a_platform_come_from_the_implementations_for_it(use, x):
+    use(
+        toy.plugin(
+            toy.implementation("g", platform="triton", backend="gpu", devices=frozenset({"gpu"}), blocks=(1, 2)),
+            toy.implementation("t", platform="pallas", backend="tpu", devices=frozenset({"tpu"}), blocks=(3,)),
+            toy.implementation("c", blocks=(4,)),
+        )
+    )
+    kernel, invocation = Toy(), Invocation("toy", (x,))
+
+    def listed(name):
+        found = getattr(kernel, name)(invocation)
+        return {(c.platform, c.backend, c.fwd_params.q_blocksize) for c in found if c.bwd_params.q_blocksize == 64}
+
+    assert listed("candidate_cfgs_gpu") == {("triton", "gpu", size) for size in (1, 2, 64)}
+    assert listed("candidate_cfgs_tpu") == {("pallas", "tpu", size) for size in (3, 64)}
+    assert listed("candidate_cfgs") == listed("candidate_cfgs_xla") == {("xla", "any", size) for size in (4, 64)}
+    assert kernel.heuristic_cfg_gpu(invocation).platform == "triton"
+    assert kernel.heuristic_cfg_tpu(invocation).platform == "pallas"
+    assert kernel.heuristic_cfg(invocation).platform == "xla"
+
+
+def test_implementations_that_refuse_the_call_give_no_candidates(use, x):
+    use(toy.plugin(toy.implementation("a", platform="cuda", extra=lambda r: ["no"]), toy.implementation("b")))
+
+    assert {cfg.platform for cfg in Toy().candidate_cfgs(Invocation("toy", (x,)))} == {"xla"}
+
+
+def test_the_rule_is_asked_of_the_platform_that_the_call_names(use, x):
+    use(toy.plugin(toy.implementation("a", platform="cuda", priority=1), toy.implementation("b")))
+
+    assert Toy().heuristic_cfg(Invocation("toy", (x,))).platform == "cuda"
+    assert Toy().heuristic_cfg(Invocation("toy", (x,), {"platform": "xla"})).platform == "xla"
+    with pytest.raises(NoImplementationError):
+        Toy().heuristic_cfg(Invocation("toy", (x,), {"platform": "triton"}))
+
+
+def test_a_platform_without_an_implementation_has_no_rule_and_no_candidates(plain, x):
+    with pytest.raises(NotImplementedError, match="no registered implementation of toy runs on tpu"):
+        Toy().heuristic_cfg_tpu(Invocation("toy", (x,)))
+    assert Toy().candidate_cfgs_tpu(Invocation("toy", (x,))) == ()
+
+
+def test_an_implementation_without_a_backward_is_not_asked_about_one(use, x):
+    def forward_only(record, device, direction):
+        assert direction == "forward"
+        return toy.heuristic(record, device, direction)
+
+    space = toy.ConfigSpace(reads=frozenset(), heuristic=forward_only, candidates=lambda *args: (forward_only(*args),))
+    use(toy.plugin(toy.implementation(backward=None, config=space)))
+
+    (cfg,) = Toy().candidate_cfgs(Invocation("toy", (x,)))
+    assert cfg.bwd_params is None
+
+
+def test_a_mesh_makes_rules_and_candidates_about_one_shard(use):
+    shapes = []
+
+    def noting(record, device, direction):
+        shapes.append(record.x.shape)
+        return toy.heuristic(record, device, direction)
+
+    space = toy.ConfigSpace(reads=frozenset(), heuristic=noting, candidates=lambda *args: (noting(*args),))
+    use(toy.plugin(toy.implementation(config=space)))
+    spec = PartitionSpec("d")
+    placed = {"mesh": Mesh(jax.devices()[:4], "d"), "in_specs": (spec,), "out_specs": spec}
+
+    Toy().candidate_cfgs_shard_map_xla(Invocation("toy", (jnp.ones((16, 8)),), **placed))
+    Toy().heuristic_cfg(Invocation("toy", (jnp.ones((16, 8)),), placed))
+
+    assert set(shapes) == {(4, 8)}
+
+
+def test_the_shard_map_wrapper_gives_the_answer_of_the_whole_call():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "tensor", "sequence"))
+    spec = PartitionSpec("data", "sequence", "tensor")
+    keys = PartitionSpec("data", None, "tensor")
+    attention = FlashAttention()
+
+    mapped, arguments = attention.create_shard_map_wrapper(
+        attention.run, Q, K, V, mesh=mesh, in_specs=(spec, keys, keys), out_specs=spec, check_vma=False, causal=True
+    )
+
+    np.testing.assert_allclose(mapped(*arguments), attention.run(Q, K, V, causal=True), rtol=1e-5, atol=1e-5)
+
+
+def test_the_shard_map_wrapper_does_not_ignore_what_it_cannot_do():
+    with pytest.raises(ValueError, match="check_vma: got True"):
+        FlashAttention().create_shard_map_wrapper(
+            FlashAttention().run, Q, K, V, mesh=None, in_specs=(), out_specs=None, check_vma=True
+        )
+
+
+def test_an_implementation_taken_for_a_configuration_uses_it(plain, x):
+    Toy().get_impl(toy.ToyConfig(fwd_params=FwdParams(q_blocksize=7)))(x)
+
+    assert toy.blocks(toy.seen()[-1]) == (7, 64)
+
+
+def test_a_kernel_knows_its_operation():
+    assert FlashAttention().op_id == "flash_attention"
+    assert FlashAttention().version == FlashAttention.op.version
+
+
+def test_an_invocation_is_frozen_and_compared_by_identity():
+    one, other = Invocation("flash_attention", (Q, K, V)), Invocation("flash_attention", (Q, K, V))
+
+    assert one != other  # arrays have no truth value to compare by
+    assert len({one, other}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.args = ()

@@ -1,0 +1,183 @@
+"""The seven tiers answer in order, and each says what it did."""
+
+import json
+
+import jax
+import pytest
+import toy
+from toy import ToyArguments, ToyConfig
+from toy import toy as call
+
+import ejkernel
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigSelectorChain,
+    FwdParams,
+    NoConfigError,
+    PersistentCache,
+    StoreWarning,
+    Tuner,
+    overlay_cache,
+    policy_override,
+)
+from ejkernel.ops.config import table
+from ejkernel.ops.config.table import table_name
+
+
+def tile(size: int) -> FwdParams:
+    return FwdParams(q_blocksize=size, kv_blocksize=size)
+
+
+@pytest.fixture
+def shipping(use, tmp_path, monkeypatch):
+    """An implementation that ships a table, in which the tiles are 5."""
+
+    def ship(content: str | None = None) -> None:
+        use(toy.plugin(toy.implementation(tuned="toy_tables:tuned")))
+        package = tmp_path / "toy_tables"
+        request = toy.request(ConfigSelectorChain(), jax.numpy.ones((4, 8)))
+        file = package / "tuned" / table_name(request.key().device, "toy")
+        file.parent.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        entry = {"config": {"q_blocksize": 5, "kv_blocksize": 5}, "seconds": 1.0}
+        shipped = json.dumps({"entries": {request.key().shipped(): entry}, "format": 1})
+        file.write_text(shipped if content is None else content)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(__import__("sys").modules, "toy_tables", raising=False)
+        table._shipped.cache_clear()
+
+    yield ship
+    table._shipped.cache_clear()
+
+
+def test_each_tier_answers_before_those_below_it(shipping, x, store):
+    shipping()
+    policy = AutotunePolicy(cache_miss_fallback="autotune")
+    chain = ConfigSelectorChain(policy=policy, persistent=PersistentCache(store))
+    request = toy.request(chain, x)
+
+    def asked(argument=None, **options) -> tuple[str, int, list[str]]:
+        fresh = ConfigSelectorChain(
+            chain.cache if options.pop("memory", False) else None, policy, Tuner(), chain.persistent
+        )
+        selection = fresh.choose(toy.request(fresh, x, **options), argument)
+        return selection.tier, selection.part.q_blocksize, [step.partition(":")[0] for step in selection.trail]
+
+    tiers = ["override", "overlay", "memory", "persistent", "autotune", "heuristics"]
+    chain.store(request.key(), tile(4), 1.0, "")
+    chain.cache.put(request.key(), tile(3))
+    with overlay_cache({"toy": ToyConfig(fwd_params=tile(2))}):
+        assert asked(cfg=ToyConfig(fwd_params=tile(1)), memory=True) == ("override", 1, tiers[:1])
+        assert asked(memory=True) == ("overlay", 2, tiers[:2])
+    assert asked(memory=True) == ("memory", 3, tiers[:3])
+    assert asked() == ("persistent", 4, tiers[:4])
+    chain.persistent.clear()
+    assert asked() == ("persistent", 5, tiers[:4])
+
+
+def test_below_the_stores_come_measuring_and_the_rule(plain, x):
+    chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner())
+    request = toy.request(chain, x)
+
+    ruled = chain.choose(request)
+    assert (ruled.tier, ruled.part.q_blocksize) == ("heuristics", 64)
+    assert ruled.trail[-2:] == (
+        "autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline",
+        "heuristics: the implementation's rule",
+    )
+    measured = chain.choose(request, ToyArguments(x=x))
+    assert measured.tier == "autotune"
+    assert measured.trail[-1] == "autotune: measured now"
+    assert chain.choose(request).tier == "memory"
+
+
+def test_every_tier_that_was_asked_has_a_sentence(plain, x, chain):
+    assert chain.choose(toy.request(chain, x)).trail == (
+        "override: none given",
+        "overlay: none active",
+        "memory: no entry",
+        "persistent: no entry in the user store or a shipped table",
+        "autotune: not asked for by the policy",
+        "heuristics: the implementation's rule",
+    )
+
+
+def test_the_last_tier_is_an_error_that_names_the_call_and_the_trail(plain, x):
+    chain = ConfigSelectorChain(policy=AutotunePolicy(allow_heuristics=False))
+    request = toy.request(chain, x)
+
+    with pytest.raises(NoConfigError) as caught:
+        call(x, chain=chain)
+
+    lines = str(caught.value).splitlines()
+    assert str(request.key()) in lines[0]
+    assert [line.strip().partition(":")[0] for line in lines[1:]] == [
+        "override",
+        "overlay",
+        "memory",
+        "persistent",
+        "autotune",
+        "heuristics",
+    ]
+
+
+def test_the_user_store_wins_over_the_shipped_table(shipping, x, store):
+    shipping()
+    chain = ConfigSelectorChain(persistent=PersistentCache(store))
+    request = toy.request(chain, x)
+
+    assert chain.choose(request).trail[-1] == "persistent: shipped table"
+    PersistentCache(store).put(request.key(), tile(4), 1.0)
+    other = ConfigSelectorChain(persistent=PersistentCache(store))
+    assert other.choose(request).trail[-1] == "persistent: user store"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"entries": {}, "format": 9}', '{"entries": 3}'])
+def test_a_damaged_shipped_table_costs_a_warning(shipping, x, content):
+    shipping(content)
+    chain = ConfigSelectorChain()
+
+    with pytest.warns(StoreWarning, match="toy_tables:tuned/.* is ignored"):
+        assert chain.choose(toy.request(chain, x)).tier == "heuristics"
+
+
+def test_a_shipped_table_that_is_not_there_costs_nothing(use, x):
+    use(toy.plugin(toy.implementation(tuned="json:tuned")))
+    chain = ConfigSelectorChain()
+
+    assert chain.choose(toy.request(chain, x)).tier == "heuristics"
+
+
+def test_what_was_read_from_the_store_stays_in_memory_and_nothing_compiled_is_lost(plain, x, store):
+    chain = ConfigSelectorChain(persistent=PersistentCache(store))
+    PersistentCache(store).put(toy.request(chain, x).key(), tile(4), 1.0)
+    generation = chain.cache.generation
+
+    call(x, chain=chain)
+    call(x, chain=chain)
+
+    assert chain.cache.keys() == (toy.request(chain, x).key(),)
+    assert chain.cache.generation == generation
+    assert [toy.blocks(part) for part in toy.seen()] == [(4, 4)]
+
+
+def test_explain_names_the_tier_of_both_passes(plain, x):
+    with overlay_cache({"toy": ToyConfig(fwd_params=tile(2))}):
+        decision = ejkernel.explain("toy", x)
+
+    assert (decision.forward.tier, decision.backward.tier) == ("overlay", "heuristics")
+    assert "config from overlay: q_blocksize=2, kv_blocksize=2" in str(decision.forward)
+
+
+def test_the_default_is_heuristics_on_a_miss(plain, x):
+    assert AutotunePolicy().cache_miss_fallback == "heuristics"
+    call(x)
+    assert [toy.blocks(part) for part in toy.seen()] == [(64, 64)]
+
+
+def test_nothing_is_measured_for_an_explanation(plain, x):
+    with policy_override(cache_miss_fallback="autotune"):
+        decision = ejkernel.explain("toy", x)
+
+    assert decision.forward.tier == "heuristics"
+    assert toy.SEEN == []

@@ -1,0 +1,185 @@
+"""An operation of Acme's own, whole: `scale * sum_n weights_n x_bn`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ejkernel.ops import (
+    BaseOperationConfig,
+    Case,
+    ConfigSpace,
+    Family,
+    Implementation,
+    Op,
+    Pullback,
+    Requires,
+    Tolerance,
+    arguments,
+    call,
+    static,
+)
+
+NAME = "acme_scaled_sum"
+
+
+@arguments
+class ScaledSumArguments:
+    """The arguments of `scaled_sum`, which documents them; no backend needs another form of them."""
+
+    x: jax.Array
+    weights: jax.Array | None = None
+    scale: float = static(1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledSumConfig(BaseOperationConfig):
+    """How `scaled_sum` is computed.
+
+    Attributes:
+        pieces: Partial sums a row.
+    """
+
+    pieces: int | None = None
+
+
+def scaled_sum(
+    x: Float[Array, "b n"],
+    weights: Float[Array, " n"] | None = None,
+    /,
+    *,
+    scale: float = 1.0,
+    platform: str | None = None,
+    cfg: ScaledSumConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, " b"]:
+    """Sums rows.
+
+    Args:
+        x: [B, N] floating.
+        weights: [N], dtype of x.
+        scale: Factor on the sums.
+        platform: A toolchain, or `"auto"`.
+        cfg: Configuration for this call alone.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`.
+        in_specs: Partition specs of x and weights.
+        out_specs: Partition spec of the output.
+
+    Returns:
+        [B], dtype of x.
+
+    Raises:
+        ValueError: x is not a matrix, or the weights do not fit its rows.
+    """
+    args = ScaledSumArguments(x=x, weights=weights, scale=scale)
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: ScaledSumArguments) -> None:
+    """Raises ValueError for a call that is wrong on every backend."""
+    if args.x.ndim != 2:
+        raise ValueError(f"x: got shape {args.x.shape}, wants [B, N]")
+    if args.weights is not None and args.weights.shape != args.x.shape[1:]:
+        raise ValueError(f"weights: got shape {args.weights.shape}, wants [N={args.x.shape[1]}]")
+
+
+def reference(args: ScaledSumArguments) -> jax.Array:
+    """The operation's meaning."""
+    weighted = args.x if args.weights is None else args.x * args.weights
+    return args.scale * jnp.sum(weighted, axis=1)
+
+
+def forward(record: ScaledSumArguments, config: ScaledSumConfig) -> tuple[jax.Array, None]:
+    """The sums, as `config.pieces` partial sums; nothing is left for the backward pass."""
+    rows, length = record.x.shape
+    weighted = record.x if record.weights is None else record.x * record.weights
+    pieces = config.pieces or 1
+    padded = jnp.pad(weighted, ((0, 0), (0, -length % pieces)))
+    return record.scale * padded.reshape(rows, pieces, -1).sum(axis=2).sum(axis=1), None
+
+
+def backward(pullback: Pullback, config: ScaledSumConfig) -> dict[str, jax.Array]:
+    """`dx_bn = scale dy_b weights_n` and `dweights_n = scale sum_b dy_b x_bn`."""
+    record, rows = pullback.record, pullback.record.scale * pullback.cotangent[:, None]
+    weights = jnp.ones_like(record.x[0]) if record.weights is None else record.weights
+    gradients = {"x": rows * weights, "weights": jnp.sum(rows * record.x, axis=0)}
+    return {name: gradients[name] for name in pullback.wanted}
+
+
+def _rule(record: ScaledSumArguments, device: Any, direction: Any) -> ScaledSumConfig:
+    return ScaledSumConfig(pieces=4)
+
+
+def _candidates(record: ScaledSumArguments, device: Any, direction: Any) -> tuple[ScaledSumConfig, ...]:
+    # The backward pass has nothing to choose.
+    return tuple(ScaledSumConfig(pieces=n) for n in (1, 4, 8)) if direction == "forward" else ()
+
+
+def _localise(record: ScaledSumArguments, offsets: Mapping[str, Any]) -> ScaledSumArguments:
+    return record
+
+
+def _case(name: str, rows: int, weighted: bool, scale: float, *exercises: str) -> Case:
+    def make(key: jax.Array) -> ScaledSumArguments:
+        keys = jax.random.split(key)
+        weights = jax.random.normal(keys[1], (63,), jnp.float32) if weighted else None
+        return ScaledSumArguments(x=jax.random.normal(keys[0], (rows, 63), jnp.float32), weights=weights, scale=scale)
+
+    return Case(name=name, make=make, exercises=frozenset(exercises))
+
+
+def make_inputs(args: ScaledSumArguments, key: jax.Array) -> ScaledSumArguments:
+    """Normal arrays of the given shapes."""
+    return jax.tree.map(lambda x: jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype), args)
+
+
+OP = Op(
+    name=NAME,
+    function=scaled_sum,
+    arguments=ScaledSumArguments,
+    family=Family(
+        name="scaled sum",
+        record=ScaledSumArguments,
+        differentiable=("x", "weights"),
+        dtype=lambda record: record.x.dtype,
+        head_dims=lambda record: (),
+        axes={"x": "b n", "weights": "n", "output": "b"},
+        shardable="b",
+        aligned=(),
+        localise=_localise,
+        reference=lambda record: (reference(record), None),
+    ),
+    config=ScaledSumConfig,
+    validate=validate,
+    lower=lambda args: args,
+    reference=reference,
+    cases=(
+        _case("plain", 5, False, 1.0),
+        _case("one row", 1, True, 1.0, "weights"),
+        _case("scaled", 4, True, -2.5, "weights", "scale"),
+    ),
+    tolerance={"float32": Tolerance(rtol=1e-5, atol=1e-5), "float64": Tolerance(rtol=1e-12, atol=1e-12)},
+    make_inputs=make_inputs,
+    axes={"x": "b n", "weights": "n"},
+)
+
+IMPLEMENTATION = Implementation(
+    op=NAME,
+    name="acme",
+    platform="acme",
+    backend="any",
+    forward="ejkernel_acme.scaled_sum:forward",
+    backward="ejkernel_acme.scaled_sum:backward",
+    gradients=frozenset({"x", "weights"}),
+    requires=Requires(
+        devices=frozenset({"cpu", "gpu", "tpu"}),
+        dtypes=frozenset({"float32", "float64"}),
+        handles=frozenset({"weights", "scale"}),
+    ),
+    config=ConfigSpace(reads=frozenset({"pieces"}), heuristic=_rule, candidates=_candidates),
+)
