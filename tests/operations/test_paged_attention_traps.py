@@ -37,13 +37,13 @@ def quickly(function, *args, **keywords):
 
 
 @pytest.mark.parametrize("op", ["page_attention", "ragged_decode_attention", "ragged_page_attention_v2"])
-def test_each_head_has_its_own_sink_and_counts_it_once_however_many_tiles(op):
+def test_t10_each_head_has_its_own_sink_and_counts_it_once_however_many_tiles(op):
     # As many sinks as heads; with shared sinks all heads would get all of them. Three keys a tile.
     got = paged_calls.output(op, Paged(batch_for(op)), sinks=SINKS, cfg=paged_calls.tiles(op, 4, 3, 2))
     close(got, paged_loop.packed(batch_for(op), sinks=SINKS))
 
 
-def test_dense_decoding_shares_a_vector_of_sinks_between_heads_and_takes_a_matrix_by_head():
+def test_t12_dense_decoding_shares_a_vector_of_sinks_between_heads_and_takes_a_matrix_by_head():
     args = paged_calls.arguments("ragged_decode_attention", Paged(DECODE))
     joined = np.full(4, np.log(np.exp(SINKS).sum()))
     close(quickly(ragged_decode_attention, *args, jnp.asarray(SINKS)), paged_loop.packed(DECODE, sinks=joined))
@@ -54,7 +54,7 @@ def test_dense_decoding_shares_a_vector_of_sinks_between_heads_and_takes_a_matri
 
 
 @pytest.mark.parametrize("op", ["page_attention", "prefill_page_attention", *PACKED])
-def test_a_window_of_one_is_the_own_key(op):
+def test_t13_a_window_of_one_is_the_own_key(op):
     batch = batch_for(op)
     got, first = paged_calls.output(op, Paged(batch), window=1), 0
     for query, value in zip(batch.queries, batch.values, strict=True):
@@ -64,14 +64,14 @@ def test_a_window_of_one_is_the_own_key(op):
 
 
 @pytest.mark.parametrize("op", ["ragged_page_attention_v2", "ragged_page_attention_v3"])
-def test_every_row_of_a_prefill_has_its_own_window(op):
+def test_t15_every_row_of_a_prefill_has_its_own_window(op):
     # From the last row's window, the first rows would miss keys.
     batch = paged_loop.make((29,), (29,))
     close(paged_calls.output(op, Paged(batch), window=4), paged_loop.packed(batch, window=4))
 
 
 @pytest.mark.parametrize("op", ["ragged_page_attention_v3", "chunked_prefill_paged_decode"])
-def test_padding_of_tables_is_never_written_through(op):
+def test_t16_padding_of_tables_is_never_written_through(op):
     batch = paged_loop.make((3,), (3,))
     args = paged_calls.arguments(op, Paged(batch, slots=4, entries=5))
     ragged = op.startswith("ragged")
@@ -96,13 +96,13 @@ def test_padding_of_tables_is_never_written_through(op):
 
 
 @pytest.mark.parametrize("entries", [70, 100])
-def test_tables_of_any_number_of_pages_are_read_where_they_say(entries):
+def test_t17_tables_of_any_number_of_pages_are_read_where_they_say(entries):
     batch = paged_loop.make((2 * entries, 5), (3, 1))
     got = paged_calls.output("ragged_page_attention_v2", Paged(batch, slots=2, entries=entries), window=40)
     close(got, paged_loop.packed(batch, window=40))
 
 
-def test_a_window_leaves_no_trace_of_blocks_before_it():
+def test_t17_a_window_leaves_no_trace_of_blocks_before_it():
     # Whole tiles before the window are masked: their exponentials must not be of -inf minus -inf.
     batch = paged_loop.make((129, 100), (1, 1))
     cfg = paged_calls.tiles("ragged_page_attention_v2", 1, 8, 2)
@@ -111,7 +111,7 @@ def test_a_window_leaves_no_trace_of_blocks_before_it():
 
 
 @pytest.mark.parametrize("op", DECODING)
-def test_sequences_without_tokens_give_zero_and_not_a_mean_of_junk(op):
+def test_t18_sequences_without_tokens_give_zero_and_not_a_mean_of_junk(op):
     batch = paged_loop.make((0, 0), (1, 1))
     paged = Paged(batch)
     assert not paged_calls.output(op, paged).any()
@@ -131,7 +131,7 @@ def test_rows_of_no_sequence_are_zero():
 
 
 @pytest.mark.parametrize("layout", ["pshd", "phsd", "hpsd"])
-def test_a_cache_is_read_in_the_layout_that_is_said_and_no_other_is_guessed(layout):
+def test_t27_a_cache_is_read_in_the_layout_that_is_said_and_no_other_is_guessed(layout):
     # One page of two slots and two KV heads: the axes could be anything.
     batch = paged_loop.make((2,), (1,))
     query, key, value, lens, tables = paged_calls.arguments("page_attention", Paged(batch, slots=2))
@@ -143,7 +143,7 @@ def test_a_cache_is_read_in_the_layout_that_is_said_and_no_other_is_guessed(layo
     close(chunk, paged_loop.packed(batch))
 
 
-def test_a_cache_that_does_not_fit_its_layout_is_an_error_that_names_it():
+def test_t27_a_cache_that_does_not_fit_its_layout_is_an_error_that_names_it():
     query, key, value, lens, tables = paged_calls.arguments("page_attention", Paged(DECODE, slots=3))
     with pytest.raises(ValueError, match=r"kv_layout='phsd'"):
         page_attention(query, key, value, lens, tables, kv_layout="phsd")
@@ -151,7 +151,7 @@ def test_a_cache_that_does_not_fit_its_layout_is_an_error_that_names_it():
         page_attention(query, key, value, lens, tables, kv_layout="shpd")
 
 
-def test_page_attention_honours_window_and_soft_cap():
+def test_t27_page_attention_honours_window_and_soft_cap():
     plain, window, capped = (
         paged_calls.output("page_attention", Paged(DECODE), **options) for options in ({}, {"window": 3}, {"cap": 0.5})
     )
@@ -161,14 +161,14 @@ def test_page_attention_honours_window_and_soft_cap():
     close(capped, paged_loop.packed(DECODE, cap=0.5))
 
 
-def test_page_attention_takes_the_shapes_of_a_model():
+def test_t33_page_attention_takes_the_shapes_of_a_model():
     query, *rest = paged_calls.arguments("page_attention", Paged(DECODE))
     got = jax.jit(page_attention)(query[:, None], *rest)
     assert got.shape == (4, 1, 4, 8)
     close(got[:, 0], paged_loop.packed(DECODE))
 
 
-def test_biases_join_the_score_before_the_soft_cap():
+def test_t29_biases_join_the_score_before_the_soft_cap():
     # A slope that exceeds the cap by far: added afterwards, it would dominate.
     options = {"alibi": np.array([3.0, 3.0, 0.0, 0.0]), "cap": 0.5}
     close(paged_calls.output("unified_attention", Paged(MIXED), **options), paged_loop.packed(MIXED, **options))
@@ -176,7 +176,7 @@ def test_biases_join_the_score_before_the_soft_cap():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kv_heads", [2, 3])
-def test_both_layouts_of_head_size_64_agree(dtype, kv_heads):
+def test_t32_both_layouts_of_head_size_64_agree(dtype, kv_heads):
     pack = 4 // jnp.dtype(dtype).itemsize
     rng = np.random.default_rng(0)
     queries, keys, values = (
@@ -197,7 +197,7 @@ def test_both_layouts_of_head_size_64_agree(dtype, kv_heads):
     assert np.all(heads[4] == 1)
 
 
-def test_a_cache_of_both_layouts_is_an_error_that_names_the_argument():
+def test_t32_a_cache_of_both_layouts_is_an_error_that_names_the_argument():
     # bfloat16 and one KV head: [P, S, 1, 2, 128] is either.
     queries, tokens = jnp.ones((2, 2, 64), jnp.bfloat16), jnp.ones((2, 1, 64), jnp.bfloat16)
     cache = jnp.zeros((3, 4, 1, 2, 128), jnp.bfloat16)

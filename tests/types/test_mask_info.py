@@ -1,8 +1,8 @@
 """MaskInfo itself: constructors, what it derives, immutability, and JAX transformations."""
 
 import copy
-import inspect
 import dataclasses
+import inspect
 import pickle
 import textwrap
 

@@ -13,6 +13,15 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
+def process_index() -> int:
+    """Number of this process in its job, for which no backend is started: 0 as long as nobody knows better."""
+    from jax._src import distributed, xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        return jax.process_index()
+    return distributed.global_state.process_id
+
+
 def is_tracer(value: Any) -> bool:
     """Whether `value` stands for an array inside a trace."""
     return isinstance(value, Tracer)
@@ -31,3 +40,37 @@ def under_trace() -> bool:
     from jax._src import core
 
     return not core.trace_state_clean()
+
+
+def ambient_mesh() -> Any | None:
+    """The mesh of `jax.set_mesh` or of a `with mesh:` block around the caller, or None."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    from jax._src import mesh as meshes
+
+    mesh = meshes.thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """The mesh axes over which an array is known to vary; empty where `shard_map` does not keep track of that."""
+    aval: Any = jax.typeof(value)
+    tracked = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ())) if tracked is None else frozenset(tracked.varying)
+
+
+def as_varying(tree: Any, like: Any) -> Any:
+    """The arrays of a tree, taken to vary over every mesh axis that one of the arrays of `like` varies over.
+
+    What loops carry has to be of one type from the start, and constants vary over nothing.
+    """
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(like)))
+    if not axes:
+        return tree
+
+    def cast(x: Any) -> Any:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)

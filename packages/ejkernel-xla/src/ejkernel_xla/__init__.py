@@ -1,9 +1,31 @@
 """Implementations in plain XLA: they run on every device and honour every argument, and so are everyone's fallback."""
 
 from ejkernel.ops import Implementation, hookimpl
-from ejkernel_xla import grouped_matmul, linear_recurrence, paged_attention, segment_pooling, tiled_attention
+from ejkernel_xla import (
+    attention_weights,
+    grouped_matmul,
+    linear_recurrence,
+    paged_attention,
+    recurrent_network,
+    ring_attention,
+    segment_pooling,
+    selected_attention,
+    selective_scan,
+    tiled_attention,
+)
 
-FAMILIES = (linear_recurrence, paged_attention, tiled_attention, segment_pooling, grouped_matmul)
+FAMILIES = (
+    linear_recurrence,
+    paged_attention,
+    tiled_attention,
+    attention_weights,
+    ring_attention,
+    selected_attention,
+    segment_pooling,
+    grouped_matmul,
+    selective_scan,
+    recurrent_network,
+)
 
 
 @hookimpl

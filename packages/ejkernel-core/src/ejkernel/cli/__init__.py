@@ -3,7 +3,7 @@
 import click
 
 from ejkernel._version import __version__
-from ejkernel.cli import bench, cache, demo, doctor, explain, tune
+from ejkernel.cli import bench, cache, demo, doctor, explain, ops, tune
 
 __all__ = ["main"]
 
@@ -17,5 +17,5 @@ def main() -> None:
     """
 
 
-for _command in (doctor.doctor, explain.explain, tune.tune, cache.cache, bench.bench, demo.demo):
+for _command in (doctor.doctor, explain.explain, ops.ops, tune.tune, cache.cache, bench.bench, demo.demo):
     main.add_command(_command)

@@ -63,7 +63,7 @@ class LinearRecurrence:
     cu_seqlens: jax.Array | None = None
     sequence_state: jax.Array | None = None
     segment_ids: jax.Array | None = None
-    precision: lax.Precision | None = static(None)
+    precision: lax.Precision | None = static(default=None)
 
 
 def accumulator(record: LinearRecurrence) -> Any:
@@ -147,9 +147,9 @@ def _tokens(record: LinearRecurrence) -> dict[str, jax.Array]:
     tokens = {**tokens, "real": real, "restart": restart}
     if record.cu_seqlens is not None:
         ids, _ = packing.packed_ids(record.cu_seqlens, length)
-        tokens["real"] = real & (ids >= 0)
+        tokens |= {"real": real & (ids >= 0), "row": jnp.maximum(ids, 0)}
     tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
-    return tokens if record.cu_seqlens is None else {**tokens, "row": jnp.maximum(ids[0], 0)}
+    return tokens if record.cu_seqlens is None else {**tokens, "row": tokens["row"][:, 0]}
 
 
 def localise(record: LinearRecurrence, offsets: Mapping[str, jax.Array]) -> LinearRecurrence:

@@ -81,11 +81,11 @@ class PagedAttention:
     qq_bias: jax.Array | None = None
     new_keys: jax.Array | None = None
     new_values: jax.Array | None = None
-    causal: bool = static(True)
-    sliding_window: Window | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    compute_dtype: Any = static(None)
-    value_scale: float = static(1.0)
+    causal: bool = static(default=True)
+    sliding_window: Window | None = static(default=None)
+    logits_soft_cap: float | None = static(default=None)
+    compute_dtype: Any = static(default=None)
+    value_scale: float = static(default=1.0)
 
 
 def band(record: PagedAttention) -> Window:

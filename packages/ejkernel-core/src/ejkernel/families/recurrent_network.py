@@ -63,20 +63,22 @@ class RecurrentNetwork:
 
 @arguments
 class NetworkResiduals:
-    """What a forward pass leaves for the backward pass: the states after every token, of every layer and direction.
+    """What a forward pass leaves for the backward pass, of every layer and direction, in the accumulator's dtype.
 
     Attributes:
-        hidden: [L * R, B, T, H] in the accumulator's dtype.
+        gates: [L * R, B, T, ...], `combined` inputs and states of every token; 0 in padding.
+        hidden: [L * R, B, T, H], the states after every token.
         cell: [L * R, B, T, H] likewise, for lstm.
     """
 
+    gates: jax.Array
     hidden: jax.Array
     cell: jax.Array | None = None
 
     @classmethod
-    def of(cls, states: "State") -> "NetworkResiduals":
-        """From stacked states."""
-        return cls(hidden=states[0], cell=states[1] if len(states) > 1 else None)
+    def of(cls, tokens: tuple[jax.Array, ...]) -> "NetworkResiduals":
+        """From gates, states and, for lstm, cells."""
+        return cls(gates=tokens[0], hidden=tokens[1], cell=tokens[2] if len(tokens) > 2 else None)
 
 
 State = tuple[jax.Array, ...]
@@ -118,25 +120,50 @@ def real_tokens(record: RecurrentNetwork) -> jax.Array | None:
     return jnp.arange(record.x.shape[1], dtype=jnp.int32) < record.seq_lengths[:, None]
 
 
-def after_token(cell: str, inputs: jax.Array, recurrent: jax.Array, state: State) -> State:
-    """The state after a token, entry by entry.
+def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> jax.Array:
+    """What decides about the state after a token, beside the state before it.
 
     Args:
         cell: A key of `GATES`.
         inputs: W_ih x + b_ih, [..., G * H].
         recurrent: W_hh h + b_hh, [..., G * H].
+
+    Returns:
+        Their sum; for gru the sum of the first two gates, and both parts of the third, [..., 4 * H].
+    """
+    if cell != "gru":
+        return inputs + recurrent
+    two = 2 * inputs.shape[-1] // 3
+    parts = (inputs[..., :two] + recurrent[..., :two], inputs[..., two:], recurrent[..., two:])
+    return jnp.concatenate(parts, axis=-1)
+
+
+def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of inputs and recurrent parts, from that of what they were `combined` to."""
+    if cell != "gru":
+        return cotangent, cotangent
+    two = cotangent.shape[-1] // 2
+    sums, inputs, recurrent = jnp.split(cotangent, (two, two + two // 2), axis=-1)
+    return jnp.concatenate((sums, inputs), axis=-1), jnp.concatenate((sums, recurrent), axis=-1)
+
+
+def after_token(cell: str, gates: jax.Array, state: State) -> State:
+    """The state after a token, entry by entry.
+
+    Args:
+        cell: A key of `GATES`.
+        gates: What `combined` gives.
         state: The state before it.
     """
     if cell == "gru":
-        r, z = jnp.split(jax.nn.sigmoid((inputs + recurrent)[..., : 2 * state[0].shape[-1]]), 2, axis=-1)
-        n = jnp.tanh(jnp.split(inputs, 3, axis=-1)[2] + r * jnp.split(recurrent, 3, axis=-1)[2])
-        return ((1 - z) * n + z * state[0],)
+        r, z, inputs, recurrent = jnp.split(gates, 4, axis=-1)
+        z = jax.nn.sigmoid(z)
+        return ((1 - z) * jnp.tanh(inputs + jax.nn.sigmoid(r) * recurrent) + z * state[0],)
     if cell == "lstm":
-        i, f, g, o = jnp.split(inputs + recurrent, 4, axis=-1)
+        i, f, g, o = jnp.split(gates, 4, axis=-1)
         memory = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(memory), memory
-    total = inputs + recurrent
-    return (jnp.tanh(total) if cell == "tanh" else jnp.maximum(total, 0),)
+    return (jnp.tanh(gates) if cell == "tanh" else jnp.maximum(gates, 0),)
 
 
 def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
@@ -148,16 +175,16 @@ def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkR
     """
     layers, directions, _ = shape(record)
     inputs, real = record.x.astype(accumulator(record)), real_tokens(record)
-    states: list[State] = []  # of every layer and direction, [B, T, H] each
+    tokens: list[State] = []  # gates and states of every layer and direction, [B, T, ...] each
     finals: list[State] = []
     for layer in range(layers):
         found = [_reference_direction(record, layer, direction, inputs) for direction in range(directions)]
-        states += [each for each, _ in found]
+        tokens += [each for each, _ in found]
         finals += [last for _, last in found]
-        inputs = jnp.concatenate([each[0] for each, _ in found], axis=-1)
+        inputs = jnp.concatenate([each[1] for each, _ in found], axis=-1)
         if real is not None:
             inputs = jnp.where(real[..., None], inputs, 0)
-    return (inputs.astype(record.x.dtype), *stacked(finals)), NetworkResiduals.of(stacked(states))
+    return (inputs.astype(record.x.dtype), *stacked(finals)), NetworkResiduals.of(stacked(tokens))
 
 
 def stacked(states: list[State]) -> State:
@@ -168,7 +195,7 @@ def stacked(states: list[State]) -> State:
 def _reference_direction(
     record: RecurrentNetwork, layer: int, direction: int, inputs: jax.Array
 ) -> tuple[State, State]:
-    """States after every token [B, T, H], and the final ones [B, H]."""
+    """Gates of every token and states after it [B, T, ...], and the final states [B, H]."""
     dtype, highest = accumulator(record), lax.Precision.HIGHEST
     weight_ih = input_weights(record, layer)[direction].astype(dtype)
     weight_hh = record.weight_hh[layer, direction].astype(dtype)
@@ -180,14 +207,15 @@ def _reference_direction(
         x, is_real = parts
         projected = jnp.matmul(x, weight_ih.T, precision=highest) + biases[0]
         recurrent = jnp.matmul(state[0], weight_hh.T, precision=highest) + biases[1]
-        after = after_token(record.cell, projected, recurrent, state)
+        gates = jnp.where(is_real[:, None], combined(record.cell, projected, recurrent), 0)
+        after = after_token(record.cell, gates, state)
         after = tuple(jnp.where(is_real[:, None], new, old) for new, old in zip(after, state, strict=True))
-        return after, after
+        return after, (gates, *after)
 
     start = first_state(record, layer * shape(record)[1] + direction)
     tokens = (jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(real, 1, 0))
-    last, states = lax.scan(token, start, tokens, reverse=direction == 1)
-    return tuple(jnp.moveaxis(x, 0, 1) for x in states), last
+    last, found = lax.scan(token, start, tokens, reverse=direction == 1)
+    return tuple(jnp.moveaxis(x, 0, 1) for x in found), last
 
 
 def localise(record: RecurrentNetwork, offsets: Mapping[str, jax.Array]) -> RecurrentNetwork:

@@ -10,8 +10,8 @@ For a query row i and key j of one batch row and query head h (KV head `h // (H 
     p_ij = exp(s_ij) / (exp(softmax_aux_h) + sum_j exp(s_ij))  the sink joins the denominator only
     o_i  = sum_j dropout_ij * p_ij * v_j                       dropout_ij = keep / (1 - dropout_prob)
 
-`allowed(i, j)` is the conjunction of everything present: `mask`, equal segment ids >= 0, `k <= q` if causal and
-`q - left <= k <= q + right` for the window, where q and k are the positions (or the indices without positions).
+`allowed(i, j)` is the conjunction of everything present: `mask`, `pattern`, equal segment ids >= 0, `k <= q` if causal
+and `q - left <= k <= q + right` for the window, where q and k are the positions (or the indices without positions).
 A row with nothing to attend gives output 0, gradient 0 and lse -inf (the sink's logit if there is one).
 
 Sources: Vaswani et al. 2017 (attention); Milakov & Gimelshein 2018 and Dao et al. 2022 (online softmax, backward by
@@ -30,6 +30,7 @@ from jax import lax
 from ejkernel.families import dropout
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.types.sparse_masks import Mask
 
 Window = tuple[int | None, int | None]
 FAR = 2**30
@@ -53,10 +54,11 @@ class TiledAttention:
         softmax_aux: [H] float32, one sink logit a head.
         dropout_seed: uint32 scalar.
         dropout_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
-            records that are one shard of a call; None is all zeros.
+            records that are one shard of a call; None is all zeros. It says which part of `pattern` applies, too.
         dropout_prob: Probability of dropping a weight, in [0, 1).
         causal: Key position at most query position.
         sliding_window: (left, right), inclusive; None on a side leaves it open.
+        pattern: Pairs that attend by their indices in the whole call, known when it is traced.
         logits_soft_cap: Cap c of `c * tanh(s / c)`.
         normalize_output: False returns the numerator relative to the row's maximum, `sum_j exp(s_ij - max_j s_ij) v_j`.
         precision: Of the matrix products.
@@ -79,6 +81,7 @@ class TiledAttention:
     dropout_prob: float = static(0.0)
     causal: bool = static(False)
     sliding_window: Window | None = static(None)
+    pattern: Mask | None = static(default=None)
     logits_soft_cap: float | None = static(None)
     normalize_output: bool = static(True)
     precision: lax.Precision = static(lax.Precision.DEFAULT)
@@ -120,12 +123,12 @@ def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
 
 
 def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledAttention:
-    """Makes one shard's record mean its part of the global call: query positions and dropout counters are global."""
+    """Makes one shard's record mean its part of the global call: positions and the counters of dropout are global."""
     queries = offsets.get("t")
     moved: dict[str, jax.Array] = {}
     if queries is not None and record.q_positions is None and band(record) != (None, None):
         moved["q_positions"] = positions(record)[0] + queries
-    if record.dropout_prob > 0.0:
+    if record.dropout_prob > 0.0 or record.pattern is not None:
         moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
     return dataclasses.replace(record, **moved)
 
@@ -192,7 +195,18 @@ def _allowed(record: TiledAttention) -> jax.Array:
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
         q_ids, k_ids = record.q_segment_ids[:, None, :, None], record.kv_segment_ids[:, None, None, :]
         allowed &= (q_ids == k_ids) & (q_ids >= 0)
+    if record.pattern is not None:
+        allowed &= _in_pattern(record, record.pattern)
     return allowed if record.mask is None else allowed & record.mask
+
+
+def _in_pattern(record: TiledAttention, pattern: Mask) -> jax.Array:
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    (_, t, h, _), s = record.query.shape, record.key.shape[1]
+    if pattern.heads is None:
+        return pattern.allowed(origin[2], origin[3], (t, s))
+    heads = jnp.stack([pattern.of_head(n).allowed(origin[2], origin[3], (t, s)) for n in range(pattern.heads)])
+    return lax.dynamic_slice_in_dim(heads, origin[1], h)
 
 
 def _dropout_factor(record: TiledAttention, accumulate: Any) -> jax.Array | float:

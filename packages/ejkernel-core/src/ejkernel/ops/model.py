@@ -95,8 +95,8 @@ class Op:
         output: Axis letters of what the public function returns; None where they are the family's.
         configure: (argument record, `cfg=` or None) -> the call's own configuration, with what arguments that only
             tune the call ask for. Raises ValueError where the two disagree.
-        configure: (argument record, the call's configuration or None) -> the configuration to go by, for operations
-            with arguments that choose speed.
+        variant: Argument record -> the operation as it is for such calls, where letters or family depend on their
+            ranks; None where they never do.
         version: Raised when the meaning of a stored configuration changes.
     """
 

@@ -60,9 +60,9 @@ class Gates:
         """[..., C, d] weighted by the gates after each token."""
         return x if self.levels is None else x * jnp.exp(self.levels[-1].until[..., 0, :, :])
 
-    def whole(self) -> jax.Array | float:
-        """Weight of the whole chunk, [..., d]."""
-        return 1.0 if self.levels is None else jnp.exp(self.levels[-1].since[..., 0, -1, :])
+    def whole(self) -> jax.Array | None:
+        """Weight of the whole chunk, [..., d]; None where nothing fades."""
+        return None if self.levels is None else jnp.exp(self.levels[-1].since[..., 0, -1, :])
 
 
 def advance(state: jax.Array, chunk: Chunk, scale: float, precision: Any) -> tuple[jax.Array, jax.Array]:
@@ -92,10 +92,10 @@ def _gates(chunk: Chunk) -> tuple[Gates, Gates]:
 
 
 def _after(state: jax.Array, key: jax.Array, write: jax.Array, keys: Gates, values: Gates, precision: Any) -> jax.Array:
-    if keys.levels is not None:
-        state = state * keys.whole()[..., :, None]
-    if values.levels is not None:
-        state = state * values.whole()[..., None, :]
+    if (weight := keys.whole()) is not None:
+        state = state * weight[..., :, None]
+    if (weight := values.whole()) is not None:
+        state = state * weight[..., None, :]
     key = jnp.swapaxes(keys.until_end(key), -1, -2)
     return state + jnp.matmul(key, values.until_end(write), precision=precision)
 

@@ -1,5 +1,7 @@
 """Packed sequences of a single token, all at once: a step of decoding is not worth a chunk each."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -28,7 +30,8 @@ def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array,
         token = x[0, index if x.shape[1] == tokens else 0 * index].astype(accumulator(record))
         return jnp.where(alone.reshape(-1, *(1,) * (token.ndim - 1)), token, 0)[:, :, None]
 
-    chunk = Chunk(**{name: pick(getattr(record, name)) for name in FIELDS})
+    picked: dict[str, Any] = {name: pick(getattr(record, name)) for name in FIELDS}
+    chunk = Chunk(**picked)
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
     output = jnp.zeros((tokens, *read.shape[1:2], read.shape[3]), record.query.dtype)
     output = output.at[jnp.where(alone, index, tokens)].set(read[:, :, 0].astype(output.dtype), mode="drop")

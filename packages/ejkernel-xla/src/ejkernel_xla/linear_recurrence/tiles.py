@@ -22,7 +22,7 @@ def heuristic(
     config: type[BaseOperationConfig], record: LinearRecurrence, device: Any, direction: Direction
 ) -> BaseOperationConfig:
     """The length for a record on a device, not measured."""
-    return config(**{length_field(config): 64})
+    return _with_length(config, 64)
 
 
 def candidates(
@@ -30,4 +30,9 @@ def candidates(
 ) -> tuple[BaseOperationConfig, ...]:
     """Lengths worth measuring for a record on a device: those that it has the tokens for."""
     short = [n for n in LENGTHS if n <= record.query.shape[1]] or LENGTHS[:1]
-    return tuple(config(**{length_field(config): n}) for n in short)
+    return tuple(_with_length(config, n) for n in short)
+
+
+def _with_length(config: type[BaseOperationConfig], length: int) -> BaseOperationConfig:
+    chosen: dict[str, Any] = {length_field(config): length}
+    return config(**chosen)

@@ -64,15 +64,10 @@ class Walk:
             first = step * self.length
             return Place(0, jnp.minimum(first, self.tokens - self.length), first, self.tokens)
         sequence = jnp.searchsorted(self.last, step, side="right").astype(jnp.int32)
-        end = self.bounds[sequence + 1]
-        first = end - self._left(sequence, step, end)
+        begin, end = self.bounds[sequence], self.bounds[sequence + 1]
+        chunks = -(-(end - begin) // self.length)
+        first = begin + (chunks - (self.last[sequence] - step)) * self.length
         return Place(sequence, jnp.minimum(first, self.tokens - self.length), first, end)
-
-    def _left(self, sequence: jax.Array, step: Any, end: jax.Array) -> jax.Array:
-        """Tokens of a sequence that are in the chunk at a step or behind it."""
-        size = end - self.bounds[sequence]
-        chunks = -(-size // self.length)
-        return size - (chunks - (self.last[sequence] - step)) * self.length
 
     @property
     def whole(self) -> bool:
@@ -133,8 +128,8 @@ def assemble(record: LinearRecurrence, walk: Walk, at: Place, parts: dict[str, j
             x = jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
         return jnp.moveaxis(jnp.broadcast_to(x, (x.shape[0], walk.length, *x.shape[2:])), 1, 2)
 
-    made = {name: canonical(parts[name]) if name in parts else None for name in FIELDS}
-    if walk.roles is not None:  # to restart from a zero state is to forget everything
+    made: dict[str, Any] = {name: canonical(parts[name]) if name in parts else None for name in FIELDS}
+    if walk.roles is not None and real is not None:  # to restart from a zero state is to forget everything
         restart = (cut(walk.roles[1], walk, at) & real)[:, None, :, None]
         decay = jnp.zeros((1, 1, walk.length, 1), dtype) if made["decay"] is None else made["decay"]
         made["decay"] = jnp.where(restart, -jnp.inf, decay)

@@ -1,17 +1,20 @@
 """Backward pass of a recurrent network.
 
-The states after every token are known, so what the tokens got from inputs and states is computed again for all tokens
-at once, and so are all gradients of weights. Only the cotangents of the states go through the tokens one by one.
+Only the cotangents of the states go through the tokens one by one. The gradients of all weights are products of what
+is known of the tokens of a block, taken at once.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.recurrent_network import RecurrentNetwork, State, accumulator, after_token, shape
+from ejkernel.families.recurrent_network import RecurrentNetwork, State, accumulator, after_token, separated, shape
 from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.recurrent_network.blocks import Blocks
 from ejkernel_xla.recurrent_network.layer import Direction, joined, kept, precision, product, real, time_major
 
 Gradients = dict[str, Any]
@@ -21,8 +24,8 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
-        pullback: Record, states after every token, cotangents of output and final states, and the wanted names.
-        config: The operation's configuration; reads `unroll`.
+        pullback: Record, gates and states of every token, cotangents of output and final states, and the wanted names.
+        config: The operation's configuration; reads `block_t` and `unroll`.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -36,7 +39,7 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
         parts = jnp.split(outputs, directions, axis=-1)
         places = [Direction(record=record, layer=layer, direction=n) for n in range(directions)]
         grads = [_direction(pullback, at, inputs, part, config) for at, part in zip(places, parts, strict=True)]
-        outputs = sum(each["inputs"] for each in grads)
+        outputs = functools.reduce(jnp.add, [each["inputs"] for each in grads])
         found.insert(0, grads)
     grads = _assemble(record, found)
     grads["x"] = time_major(outputs)
@@ -47,7 +50,7 @@ def _inputs(pullback: Pullback, layer: int) -> jax.Array:
     """What a layer reads, [T, B, inputs]."""
     record = pullback.record
     if layer == 0:
-        return time_major(record.x)
+        return joined([time_major(record.x)], real(record))  # 0 in padding, whatever it holds
     directions = shape(record)[1]
     below = pullback.residuals.hidden[(layer - 1) * directions : layer * directions]
     return joined([time_major(hidden) for hidden in below], real(record))
@@ -55,32 +58,44 @@ def _inputs(pullback: Pullback, layer: int) -> jax.Array:
 
 def _direction(pullback: Pullback, at: Direction, inputs: jax.Array, outputs: jax.Array, config: Any) -> Gradients:
     """Gradients of one direction of a layer, from the cotangent [T, B, H] of what it hands on."""
-    record, before = pullback.record, _states_before(pullback, at)
-    projected, recurrent = at.from_inputs(inputs), at.from_state(before[0])
-    weights = at.weight_hh.astype(accumulator(record))
+    record, weight_ih = pullback.record, at.weight_ih.astype(accumulator(pullback.record))
+    token = _token(at)
 
-    def token(behind: State, parts: tuple[Any, ...]) -> tuple[State, tuple[jax.Array, jax.Array]]:
-        projected, recurrent, state, cotangent, is_real = parts
-        _, pull = jax.vjp(lambda *values: after_token(record.cell, *values), projected, recurrent, state)
-        to_inputs, to_recurrent, direct = pull((behind[0] + cotangent, *behind[1:]))
-        ahead = (direct[0] + product(record, to_recurrent, weights), *direct[1:])
-        if is_real is not None:
-            to_inputs, to_recurrent = (jnp.where(is_real, x, 0) for x in (to_inputs, to_recurrent))
-        return kept(is_real, ahead, behind), (to_inputs, to_recurrent)
+    def block(carry: tuple[State, Gradients], parts: tuple[Any, ...]) -> tuple[tuple[State, Gradients], jax.Array]:
+        behind, sums = carry
+        inputs, tokens = parts[0], parts[1:]
+        ahead, to_gates = lax.scan(token, behind, tokens, reverse=not at.backwards, unroll=config.unroll)
+        to_inputs, to_recurrent = separated(record.cell, to_gates)
+        found = {
+            "weight_ih": _outer(record, to_inputs, inputs),
+            "weight_hh": _outer(record, to_recurrent, tokens[1][0]),
+            "bias_ih": to_inputs.sum(axis=(0, 1)),
+            "bias_hh": to_recurrent.sum(axis=(0, 1)),
+        }
+        return (ahead, jax.tree.map(jnp.add, sums, found)), product(record, to_inputs, weight_ih)
 
+    blocks = Blocks.of(record, config.block_t, at.backwards)
+    gates = time_major(pullback.residuals.gates[at.index])
+    tokens = (inputs, gates, _states_before(pullback, at), outputs)
     final = tuple(x[at.index].astype(outputs.dtype) for x in pullback.cotangent[1:])
-    tokens = (projected, recurrent, before, outputs, real(record))
-    first, (to_inputs, to_recurrent) = lax.scan(
-        token, final, tokens, reverse=not at.backwards, unroll=config.unroll or 1
-    )
-    return {
-        "inputs": product(record, to_inputs, at.weight_ih.astype(to_inputs.dtype)),
-        "weight_ih": _outer(record, to_inputs, inputs),
-        "weight_hh": _outer(record, to_recurrent, before[0]),
-        "bias_ih": to_inputs.sum(axis=(0, 1)),
-        "bias_hh": to_recurrent.sum(axis=(0, 1)),
-        "first": first,
-    }
+    parts = (*jax.tree.map(blocks.cut, tokens), blocks.real(record))
+    (first, sums), pulled = lax.scan(block, (final, at.zeros()), parts, reverse=not at.backwards)
+    return {**sums, "inputs": blocks.joined(pulled), "first": first}
+
+
+def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax.Array]]:
+    """The step of a loop over tokens: cotangents of the state behind a token to those of the state before it."""
+    weights, cell = at.weight_hh.astype(accumulator(at.record)), at.record.cell
+
+    def token(behind: State, parts: tuple[Any, ...]) -> tuple[State, jax.Array]:
+        gates, state, cotangent, is_real = parts
+        _, pull = jax.vjp(lambda *values: after_token(cell, *values), gates, state)
+        to_gates, direct = pull((behind[0] + cotangent, *behind[1:]))
+        ahead = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
+        to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
+        return kept(is_real, ahead, behind), to_gates
+
+    return token
 
 
 def _states_before(pullback: Pullback, at: Direction) -> State:

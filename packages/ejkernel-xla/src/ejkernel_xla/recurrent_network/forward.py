@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.recurrent_network import NetworkResiduals, RecurrentNetwork, State, after_token, shape, stacked
+from ejkernel.families.recurrent_network import (
+    NetworkResiduals,
+    RecurrentNetwork,
+    State,
+    after_token,
+    combined,
+    shape,
+    stacked,
+)
+from ejkernel_xla.recurrent_network.blocks import Blocks
 from ejkernel_xla.recurrent_network.layer import Direction, joined, kept, real, time_major
 
 
@@ -15,35 +24,41 @@ def forward(record: RecurrentNetwork, config: Any) -> tuple[tuple[jax.Array, ...
 
     Args:
         record: The canonical arguments.
-        config: The operation's configuration; reads `unroll`.
+        config: The operation's configuration; reads `block_t` and `unroll`.
 
     Returns:
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
-        and the states after every token.
+        and the gates of every token and the states after it.
     """
     layers, directions, _ = shape(record)
     inputs, tokens = time_major(record.x), real(record)
-    states: list[State] = []
+    found: list[State] = []  # gates and states
     finals: list[State] = []
     for layer in range(layers):
-        runs = [
-            _run(Direction(record=record, layer=layer, direction=n), inputs, tokens, config) for n in range(directions)
-        ]
+        runs = [_run(Direction(record=record, layer=layer, direction=n), inputs, config) for n in range(directions)]
         finals += [last for last, _ in runs]
-        states += [tuple(map(time_major, each)) for _, each in runs]
-        inputs = joined([each[0] for _, each in runs], tokens)
+        found += [tuple(map(time_major, each)) for _, each in runs]
+        inputs = joined([each[1] for _, each in runs], tokens)
     output = time_major(inputs).astype(record.x.dtype)
-    return (output, *stacked(finals)), NetworkResiduals.of(stacked(states))
+    return (output, *stacked(finals)), NetworkResiduals.of(stacked(found))
 
 
-def _run(at: Direction, inputs: jax.Array, tokens: jax.Array | None, config: Any) -> tuple[State, State]:
-    """The final states [B, H], and those after every token [T, B, H]."""
+def _run(at: Direction, inputs: jax.Array, config: Any) -> tuple[State, State]:
+    """The final states [B, H], and the gates of every token and the states after it [T, B, ...]."""
 
     def token(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
         projected, is_real = parts
-        after = after_token(at.record.cell, projected, at.from_state(state[0]), state)
-        after = kept(is_real, after, state)
-        return after, after
+        gates = combined(at.record.cell, projected, at.from_state(state[0]))
+        gates = gates if is_real is None else jnp.where(is_real, gates, 0)
+        after = kept(is_real, after_token(at.record.cell, gates, state), state)
+        return after, (gates, *after)
 
-    projected = jnp.asarray(at.from_inputs(inputs))
-    return lax.scan(token, at.first_state(), (projected, tokens), reverse=at.backwards, unroll=config.unroll or 1)
+    def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
+        inputs, is_real = parts
+        projected = jnp.asarray(at.from_inputs(inputs))
+        return lax.scan(token, state, (projected, is_real), reverse=at.backwards, unroll=config.unroll)
+
+    blocks = Blocks.of(at.record, config.block_t, at.backwards)
+    parts = (blocks.cut(inputs), blocks.real(at.record))
+    final, found = lax.scan(block, at.first_state(), parts, reverse=at.backwards)
+    return final, tuple(map(blocks.joined, found))

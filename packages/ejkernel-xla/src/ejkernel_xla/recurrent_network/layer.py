@@ -63,6 +63,12 @@ class Direction:
         """The state before the first token."""
         return first_state(self.record, self.index)
 
+    def zeros(self) -> dict[str, jax.Array]:
+        """A zero for every weight, in the accumulator's dtype; for biases also where there are none."""
+        weights = {"weight_ih": self.weight_ih, "weight_hh": self.weight_hh}
+        every = {**weights, "bias_ih": self.weight_hh[:, 0], "bias_hh": self.weight_hh[:, 0]}
+        return {name: jnp.zeros(x.shape, accumulator(self.record)) for name, x in every.items()}
+
     def _bias(self, bias: jax.Array | None) -> jax.Array | float:
         return 0.0 if bias is None else bias[self.layer, self.direction].astype(accumulator(self.record))
 

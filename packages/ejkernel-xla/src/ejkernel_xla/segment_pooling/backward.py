@@ -22,7 +22,9 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """
     record = pullback.record
     shares = (pullback.cotangent.astype(accumulator(record)) / counts(record)).astype(record.values.dtype)
-    return {"values": _of_chunks(record, shares) if record.ranges is None else _of_ranges(record, shares)}
+    if record.ranges is None:
+        return {"values": _of_chunks(record, shares)}
+    return {"values": _of_ranges(record.ranges, record.values.shape[1], shares)}
 
 
 def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
@@ -34,9 +36,9 @@ def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
     return jnp.where(inside[..., None, None], gradient, 0)
 
 
-def _of_ranges(record: SegmentPooling, shares: jax.Array) -> jax.Array:
-    first, end = record.ranges[:, 0], record.ranges[:, 1]
-    token = jnp.arange(record.values.shape[1], dtype=jnp.int32)
+def _of_ranges(ranges: jax.Array, tokens: int, shares: jax.Array) -> jax.Array:
+    first, end = ranges[:, 0], ranges[:, 1]
+    token = jnp.arange(tokens, dtype=jnp.int32)
     # The first pool that ends behind a token: neither empty ones nor those before it.
     pool = jnp.minimum(jnp.searchsorted(end, token, side="right"), end.shape[0] - 1)
     inside = (token >= first[pool]) & (token < end[pool])

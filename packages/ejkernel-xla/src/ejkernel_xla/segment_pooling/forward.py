@@ -20,7 +20,10 @@ def forward(record: SegmentPooling, config: Any) -> tuple[jax.Array, tuple[()]]:
     Returns:
         [B, M, H, D] in the values' dtype. There are no residuals.
     """
-    sums = _chunk_sums(record) if record.ranges is None else _range_sums(record, block_size(record, config))
+    if record.ranges is None:
+        sums = _chunk_sums(record)
+    else:
+        sums = _range_sums(record, record.ranges, block_size(record, config))
     return (sums / counts(record)).astype(record.values.dtype), ()
 
 
@@ -46,9 +49,9 @@ def _chunk_sums(record: SegmentPooling) -> jax.Array:
     return jnp.concatenate([sums, rest], axis=1)
 
 
-def _range_sums(record: SegmentPooling, size: int) -> jax.Array:
+def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Array:
     """Sums over runs of any length, `size` tokens at a time, [1, M, H, D]."""
-    (_, tokens, *channels), ranges = record.values.shape, record.ranges
+    _, tokens, *channels = record.values.shape
     values = record.values.reshape(tokens, -1)
 
     def pool(m: jax.Array, sums: jax.Array) -> jax.Array:

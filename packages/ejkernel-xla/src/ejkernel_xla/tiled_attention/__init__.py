@@ -3,46 +3,43 @@
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_xla.tiled_attention import tiles
 
-OPS = ("flash_attention",)
-
-REQUIRES = Requires(
-    devices=frozenset({"cpu", "gpu", "tpu"}),
-    dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
-    handles=frozenset(
-        {
-            "bias",
-            "mask",
-            "q_segment_ids",
-            "kv_segment_ids",
-            "q_positions",
-            "kv_positions",
-            "softmax_aux",
-            "dropout_seed",
-            "dropout_origin",
-            "dropout_prob",
-            "causal",
-            "sliding_window",
-            "logits_soft_cap",
-            "normalize_output",
-            "precision",
-            "logits_dtype",
-        }
-    ),
+MASKS = frozenset(
+    {"mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "causal", "sliding_window"}
 )
+SOFTMAX = frozenset({"softmax_aux", "logits_soft_cap"})
+DROPOUT = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
+ROUNDING = frozenset({"normalize_output", "precision", "logits_dtype"})
 
-IMPLEMENTATIONS = tuple(
-    Implementation(
+OPS: dict[str, frozenset[str]] = {
+    "flash_attention": MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias"},
+    "blocksparse_attention": MASKS | SOFTMAX | {"bias", "pattern", "dropout_origin"},
+    "flash_mla": (MASKS - {"kv_positions"}) | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
+    "mla_decode": frozenset({"q_segment_ids", "kv_segment_ids", "q_positions", "sliding_window"}) | SOFTMAX,
+    "scaled_dot_product_attention": MASKS | {"bias"},
+}
+"""For every operation, the optional fields that its records can have; the kernels honour all of them."""
+
+DIFFERENTIABLE = frozenset({"query", "key", "value", "bias", "softmax_aux"})
+
+
+def _implementation(op: str, handles: frozenset[str]) -> Implementation:
+    return Implementation(
         op=op,
         name="xla",
         platform="xla",
         backend="any",
         forward="ejkernel_xla.tiled_attention.forward:forward",
         backward="ejkernel_xla.tiled_attention.backward:backward",
-        gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
-        requires=REQUIRES,
+        gradients=DIFFERENTIABLE & (handles | {"query", "key", "value"}),
+        requires=Requires(
+            devices=frozenset({"cpu", "gpu", "tpu"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+            handles=handles,
+        ),
         config=ConfigSpace(
             reads=frozenset({"q_blocksize", "kv_blocksize"}), heuristic=tiles.heuristic, candidates=tiles.candidates
         ),
     )
-    for op in OPS
-)
+
+
+IMPLEMENTATIONS = tuple(_implementation(op, handles) for op, handles in OPS.items())

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel import _compat
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
@@ -83,10 +84,16 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
     grads = {
         name: jnp.zeros(x.shape, x.dtype if name == "query" else accumulator(record)) for name, x in fields.items()
     }
-    if record.query.size and record.key.size and grads:
-        plan = make_plan(record, *sizes(params))
-        grads = _sweep(pullback, plan, grads)
+    grads = accumulate(pullback, params, grads)
     return {name: grads[name].astype(x.dtype) for name, x in fields.items()}
+
+
+def accumulate(pullback: Pullback, params: BwdParams, grads: Gradients) -> Gradients:
+    """Adds the gradients of a record to the given ones, in whose dtypes they stay."""
+    record = pullback.record
+    if not (record.query.size and record.key.size and grads):
+        return grads
+    return _sweep(pullback, make_plan(record, *sizes(params)), _compat.as_varying(grads, pullback))
 
 
 def _sweep(pullback: Pullback, plan: Plan, grads: Gradients) -> Gradients:
@@ -97,7 +104,7 @@ def _sweep(pullback: Pullback, plan: Plan, grads: Gradients) -> Gradients:
         rows = _load(pullback, plan, at)
         carry = {name: x for name, x in grads.items() if name not in ("query", "softmax_aux")}
         if "query" in grads:
-            carry["query"] = jnp.zeros(rows.query.shape, accumulator(record))
+            carry["query"] = _compat.as_varying(jnp.zeros(rows.query.shape, accumulator(record)), pullback)
 
         def key_tile(tile: jax.Array, carry: Gradients, masked: bool) -> Gradients:
             return _key_tile(record, plan, at, tile, rows, carry, masked)
@@ -184,7 +191,7 @@ def _store(
     grads, head = {**grads, **{name: x for name, x in carry.items() if name != "query"}}, at.head * g
     if "query" in grads:
         tile = carry["query"] * record.softmax_scale if folds_scale(record) else carry["query"]
-        tile = tile.transpose(0, 3, 1, 2, 4).reshape(b, t, h * g, -1).astype(record.query.dtype)
+        tile = tile.transpose(0, 3, 1, 2, 4).reshape(b, t, h * g, -1)
         grads["query"] = add(grads["query"], (at.batch, at.query, head, 0), tile)
     if "softmax_aux" in grads and record.softmax_aux is not None and record.normalize_output:
         sink = lax.dynamic_slice(record.softmax_aux, (head,), (h * g,)).reshape(h, g, 1)

@@ -93,9 +93,10 @@ def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Pl
     q_axis, kv_axis = Axis(length, min(q_blocksize, length)), Axis(keys, min(kv_blocksize, keys))
     group = heads // kv_heads
     room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
-    some_heads = _divisor(kv_heads, room)
+    many = q_axis.tiles * kv_axis.tiles > 1
+    some_heads = 1 if many and _heads_differ(record) else _divisor(kv_heads, room)  # each head skips its own tiles
     rows = _divisor(batch, room // kv_heads) if some_heads == kv_heads else 1
-    if q_axis.tiles * kv_axis.tiles > 1 and _rows_differ(record):
+    if many and _rows_differ(record):
         rows = 1  # each batch row then skips its own tiles
     return Plan(q_axis, kv_axis, rows, some_heads, group, (batch // rows, kv_heads // some_heads))
 
@@ -127,6 +128,10 @@ def _int32(starts: Sequence[Any]) -> list[jax.Array]:
 def _divisor(n: int, limit: int) -> int:
     """The largest divisor of n that is at most limit (at least 1)."""
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, limit))
+
+
+def _heads_differ(record: TiledAttention) -> bool:
+    return record.pattern is not None and record.pattern.heads is not None
 
 
 def _rows_differ(record: TiledAttention) -> bool:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel import _compat
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, make_plan, put
@@ -63,7 +64,12 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    state = _initial(record)
+    return attend(record, params, record.query.dtype)
+
+
+def attend(record: TiledAttention, params: FwdParams, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
+    """`forward` with the output in a dtype of choice: parts of an attention that are yet to be merged stay wide."""
+    state = _compat.as_varying(_initial(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
         return _pack(state)
     plan = make_plan(record, *sizes(params))
@@ -84,7 +90,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
             at,
             lambda tile, running: key_tile(tile, running, False),
             lambda tile, running: key_tile(tile, running, True),
-            _start(record, plan),
+            _compat.as_varying(_start(record, plan), record),
         )
         return _store(state, _finish(running, record, plan, at), plan, at)
 
@@ -143,12 +149,12 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(x == -jnp.inf, 0, x)
 
 
-def _initial(record: TiledAttention) -> dict[str, jax.Array]:
+def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
     """The arrays that query tiles are stored into; already right where there are no keys."""
     (b, t, h, _), dtype = record.query.shape, accumulator(record)
     sink = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
     state = {
-        "output": jnp.zeros((b, t, h, record.value.shape[3]), record.query.dtype),
+        "output": jnp.zeros((b, t, h, record.value.shape[3]), output),
         "lse": jnp.broadcast_to(sink[:, None], (b, h, t)),
     }
     if not record.normalize_output:

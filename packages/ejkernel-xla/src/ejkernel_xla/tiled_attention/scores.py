@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.families import dropout
 from ejkernel.families.tiled_attention import FAR, TiledAttention, band
+from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan, take
 
 
@@ -133,6 +135,8 @@ def allow(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array) -> ja
         terms.append(q[:, None, None, :, None] == k[:, None, None, None, :])
     if record.mask is not None:
         terms.append(load_pairs(record.mask, plan, at, tile))
+    if record.pattern is not None:
+        terms.append(_in_pattern(record, record.pattern, plan, at, tile))
     if plan.keys.ragged:
         terms.append(plan.keys.fresh(tile))
     return functools.reduce(jnp.logical_and, terms) if terms else None
@@ -149,6 +153,19 @@ def _in_band(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array) ->
         low, high = FAR if left is None else left, FAR if right is None else right
         return (k - q + low).astype(jnp.uint32) <= jnp.uint32(low + high)
     return jnp.logical_and(left is None or k >= q - left, right is None or k <= q + right)
+
+
+def _in_pattern(record: TiledAttention, pattern: Mask, plan: Plan, at: Cursor, tile: jax.Array) -> jax.Array:
+    """Whether pairs are in the pattern, bool broadcastable to [b, h, g, t, s]."""
+    sizes = (plan.queries.block, plan.keys.block)
+    query, key = at.query + _origin(record, 2), plan.keys.start(tile) + _origin(record, 3)
+    if not isinstance(pattern, MultiHeadMask):
+        return pattern.allowed(query, key, sizes)
+    heads = at.head * plan.group + _origin(record, 1) + jnp.arange(plan.heads * plan.group, dtype=jnp.int32)
+    branches = [functools.partial(mask.allowed, query, key, sizes) for mask in pattern.distinct]
+    which = jnp.asarray(pattern.which, jnp.int32)[heads]
+    allowed = lax.map(lambda n: lax.switch(n, branches), which)
+    return allowed.reshape(plan.heads, plan.group, *sizes)
 
 
 def dropout_rows(record: TiledAttention, plan: Plan, at: Cursor) -> jax.Array | None:

@@ -10,6 +10,10 @@ BLOCK = 512
 """Long enough that matrix products dominate, short enough that a causal mask or a window leaves most tiles out."""
 
 
+PATTERN_BLOCK = 128
+"""What a pattern leaves out comes in pieces, of which small tiles miss more."""
+
+
 def sizes(params: FwdParams | BwdParams) -> tuple[int, int]:
     """Queries and keys a tile."""
     return params.q_blocksize or BLOCK, params.kv_blocksize or BLOCK
@@ -20,12 +24,15 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> FwdP
 
     Half as many keys in a band: tiles that it only touches at a corner are what it costs beyond its own size.
     """
+    if record.pattern is not None:
+        return _params(record, direction, PATTERN_BLOCK, PATTERN_BLOCK)
     return _params(record, direction, BLOCK, BLOCK if None in band(record) else BLOCK // 2)
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
     """Tile sizes worth measuring for a record on a device."""
-    pairs = ((256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
+    small = () if record.pattern is None else ((64, 64), (128, 128))
+    pairs = (*small, (256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
     return tuple(dict.fromkeys(_params(record, direction, *pair) for pair in pairs))
 
 

@@ -2,7 +2,9 @@
 
 For every tile the extremes of its positions and segment ids decide, once per call: a tile pair is *empty* when no
 query of it can see any key, and *full* when every query sees every key. Without explicit positions and segment ids
-this is arithmetic at trace time; otherwise the tables are traced, and loop bounds follow the values.
+this is arithmetic at trace time; otherwise the tables are traced, and loop bounds follow the values. The tiles left by
+masks of that kind lie next to each other; those of a pattern need not, and `ejkernel_xla.tiled_attention.patterns`
+lists them.
 """
 
 import dataclasses
@@ -16,6 +18,7 @@ from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan
+from ejkernel_xla.tiled_attention.patterns import ListedVisits, list_visits
 from ejkernel_xla.tiled_attention.scores import segment_ids
 
 Carry = TypeVar("Carry")
@@ -56,8 +59,20 @@ class Visits:
         return lax.fori_loop(jnp.zeros_like(count), count, step, carry)
 
 
-def find_visits(record: TiledAttention, plan: Plan) -> Visits:
+def find_visits(record: TiledAttention, plan: Plan) -> Visits | ListedVisits:
     """Sorts the tile pairs of a record into empty, full and masked ones."""
+    some, every, traced = _sorted(record, plan)
+    if record.pattern is not None:
+        return list_visits(record, record.pattern, plan, some, every)
+    first, last, clear, unclear = _runs(some, every, jnp if traced else np)
+    any_full = record.mask is None and (traced or bool((unclear > clear).any()))
+    any_masked = traced or bool((last - first > unclear - clear).any())
+    return Visits(first, last, clear, unclear, any_full, any_masked)
+
+
+def _sorted(record: TiledAttention, plan: Plan) -> tuple[Any, Any, bool]:
+    """Which tile pairs have work and which of them are full, [chunks | 1, query tiles, key tiles], and whether the
+    tables are traced."""
     ids = segment_ids(record)
     traced = record.q_positions is not None or record.kv_positions is not None or ids is not None
     xp = jnp if traced else np
@@ -70,10 +85,7 @@ def find_visits(record: TiledAttention, plan: Plan) -> Visits:
     some, every = _per_chunk(some, plan).any(axis=1), _per_chunk(every, plan).all(axis=1)
     if record.mask is not None:
         every = every & False
-    first, last, clear, unclear = _runs(some, every, xp)
-    any_full = record.mask is None and (traced or bool((unclear > clear).any()))
-    any_masked = traced or bool((last - first > unclear - clear).any())
-    return Visits(first, last, clear, unclear, any_full, any_masked)
+    return some, every, traced
 
 
 def _banded(record: TiledAttention, plan: Plan, xp: Any) -> tuple[Any, Any]:

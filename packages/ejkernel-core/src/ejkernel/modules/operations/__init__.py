@@ -1,68 +1,71 @@
 """One module an operation; the public functions are re-exported by `ejkernel.modules`.
 
-`OPS` is the list that dispatch, the command line, the docs and the tests go by.
+`EXPORTS` is the one table of operations: the module of each, which holds its `OP`, with the public names it defines.
+`OPS`, the list that dispatch, the command line, the docs and the tests go by, is made from it when it is first asked
+for, so that importing one operation does not import the others.
 """
 
-from ejkernel.modules.operations import (
-    chunked_prefill_paged_decode,
-    decode_attention,
-    flash_attention,
-    gated_delta_rule,
-    gated_linear_attention,
-    grouped_matmul,
-    kernel_delta_attention,
-    lightning_attention,
-    mean_pooling,
-    page_attention,
-    prefill_page_attention,
-    ragged_decode_attention,
-    ragged_gated_delta_rule,
-    ragged_page_attention_v2,
-    ragged_page_attention_v3,
-    recurrent_attention,
-    state_space_v2,
-    unified_attention,
-)
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-OPS = (
-    chunked_prefill_paged_decode.OP,
-    decode_attention.OP,
-    flash_attention.OP,
-    gated_delta_rule.OP,
-    gated_linear_attention.OP,
-    kernel_delta_attention.OP,
-    lightning_attention.OP,
-    page_attention.OP,
-    prefill_page_attention.OP,
-    ragged_decode_attention.OP,
-    ragged_gated_delta_rule.OP,
-    ragged_page_attention_v2.OP,
-    ragged_page_attention_v3.OP,
-    recurrent_attention.OP,
-    state_space_v2.OP,
-    unified_attention.OP,
-    mean_pooling.OP,
-    grouped_matmul.OP,
-)
+if TYPE_CHECKING:
+    from ejkernel.ops.model import Op
 
-__all__ = [
-    "OPS",
-    "chunked_prefill_paged_decode",
-    "decode_attention",
-    "flash_attention",
-    "gated_delta_rule",
-    "gated_linear_attention",
-    "grouped_matmul",
-    "kernel_delta_attention",
-    "lightning_attention",
-    "mean_pooling",
-    "page_attention",
-    "prefill_page_attention",
-    "ragged_decode_attention",
-    "ragged_gated_delta_rule",
-    "ragged_page_attention_v2",
-    "ragged_page_attention_v3",
-    "recurrent_attention",
-    "state_space_v2",
-    "unified_attention",
-]
+    OPS: tuple[Op, ...]
+
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "attention": ("Attention", "attention"),
+    "blocksparse_attention": ("BlockSparseAttention", "blocksparse_attention"),
+    "chunked_prefill_paged_decode": ("ChunkedPrefillPagedDecode", "chunked_prefill_paged_decode"),
+    "decode_attention": ("DecodeAttention", "decode_attention"),
+    "flash_attention": ("FlashAttention", "flash_attention"),
+    "flash_mla": ("FlashMLA", "flash_mla", "mla_attention"),
+    "gated_delta_rule": ("GatedDeltaRule", "gated_delta_rule", "gdr_attention"),
+    "gated_linear_attention": ("GLAttention", "gated_linear_attention", "gla_attention", "recurrent_gla"),
+    "grouped_matmul": ("GroupedMatmul", "grouped_matmul"),
+    "gru": ("GRU", "gru"),
+    "kernel_delta_attention": ("KernelDeltaAttention", "kda_attention", "kda_decay", "kernel_delta_attention"),
+    "lightning_attention": ("LightningAttention", "lightning_attention", "lightning_attn"),
+    "lstm": ("LSTM", "lstm"),
+    "mean_pooling": ("MeanPooling", "mean_pooling"),
+    "mla_decode": ("MLADecode", "flash_mla_decode", "mla_decode"),
+    "native_sparse_attention": ("NativeSparseAttention", "native_sparse_attention"),
+    "page_attention": ("PageAttention", "page_attention"),
+    "prefill_page_attention": ("PrefillPageAttention", "prefill_page_attention"),
+    "ragged_decode_attention": ("RaggedDecodeAttention", "ragged_decode_attention"),
+    "ragged_gated_delta_rule": ("RaggedGatedDeltaRule", "ragged_gated_delta_rule"),
+    "ragged_page_attention_v2": (
+        "RaggedPageAttention",
+        "RaggedPageAttentionv2",
+        "ragged_page_attention",
+        "ragged_page_attention_v2",
+    ),
+    "ragged_page_attention_v3": ("RaggedPageAttentionv3", "ragged_page_attention_v3"),
+    "recurrent_attention": ("RecurrentAttention", "recurrent", "recurrent_attention"),
+    "ring_attention": ("RingAttention", "ring_attention"),
+    "rnn": ("RNN", "rnn"),
+    "scaled_dot_product_attention": ("ScaledDotProductAttention", "scaled_dot_product_attention"),
+    "state_space_v1": ("StateSpaceV1", "state_space_v1"),
+    "state_space_v2": ("StateSpaceV2", "state_space_v2"),
+    "unified_attention": ("UnifiedAttention", "unified_attention"),
+}
+
+__all__ = ["EXPORTS", "OPS"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OPS":
+        globals()["OPS"] = tuple(_module(operation).OP for operation in EXPORTS)
+        return globals()["OPS"]
+    if name in EXPORTS:
+        return _module(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *EXPORTS})
+
+
+def _module(operation: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{operation}")

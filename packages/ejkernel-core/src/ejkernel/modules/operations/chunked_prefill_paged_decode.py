@@ -190,7 +190,7 @@ def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
         softmax_aux=per_head(args.softmax_aux, args.queries),
         alibi_slopes=per_head(args.alibi_slopes, args.queries),
         causal=args.causal,
-        sliding_window=args.sliding_window,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
     )
 

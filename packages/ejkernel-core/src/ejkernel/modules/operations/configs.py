@@ -5,6 +5,16 @@ from typing import ClassVar, Self
 
 import msgspec
 
+from ejkernel.modules.operations.attention_configs import (
+    AttentionConfig,
+    BlockSparseAttentionConfig,
+    ScaledDotProductAttentionConfig,
+)
+from ejkernel.modules.operations.latent_configs import (
+    FlashMLAConfig,
+    MLADecodeConfig,
+    NativeSparseAttentionConfig,
+)
 from ejkernel.modules.operations.paged_configs import (
     ChunkedPrefillPagedDecodeConfig,
     DecodeAttentionConfig,
@@ -36,11 +46,14 @@ from ejkernel.modules.operations.sequence_configs import (
 from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, Direction, FwdParams
 
 __all__ = [
+    "AttentionConfig",
     "BaseOperationConfig",
+    "BlockSparseAttentionConfig",
     "BwdParams",
     "ChunkedPrefillPagedDecodeConfig",
     "DecodeAttentionConfig",
     "FlashAttentionConfig",
+    "FlashMLAConfig",
     "FwdParams",
     "GLAttentionConfig",
     "GRUConfig",
@@ -49,7 +62,9 @@ __all__ = [
     "KernelDeltaAttentionConfig",
     "LSTMConfig",
     "LightningAttentionConfig",
+    "MLADecodeConfig",
     "MeanPoolingConfig",
+    "NativeSparseAttentionConfig",
     "PageAttentionConfig",
     "PagedAttentionConfig",
     "PrefillPageAttentionConfig",
@@ -59,6 +74,7 @@ __all__ = [
     "RaggedPageAttentionv2Config",
     "RaggedPageAttentionv3Config",
     "RecurrentAttentionConfig",
+    "ScaledDotProductAttentionConfig",
     "StateSpaceV1Config",
     "StateSpaceV2Config",
     "UnifiedAttentionConfig",
@@ -90,3 +106,8 @@ class FlashAttentionConfig(BaseOperationConfig):
     @classmethod
     def from_parts(cls, forward: FwdParams | None, backward: BwdParams | None) -> Self:
         return cls(fwd_params=forward, bwd_params=backward)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingAttentionConfig(FlashAttentionConfig):
+    """Tiles of `ring_attention`, of one device's part; fields as in `FlashAttentionConfig`."""

@@ -174,7 +174,7 @@ def lower(args: DecodeAttentionArguments) -> PagedAttention:
         kv_layout="pshd",
         kv_heads=None,
         softmax_aux=per_head(args.softmax_aux, args.query),
-        sliding_window=args.sliding_window,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
     )
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.recurrence_cases import (
     BOUNDS,
-    Case,
     Row,
     Sizes,
     gates,
@@ -15,6 +14,7 @@ from ejkernel.modules.operations.recurrence_cases import (
     make_cases,
     normal,
 )
+from ejkernel.ops.model import Case
 
 SLOTS = 6
 
@@ -40,7 +40,8 @@ def _weak(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**made, "beta": made["beta"] / sizes.k, "use_qk_l2norm": False, "softmax_scale": 0.3}
 
 
-_CHANNELS: Row = ("decay of channels, grouped", Sizes(g=2, v=12), _decay_of_channels, ("beta", "decay", "initial_state"), ())
+_GIVEN = ("beta", "decay", "initial_state")
+_CHANNELS: Row = ("decay of channels, grouped", Sizes(g=2, v=12), _decay_of_channels, _GIVEN, ())
 _MODEL: Row = ("model", Sizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
 _KERNEL: tuple[Row, ...] = (
     ("no decay", Sizes(t=7, g=1, k=6, v=10), gates("beta"), ("beta",), ("awkward",)),

@@ -35,7 +35,7 @@ class GroupedMatmulArguments:
     lhs: jax.Array
     rhs: jax.Array
     group_sizes: jax.Array
-    group_offset: jax.Array | None = None
+    group_offset: jax.Array | int | None = None
     existing_out: jax.Array | None = None
     preferred_element_type: Any = static(None)
     rhs_scale: jax.Array | None = None

@@ -35,13 +35,13 @@ def lstm(
     x: Float[Array, "b t f"],
     weight_ih: Float[Array, "r g f"],
     weight_hh: Float[Array, "l r g u"],
+    /,
     bias_ih: Float[Array, "l r g"] | None = None,
     bias_hh: Float[Array, "l r g"] | None = None,
     weight_ih_deep: Float[Array, "k r g w"] | None = None,
     initial_hidden: Float[Array, "s b u"] | None = None,
     initial_cell: Float[Array, "s b u"] | None = None,
     seq_lengths: Integer[Array, " b"] | None = None,
-    /,
     *,
     platform: str | None = None,
     cfg: LSTMConfig | None = None,
@@ -53,8 +53,7 @@ def lstm(
 
     Shape letters: B rows, T tokens, F features, L layers, R directions (1, or 2 for a bidirectional network), H hidden
     size. The formula is in `ejkernel.families.recurrent_network`; the order of the gates is input, forget,
-    cell, output. The inputs of all tokens are multiplied at once, and the backward pass multiplies those of all tokens
-    at once too.
+    cell, output. Products that wait for no state are taken over several tokens at once, forward and backward.
 
     Args:
         x: [B, T, F] float16, bfloat16, float32 or float64.
@@ -71,8 +70,8 @@ def lstm(
         platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
         cfg: Configuration for this call alone; changes speed, not results.
         mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Rows can be split.
+        in_specs: Partition specs of the arguments up to `seq_lengths`, in order; trailing ones may be left out and then
+            follow from the others. Rows can be split.
         out_specs: Partition specs of the results, in order; must follow from the inputs'.
 
     Returns:
@@ -91,7 +90,7 @@ def lstm(
         x = jax.random.normal(jax.random.key(0), (2, 10, 3))
         weight_ih = jax.random.normal(jax.random.key(1), (2, 4 * 5, 3))  # directions, gates x units, features
         weight_hh = jax.random.normal(jax.random.key(2), (1, 2, 4 * 5, 5))
-        output, hidden, cell = lstm(x, weight_ih, weight_hh, None, None, None, None, None, jnp.array([10, 7]))
+        output, hidden, cell = lstm(x, weight_ih, weight_hh, seq_lengths=jnp.array([10, 7]))
         assert output.shape == (2, 10, 10) and hidden.shape == (2, 2, 5)
         assert not output[1, 7:].any() and jnp.allclose(hidden[0], output[jnp.arange(2), jnp.array([9, 6]), :5])
         ```

@@ -196,7 +196,7 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
         kv_layout=args.kv_layout,
         kv_heads=None,
         softmax_aux=per_head(args.softmax_aux, query),
-        sliding_window=args.sliding_window,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.attn_logits_soft_cap,
     )
 

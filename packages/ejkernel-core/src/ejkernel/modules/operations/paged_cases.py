@@ -227,15 +227,15 @@ def prefill_cases(arguments: type) -> tuple[Case, ...]:
     rows: tuple[Row, ...] = (
         ("chunk", chunk, nothing, (), ()),
         (
-            "whole prompt, head size 60",
-            Sizes(lens=(63,), q_lens=(63,), h=8, g=1, d=60, v=48),
+            "whole prompt, head size 60, bfloat16",
+            _half(Sizes(lens=(63,), q_lens=(63,), h=8, g=1, d=60, v=48)),
             nothing,
             (),
             ("awkward",),
         ),
         ("window", chunk, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
         ("soft cap", chunk, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
-        ("sinks, bfloat16", _half(chunk), lambda k: per_head(k, "softmax_aux", chunk), ("softmax_aux",), ()),
+        ("sinks", chunk, lambda k: per_head(k, "softmax_aux", chunk), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
     )
     return table(arguments, prefill_inputs, rows)

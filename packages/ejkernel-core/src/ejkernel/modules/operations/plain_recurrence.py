@@ -69,7 +69,7 @@ def validate(args: RecurrentAttentionArguments) -> None:
 
 def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
     """The family's record of a call: gates added up, one order of time."""
-    tokens = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
+    tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
     tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
     state, bounds = args.initial_state, args.cu_seqlens
     if args.reverse:
@@ -90,7 +90,7 @@ def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
     )
 
 
-def finish(args: RecurrentAttentionArguments, output: tuple[jax.Array, jax.Array]) -> Any:
+def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
     """The public result: in the caller's order of time and rank, with the states if asked for."""
     read, state = output
     if args.reverse:

@@ -161,7 +161,7 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
         kv_layout=args.kv_layout,
         kv_heads=None,
         softmax_aux=per_head(args.softmax_aux, args.query),
-        sliding_window=args.sliding_window,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.attn_logits_soft_cap,
     )
 

@@ -42,7 +42,7 @@ class RaggedDecodeAttentionArguments:
     logits_soft_cap: float | None = static(None)
 
     def __post_init__(self) -> None:
-        window = self.sliding_window
+        window: Any = self.sliding_window
         if window is not None and not isinstance(window, tuple):
             raise ValueError(
                 f"sliding_window: got {got(window)}, wants (left, right): an int means (w, w) in operations on dense "

@@ -38,8 +38,9 @@ class RaggedGatedDeltaRuleArguments:
         size = self.chunk_size
         object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
         object.__setattr__(self, "use_qk_l2norm", as_flag("use_qk_l2norm", self.use_qk_l2norm))
-        if self.query_start_loc is not None and rank(self.query) == 3:
-            check_cumulative("query_start_loc", self.query_start_loc, 1, self.query.shape[0])
+        starts: Any = self.query_start_loc
+        if starts is not None and rank(self.query) == 3:
+            check_cumulative("query_start_loc", starts, 1, self.query.shape[0])
 
 
 def ragged_gated_delta_rule(

@@ -207,7 +207,7 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
         kv_heads=None,
         num_seqs=jnp.reshape(args.num_seqs, ()),
         softmax_aux=per_head(args.softmax_aux, args.queries),
-        sliding_window=args.sliding_window,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
         compute_dtype=args.compute_dtype,
     )

@@ -220,8 +220,10 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
     tails: dict[Layout, tuple[int, ...]] = {"interleaved": (-(-2 * kv_heads // pack), pack, -(-size // LANES) * LANES)}
     if 2 * size == LANES:
         tails["lanes"] = (-(-kv_heads // pack), pack, LANES)
-    wanted = {name: shape for name, shape in tails.items() if args.kv_layout in (None, name)}
-    fitting = [name for name, shape in wanted.items() if shape == tail]
+    wanted: dict[Layout, tuple[int, ...]] = {
+        name: shape for name, shape in tails.items() if args.kv_layout in (None, name)
+    }
+    fitting: list[Layout] = [name for name, shape in wanted.items() if shape == tail]
     if len(fitting) == 1:
         return fitting[0]
     shape = tuple(args.kv_cache.shape)
@@ -255,7 +257,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         new_keys=args.keys,
         new_values=args.values,
         softmax_aux=per_head(args.softmax_aux, args.queries),
-        sliding_window=args.sliding_window,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
         value_scale=1.0 if args.v_scale is None else args.v_scale,
     )

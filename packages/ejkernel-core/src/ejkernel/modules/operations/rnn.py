@@ -39,12 +39,12 @@ def rnn(
     x: Float[Array, "b t f"],
     weight_ih: Float[Array, "r g f"],
     weight_hh: Float[Array, "l r g u"],
+    /,
     bias_ih: Float[Array, "l r g"] | None = None,
     bias_hh: Float[Array, "l r g"] | None = None,
     weight_ih_deep: Float[Array, "k r g w"] | None = None,
     initial_hidden: Float[Array, "s b u"] | None = None,
     seq_lengths: Integer[Array, " b"] | None = None,
-    /,
     *,
     nonlinearity: Literal["tanh", "relu"] = "tanh",
     platform: str | None = None,
@@ -56,8 +56,8 @@ def rnn(
     """A recurrent network without gates (Elman 1990), as cuDNN and PyTorch define it.
 
     Shape letters: B rows, T tokens, F features, L layers, R directions (1, or 2 for a bidirectional network), H hidden
-    size. The formula is in `ejkernel.families.recurrent_network`. The inputs of all tokens are multiplied at
-    once, and the backward pass multiplies those of all tokens at once too.
+    size. The formula is in `ejkernel.families.recurrent_network`. Products that wait for no state are
+    taken over several tokens at once, forward and backward.
 
     Args:
         x: [B, T, F] float16, bfloat16, float32 or float64.
@@ -74,8 +74,8 @@ def rnn(
         platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
         cfg: Configuration for this call alone; changes speed, not results.
         mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Rows can be split.
+        in_specs: Partition specs of the arguments up to `seq_lengths`, in order; trailing ones may be left out and then
+            follow from the others. Rows can be split.
         out_specs: Partition specs of the results, in order; must follow from the inputs'.
 
     Returns:
@@ -94,7 +94,7 @@ def rnn(
         x = jax.random.normal(jax.random.key(0), (2, 10, 3))
         weight_ih = jax.random.normal(jax.random.key(1), (2, 5, 3))  # directions, units, features
         weight_hh = jax.random.normal(jax.random.key(2), (1, 2, 5, 5))
-        output, hidden = rnn(x, weight_ih, weight_hh, None, None, None, None, jnp.array([10, 7]))
+        output, hidden = rnn(x, weight_ih, weight_hh, seq_lengths=jnp.array([10, 7]))
         assert output.shape == (2, 10, 10) and hidden.shape == (2, 2, 5)
         assert not output[1, 7:].any() and jnp.allclose(hidden[0], output[jnp.arange(2), jnp.array([9, 6]), :5])
         ```

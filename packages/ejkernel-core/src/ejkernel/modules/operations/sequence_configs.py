@@ -6,7 +6,18 @@ from ejkernel.ops.config.params import BaseOperationConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeanPoolingConfig(BaseOperationConfig):
+class _SequenceConfig(BaseOperationConfig):
+    """Sizes that are positive, or left to the heuristics."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{field.name}: got {value}, wants at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanPoolingConfig(_SequenceConfig):
     """Tiles of `mean_pooling`. `None` lets the heuristics decide.
 
     Attributes:
@@ -23,7 +34,7 @@ class MeanPoolingConfig(BaseOperationConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedMatmulConfig(BaseOperationConfig):
+class GroupedMatmulConfig(_SequenceConfig):
     """Tiles of `grouped_matmul`. `None` lets the heuristics decide.
 
     Attributes:
@@ -42,7 +53,7 @@ class GroupedMatmulConfig(BaseOperationConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StateSpaceV1Config(BaseOperationConfig):
+class StateSpaceV1Config(_SequenceConfig):
     """Blocks of `state_space_v1`. `None` lets the heuristics decide.
 
     Attributes:
@@ -57,13 +68,15 @@ class StateSpaceV1Config(BaseOperationConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _NetworkConfig(BaseOperationConfig):
+class _NetworkConfig(_SequenceConfig):
     """How a recurrent network is run. `None` lets the heuristics decide.
 
     Attributes:
+        block_t: Tokens whose inputs are multiplied at once.
         unroll: Tokens a turn of the loop.
     """
 
+    block_t: int | None = None
     unroll: int | None = None
 
 

@@ -48,6 +48,8 @@ class StateSpaceV1Arguments:
     def __post_init__(self) -> None:
         if self.act_fn is not None and not callable(self.act_fn):
             raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
+        if self.act_fn is not None and self.gate is None:
+            raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
 
 
 def state_space_v1(
@@ -83,9 +85,10 @@ def state_space_v1(
         dt: [B, T, I] floating, the step of each token, after its softplus.
         gate: [B, T, I] floating; the output is multiplied with `act_fn(gate)`.
         initial_state: [B, I, E] floating, the state before the first token; None is zeros.
-        conv_state: [B, I, d_conv], state of the convolution in front of the scan; handed back as it is.
-        act_fn: Activation of the gate, a function of an array in the accumulator's dtype; None is `jax.nn.silu`. A call
-            is traced again for every new function object.
+        conv_state: [B, I, d_conv] floating, state of the convolution in front of the scan, which is the caller's;
+            handed back as it is, so that a layer's state is what the call returns.
+        act_fn: Activation of the gate, a function of an array in the accumulator's dtype; None is `jax.nn.silu`. Goes
+            with a gate. A call is traced again for every new function object.
         platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
         cfg: Configuration for this call alone; changes speed, not results.
         mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.

@@ -184,7 +184,7 @@ def lower(args: UnifiedAttentionArguments) -> PagedAttention:
         alibi_slopes=per_head(args.alibi_slopes, args.queries),
         qq_bias=args.qq_bias,
         causal=args.causal,
-        sliding_window=args.sliding_window,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
     )
 

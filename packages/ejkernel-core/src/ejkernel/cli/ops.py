@@ -1,0 +1,129 @@
+"""`ejkernel ops`: what every implementation of every operation serves, made from the registry."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import click
+
+from ejkernel.ops.arguments import optional_fields
+from ejkernel.ops.model import Implementation, Op, Requires
+from ejkernel.ops.plugins import Registry, registry
+
+INTRODUCTION = """\
+# Support matrix
+
+Made by `ejkernel ops` from what the installed backends declare; where a declaration is wrong, the conformance suite
+fails. What a particular call would run, and why, `ejkernel explain` says.
+
+*Splits* are the [axis letters](axes.md) over which `mesh`, `in_specs` and `out_specs` can split a call. An operation
+without a gradient refuses to be differentiated.
+"""
+
+
+@click.command()
+def ops() -> None:
+    """Print what every implementation of every operation serves, as Markdown."""
+    click.echo(support_matrix(registry()))
+
+
+def support_matrix(found: Registry) -> str:
+    """The page of everything that is registered, as Markdown.
+
+    Args:
+        found: What the plugins declared.
+    """
+    every = [(found.ops[name], found.implementations.get(name, ())) for name in sorted(found.ops)]
+    return "\n".join([INTRODUCTION, *_overview(every), *(line for row in every for line in _section(*row))])
+
+
+def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterator[str]:
+    rows = [
+        (
+            f"[{op.name}](#{op.name})",
+            ", ".join(one.name for one in implementations) or "none installed",
+            "yes" if any(one.backward for one in implementations) else "no",
+            " ".join(splits(op)) or "none",
+        )
+        for op, implementations in every
+    ]
+    yield from _table(("operation", "implementations", "gradient", "splits"), rows)
+
+
+def _section(op: Op, implementations: tuple[Implementation, ...]) -> Iterator[str]:
+    """The heading of an operation, its arguments, and a table with a column for each implementation."""
+    yield f"## {op.name}\n"
+    arguments = ", ".join(f"`{name}[{letters}]`" for name, letters in op.axes.items())
+    yield f"Arguments: {arguments}. Splits: {' '.join(splits(op)) or 'none'}. Family: {op.family.name}.\n"
+    if not implementations:
+        yield "No installed backend has an implementation.\n"
+        return
+    rows = [(label, *map(tell, implementations)) for label, tell in FACTS.items()]
+    rows = [row for row in rows if any(row[1:])]
+    rows += [(f"`{name}`", *(_field(one, name) for one in implementations)) for name in fields(op, implementations)]
+    yield from _table(("", *(one.name for one in implementations)), rows)
+
+
+def splits(op: Op) -> list[str]:
+    """The axis letters of an operation's arguments that may be split over devices, in public order."""
+    letters = dict.fromkeys(letter for axes in op.axes.values() for letter in axes.split())
+    return [letter for letter in letters if letter in op.family.shardable]
+
+
+def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
+    """The fields of the family's record that tell implementations apart: optional ones, and those with a gradient."""
+    served = {name for one in implementations for name in one.requires.handles}
+    optional = [name for name in optional_fields(op.family.record) if name in served]
+    return [*(name for name in op.family.differentiable if name not in optional_fields(op.family.record)), *optional]
+
+
+def _field(implementation: Implementation, name: str) -> str:
+    """What an implementation does with a field."""
+    backward = implementation.backward is not None and name in implementation.gradients
+    return "with gradient" if backward else "yes" if name in implementation.requires.handles else "no"
+
+
+def _requires(tell: Callable[[Requires], str]) -> Callable[[Implementation], str]:
+    """Tells the requirements of the forward pass, and of the backward pass where those differ."""
+
+    def told(implementation: Implementation) -> str:
+        forward, backward = tell(implementation.requires), tell(implementation.requires_for("backward"))
+        differs = implementation.backward is not None and backward != forward
+        return f"{forward or 'any'}; backward {backward or 'any'}" if differs else forward
+
+    return told
+
+
+def _head_dims(requires: Requires) -> str:
+    sizes = requires.head_dims
+    if isinstance(sizes, range) and sizes:
+        step = f" in steps of {sizes.step}" if sizes.step != 1 else ""
+        return f"{sizes[0]} to {sizes[-1]}{step}"
+    return ", ".join(map(str, sorted(sizes))) if isinstance(sizes, frozenset | set | tuple | list) else str(sizes or "")
+
+
+def _capability(requires: Requires) -> str:
+    return "" if requires.min_compute_capability is None else str(requires.min_compute_capability)
+
+
+def _backward(implementation: Implementation) -> str:
+    return "own" if implementation.backward else "that of another implementation, if there is one"
+
+
+FACTS: dict[str, Callable[[Implementation], str]] = {
+    "platform": lambda one: one.platform,
+    "priority": lambda one: str(one.priority),
+    "devices": _requires(lambda requires: ", ".join(sorted(requires.devices))),
+    "modules": _requires(lambda requires: ", ".join(requires.modules)),
+    "compute capability": _requires(_capability),
+    "dtypes": _requires(lambda requires: ", ".join(sorted(requires.dtypes))),
+    "head sizes": _requires(_head_dims),
+    "backward": _backward,
+}
+"""Rows about an implementation as a whole; one that is empty for all of them is left out."""
+
+
+def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(headings)} |"
+    yield f"|{'---|' * len(headings)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+    yield ""

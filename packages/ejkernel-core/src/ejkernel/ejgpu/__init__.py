@@ -1,0 +1,28 @@
+"""The functions of the older package `ejgpu`, by their names and arguments, on today's operations.
+
+They run on every device, have gradients, and take traced lengths and seeds. Dropout takes its seed as an argument.
+New code is better served by `ejkernel.modules`.
+"""
+
+from ejkernel.ejgpu.attention import flash_attention, flash_attn_varlen
+from ejkernel.ejgpu.blocks import generate_block_indices
+from ejkernel.ejgpu.linear import lightning_attn, mean_pooling, recurrent, recurrent_gla
+from ejkernel.ejgpu.sparse import apply_native_spare_attention, native_spare_attention
+from ejkernel.sample_inputs import AttentionMetadata, input_helper, varlen_input_helper
+from ejkernel.utils import numeric_gen
+
+__all__ = [
+    "AttentionMetadata",
+    "apply_native_spare_attention",
+    "flash_attention",
+    "flash_attn_varlen",
+    "generate_block_indices",
+    "input_helper",
+    "lightning_attn",
+    "mean_pooling",
+    "native_spare_attention",
+    "numeric_gen",
+    "recurrent",
+    "recurrent_gla",
+    "varlen_input_helper",
+]

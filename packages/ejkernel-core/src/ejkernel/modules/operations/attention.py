@@ -1,0 +1,281 @@
+"""Attention with its weights: the output and the matrix that made it, to look at."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ejkernel.families import attention_weights
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations import attention_cases as cases
+from ejkernel.modules.operations import flash_attention, flash_attention_cases
+from ejkernel.modules.operations.attention_configs import AttentionConfig
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
+from ejkernel.modules.operations.shapes import (
+    as_flag,
+    as_float_dtype,
+    as_number,
+    as_seed,
+    as_window,
+    check_dtype,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.types import MaskInfo
+
+
+@arguments
+class AttentionArguments:
+    """The arguments of `attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    dropout_rng: int | jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    mask_info: MaskInfo | None = None
+    init_bias: Callable[[], jax.Array] | None = static(None)
+    deterministic: bool = static(True)
+    softmax_scale: float | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    dtype: Any = static(None)
+    softmax_dtype: Any = static(None)
+    dropout_prob: float = static(0.0)
+    causal: bool = static(False)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+
+    def __post_init__(self) -> None:
+        scale, cap, dtype, softmax_dtype = self.softmax_scale, self.logits_soft_cap, self.dtype, self.softmax_dtype
+        canonical = {
+            "bias": made_bias(self.bias, self.init_bias),
+            "dropout_rng": as_seed(self.dropout_rng),
+            "init_bias": None,  # a new lambda a call would compile every call
+            "deterministic": as_flag("deterministic", self.deterministic),
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "dtype": None if dtype is None else as_float_dtype("dtype", dtype),
+            "softmax_dtype": None if softmax_dtype is None else as_float_dtype("softmax_dtype", softmax_dtype),
+            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            "causal": as_flag("causal", self.causal),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped."""
+        return self.dropout_prob > 0 and not self.deterministic
+
+
+def attention(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b s g d"],
+    value: Float[Array, "b s g v"],
+    bias: Float[Array, "#b heads #t #s"] | None = None,
+    dropout_rng: int | PRNGKeyArray | Integer[Array, ""] | Integer[Array, " words"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    /,
+    *,
+    mask_info: MaskInfo | None = None,
+    init_bias: Callable[[], Array] | None = None,
+    deterministic: bool = True,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: Any = None,
+    softmax_dtype: Any = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    platform: str | None = None,
+    cfg: AttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "b t h v"], Float[Array, "b h t s"]]:
+    """Softmax attention that also returns its weights (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
+    KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`. The weights have
+    T * S numbers a head, so memory is quadratic in the lengths; `flash_attention` computes the same output without.
+
+    Args:
+        query: [B, T, H, D] float16, bfloat16, float32 or float64.
+        key: [B, S, Hk, D], dtype of query unless `dtype` is given; H is a multiple of Hk.
+        value: [B, S, Hk, V], likewise.
+        bias: [B|1, H|Hk|1, T|1, S|1] floating, added to the scaled scores, before the soft cap; one for a KV head
+            counts for all query heads that read it. Differentiable. Applies together with masks.
+        dropout_rng: JAX key, or integer of which the low 32 bits count; may be traced. Needed when weights are dropped.
+            The same one drops the same weights on every backend, in both passes.
+        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
+            unscaled and unmasked, and carry no value. Differentiable.
+        mask_info: Mask, segments and positions; applies together with everything else.
+        init_bias: Called without arguments for the bias where `bias` is None, when the call is made or traced.
+        deterministic: True drops nothing, whatever `dropout_prob`.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        dtype: Floating dtype that query, key and value are cast to, and that of the results; None means query's.
+        softmax_dtype: Floating dtype that scores are rounded to before the softmax, whose sums are float32; None,
+            float32 and wider round nothing.
+        dropout_prob: Probability in [0, 1) of dropping a softmax weight, each on its own; kept ones are scaled by
+            `1 / (1 - p)`.
+        causal: Key position at most query position. Positions count from the first token of each side (top-left),
+            unless `mask_info` gives them.
+        sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
+            None on a side leaves it open.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others. Batch, heads and queries can be split, keys and head size cannot.
+        out_specs: Partition specs of output and weights; must follow from the inputs'.
+
+    Returns:
+        The output [B, T, H, V] and the weights [B, H, T, S] that made it, after dropout; the weights of a row sum to at
+        most 1 before it. Rows with nothing to attend are 0, and so is their gradient.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import attention
+
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16, 4, 8))
+        output, weights = attention(query, key, value, causal=True)
+        assert output.shape == (1, 16, 4, 8) and weights.shape == (1, 4, 16, 16)
+        assert jnp.allclose(weights.sum(axis=-1), 1, atol=1e-6)
+        ```
+    """
+    args = AttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        dropout_rng=dropout_rng,
+        softmax_aux=softmax_aux,
+        mask_info=mask_info,
+        init_bias=init_bias,
+        deterministic=deterministic,
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        dtype=dtype,
+        softmax_dtype=softmax_dtype,
+        dropout_prob=dropout_prob,
+        causal=causal,
+        sliding_window=sliding_window,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: AttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
+        check_shape(name, getattr(args, name), axes, {})
+        check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    if args.drops and args.dropout_rng is None:
+        raise ValueError("dropout_rng: got None with dropout_prob > 0 and deterministic=False, wants a key or an int")
+    if args.dropout_rng is not None:
+        _check_rng(args.dropout_rng)
+    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
+
+
+def _check_rng(rng: Any) -> None:
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+        return
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or (shape and (dtype, shape) != (jnp.uint32, words)):
+        raise ValueError(f"dropout_rng: got {got(rng)}, wants a jax key or an integer, in an array of shape () or not")
+
+
+def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:
+    """The same call of `flash_attention`, which has no weights to return."""
+    bias, heads, kv_heads = args.bias, args.query.shape[2], args.key.shape[2]
+    if bias is not None and bias.ndim == 4 and bias.shape[1] == kv_heads > 1 and heads % kv_heads == 0:
+        bias = jnp.repeat(bias, heads // kv_heads, axis=1)
+    query, key, value = (x if args.dtype is None else x.astype(args.dtype) for x in (args.query, args.key, args.value))
+    return FlashAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        softmax_aux=args.softmax_aux,
+        mask_info=args.mask_info,
+        softmax_scale=args.softmax_scale,
+        dropout_prob=args.dropout_prob if args.drops else 0.0,
+        causal=args.causal,
+        dropout_seed=_seed(args.dropout_rng) if args.drops else None,
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+        normalize_output=True,
+        precision=lax.Precision.DEFAULT,
+        logits_dtype=jnp.float32 if args.softmax_dtype is None else args.softmax_dtype,
+    )
+
+
+def _seed(rng: Any) -> jax.Array:
+    """The project's dropout seed, uint32, from an integer or a key."""
+    if jnp.issubdtype(rng.dtype, jnp.integer) and not jnp.ndim(rng):
+        return jnp.asarray(rng).astype(jnp.uint32)
+    return jax.random.bits(rng, (), jnp.uint32)
+
+
+def lower(args: AttentionArguments) -> TiledAttention:
+    """The tiled-attention record of a call."""
+    return flash_attention.lower(_as_flash(args))
+
+
+def reference(args: AttentionArguments) -> tuple[jax.Array, jax.Array]:
+    """The operation's meaning in plain jnp."""
+    return attention_weights.reference(lower(args))[0]
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """As `flash_attention_cases.make_inputs`."""
+    made = flash_attention_cases.make_inputs(dataclasses.replace(args, dropout_rng=None), key)
+    rng = args.dropout_rng
+    if rng is None:
+        return made
+    is_key = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    return dataclasses.replace(made, dropout_rng=jax.random.key(0) if is_key else jnp.zeros(rng.shape, rng.dtype))
+
+
+class Attention(Kernel[AttentionConfig, tuple[Array, Array]]):
+    """`attention` as an object."""
+
+
+OP = Op(
+    name="attention",
+    function=attention,
+    arguments=AttentionArguments,
+    family=attention_weights.FAMILY,
+    config=AttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(AttentionArguments),
+    tolerance=flash_attention.OP.tolerance,
+    make_inputs=make_inputs,
+    axes={
+        "query": "b t h d",
+        "key": "b s g d",
+        "value": "b s g v",
+        "bias": "b h t s",
+        "dropout_rng": "c",
+        "softmax_aux": "h n",
+    },
+)
+Attention.op = OP

@@ -1,0 +1,85 @@
+"""Inputs for `attention`: the named cases every backend is tested on."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
+from ejkernel.ops.model import Case
+from ejkernel.types import MaskInfo
+
+SMALL = Sizes(t=20, s=33, d=8, v=12)
+SQUARE = Sizes(t=33, s=33, d=8, v=8)
+
+
+def _masked(key: jax.Array) -> dict[str, Any]:
+    mask, bias = jax.random.split(key)
+    allowed = jax.random.bernoulli(mask, 0.6, (2, 1, 20, 33)).at[:, :, 3].set(False)
+    return {"mask_info": MaskInfo(_attention_mask=allowed), "bias": jax.random.normal(bias, (1, 2, 20, 33))}
+
+
+def _positioned(key: jax.Array) -> dict[str, Any]:
+    places = jax.random.randint(key, (2, 20), 0, 33)
+    info = MaskInfo(q_positions=places, kv_positions=jnp.arange(33)[None] + 1)
+    return {"mask_info": info, "causal": True, "sliding_window": (20, 0)}
+
+
+def _segmented(key: jax.Array) -> dict[str, Any]:
+    ids = jnp.array([[0] * 13 + [1] * 15 + [-1] * 5, [0] * 33], jnp.int32)
+    drops = {"deterministic": False, "dropout_prob": 0.3, "dropout_rng": jnp.uint32(7)}
+    return {**drops, "mask_info": MaskInfo.from_segments(ids), "causal": True}
+
+
+def _sinks(key: jax.Array) -> dict[str, Any]:
+    return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "sliding_window": 5}
+
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
+_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("plain", SQUARE, lambda k: {}, (), ()),
+    ("one query, head size 60", Sizes(t=1, s=129, g=1, d=60, v=48), lambda k: {}, (), ("awkward",)),
+    ("bias of KV heads and mask, empty rows", SMALL, _masked, ("bias", "mask"), ("awkward",)),
+    ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
+    (
+        "dropout of segments",
+        SQUARE,
+        _segmented,
+        ("q_segment_ids", "kv_segment_ids", "dropout_prob", "dropout_seed", "causal"),
+        (),
+    ),
+    ("capped, with sinks", SMALL, _sinks, ("softmax_aux", "logits_soft_cap", "sliding_window"), ()),
+    ("coarse logits", SQUARE, lambda k: {"softmax_dtype": jnp.bfloat16}, ("logits_dtype",), ()),
+    ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    (
+        "model",
+        Sizes(b=1, t=1024, s=1024, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        lambda k: {"causal": True},
+        (),
+        ("bench",),
+    ),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        inputs, options = jax.random.split(key)
+        return arguments(**qkv(inputs, sizes), **extra(options))
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))

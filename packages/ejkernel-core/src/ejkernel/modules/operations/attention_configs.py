@@ -1,0 +1,95 @@
+"""Configurations of the dense attention operations; `configs` re-exports them."""
+
+import dataclasses
+from typing import ClassVar, Self
+
+import msgspec
+
+from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, Direction, FwdParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiledAttentionConfig(BaseOperationConfig):
+    """Tiles of both passes of a tiled softmax attention.
+
+    Attributes:
+        fwd_params: Forward tiles; `None` for the heuristics. A dictionary is converted.
+        bwd_params: Backward tiles; likewise.
+    """
+
+    part_types: ClassVar[dict[str, type]] = {"forward": FwdParams, "backward": BwdParams}
+
+    fwd_params: FwdParams | None = None
+    bwd_params: BwdParams | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
+            if isinstance(getattr(self, name), dict):
+                object.__setattr__(self, name, msgspec.convert(getattr(self, name), kind))
+
+    def part(self, direction: Direction) -> FwdParams | BwdParams | None:
+        return self.fwd_params if direction == "forward" else self.bwd_params
+
+    @classmethod
+    def from_parts(cls, forward: FwdParams | None, backward: BwdParams | None) -> Self:
+        return cls(fwd_params=forward, bwd_params=backward)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSparseAttentionConfig(TiledAttentionConfig):
+    """Tiles of `blocksparse_attention`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledDotProductAttentionConfig(TiledAttentionConfig):
+    """Tiles of `scaled_dot_product_attention`: for both passes at once, or for each.
+
+    Attributes:
+        block_q: Queries a tile, in each pass that has no parameters of its own; `None` for the heuristics.
+        block_k: Keys a tile, likewise.
+        num_warps: Warps a program, likewise.
+        num_stages: Software pipeline depth, likewise.
+    """
+
+    block_q: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._shared(FwdParams)  # raises for values that are no sizes
+
+    def part(self, direction: Direction) -> FwdParams | BwdParams | None:
+        kind = FwdParams if direction == "forward" else BwdParams
+        return super().part(direction) or self._shared(kind)
+
+    def _shared(self, kind: type[FwdParams] | type[BwdParams]) -> FwdParams | BwdParams | None:
+        shared = kind(
+            q_blocksize=self.block_q,
+            kv_blocksize=self.block_k,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+        return None if shared == kind() else shared
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig(BaseOperationConfig):
+    """Tiles of `attention`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_q: Queries a tile of kernels that compute the output apart from the weights.
+        block_k: Keys a tile of such kernels.
+        weights_block_q: Queries a tile where the weights are computed.
+        weights_block_k: Keys a tile where the weights are computed.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
+    """
+
+    block_q: int | None = None
+    block_k: int | None = None
+    weights_block_q: int | None = None
+    weights_block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None

@@ -1,0 +1,329 @@
+"""Block-sparse attention: softmax attention that never visits the tiles its pattern leaves out."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Integer
+
+from ejkernel.families import packing, tiled_attention
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations import blocksparse_attention_cases as cases
+from ejkernel.modules.operations import flash_attention
+from ejkernel.modules.operations.attention_configs import BlockSparseAttentionConfig
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.shapes import (
+    as_count,
+    as_flag,
+    as_number,
+    as_window,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.types import MaskInfo
+from ejkernel.types.sparse_masks import Mask, MultiHeadMask
+
+
+@arguments
+class BlockSparseAttentionArguments:
+    """The arguments of `blocksparse_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    softmax_aux: jax.Array | None = None
+    bias: jax.Array | None = None
+    mask_info: MaskInfo | None = None
+    attention_mask: jax.Array | None = None
+    sequence_parallelism_mesh_axis_name: str | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    qkv_layouts: Any = None
+    softmax_scale: float | None = static(None)
+    mask_builder: Mask | Callable[..., Mask] | None = static(None)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    chunk_size: int | None = static(None)
+    causal: bool = static(True)
+    fused_backward: bool = static(False)
+    purify: bool = static(False)
+
+    def __post_init__(self) -> None:
+        _refuse(self.qkv_layouts, self.sequence_parallelism_mesh_axis_name)
+        scale, cap, chunk = self.softmax_scale, self.logits_soft_cap, self.chunk_size
+        canonical = {
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "mask_builder": _built(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+            "chunk_size": None if chunk is None else as_count("chunk_size", chunk, least=1),
+            "causal": as_flag("causal", self.causal),
+            "fused_backward": as_flag("fused_backward", self.fused_backward),
+            "purify": as_flag("purify", self.purify),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+
+
+def _refuse(qkv_layouts: Any, sequence_axis: Any) -> None:
+    if qkv_layouts is not None:
+        raise NotImplementedError(
+            "qkv_layouts: bounds of blocks mean something only for the block sizes they were made for, which are a "
+            "configuration here and change no answer; describe the pattern with mask_builder"
+        )
+    if sequence_axis is not None:
+        raise NotImplementedError(
+            f"sequence_parallelism_mesh_axis_name: got {sequence_axis!r}; the spec of query in in_specs says over "
+            "which mesh axes the queries are split"
+        )
+
+
+def _built(builder: Any, query: tuple[int, ...], key: tuple[int, ...]) -> Mask | None:
+    """The pattern that a `mask_builder` describes."""
+    if builder is None or isinstance(builder, Mask) or len(query) != 4 or len(key) != 4:
+        return builder
+    if not callable(builder):
+        raise ValueError(f"mask_builder: got {got(builder)}, wants a callable that returns a Mask, or a Mask")
+    heads, sizes = query[1], (query[2], key[2])
+    if not inspect.signature(builder).parameters:
+        return _as_mask(builder(), heads)
+    masks = [_as_mask(builder(*sizes, heads, head, sizes[0]), heads) for head in range(heads)]
+    alike = all(mask == masks[0] for mask in masks)
+    return masks[0] if alike else MultiHeadMask(tuple(mask.of_head(head) for head, mask in enumerate(masks)))
+
+
+def _as_mask(made: Any, heads: int) -> Mask:
+    if not isinstance(made, Mask):
+        raise ValueError(
+            f"mask_builder: returned {got(made)}, wants a Mask of ejkernel.types.sparse_masks; qkv_layouts are not "
+            "supported"
+        )
+    if made.heads not in (None, heads):
+        raise ValueError(f"mask_builder: returned masks of {made.heads} heads, wants those of query's {heads}")
+    return made
+
+
+def blocksparse_attention(
+    query: Float[Array, "b h t d"],
+    key: Float[Array, "b g s d"],
+    value: Float[Array, "b g s v"],
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    bias: Float[Array, "#b #h #t #s"] | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    attention_mask: Bool[Array, "#b #h #t #s"] | Integer[Array, "#b #h #t #s"] | None = None,
+    sequence_parallelism_mesh_axis_name: str | None = None,
+    logits_soft_cap: float | None = None,
+    qkv_layouts: Any = None,
+    softmax_scale: float | None = None,
+    mask_builder: Mask | Callable[..., Mask] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    causal: bool = True,
+    fused_backward: bool = False,
+    purify: bool = False,
+    platform: str | None = None,
+    cfg: BlockSparseAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b h t v"]:
+    """Softmax attention over a pattern that is known when the call is traced; tiles without a pair are not visited.
+
+    Shape letters: B batch, H query heads, Hk KV heads, T queries, S keys, D head size, V value size: heads come before
+    tokens. Query head h reads KV head `h // (H // Hk)`. The formula, term by term, is in
+    `ejkernel.families.tiled_attention`; sparse patterns are from Child et al. 2019 (arXiv:1904.10509). Time grows with
+    the tiles that hold an attending pair, memory with the lengths.
+
+    Everything that restricts pairs applies together: `mask_builder`, `mask_info`, `attention_mask`, `causal`,
+    `sliding_window` and `chunk_size`.
+
+    Args:
+        query: [B, H, T, D] float16, bfloat16, float32 or float64.
+        key: [B, Hk, S, D], dtype of query; H is a multiple of Hk.
+        value: [B, Hk, S, V], dtype of query.
+        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
+            unscaled and unmasked, and carry no value. Differentiable.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable.
+        mask_info: Mask, segments and positions.
+        attention_mask: [B|1, H|1, T|1, S|1], True (or nonzero) attends; every head of it counts.
+        sequence_parallelism_mesh_axis_name: Refused; the spec of query in `in_specs` says what splits the queries.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        qkv_layouts: Refused: bounds of blocks depend on block sizes, which change no answer here.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        mask_builder: The pattern: a `Mask` of `ejkernel.types.sparse_masks`, or a callable that returns one, called
+            when the call is made or traced: for every head as `(T, S, H, head, T)`, or once if it has no parameters.
+            Patterns go by indices in the whole call, also under `shard_map`; they are part of what is compiled.
+        sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
+            None on a side leaves it open.
+        chunk_size: Only tokens of the same run of `chunk_size` positions attend to each other.
+        causal: Key position at most query position. Positions, which the window and chunks go by too, count from the
+            first token of each side (top-left), unless `mask_info` gives them; then indices restrict nothing.
+        fused_backward: Whether one sweep computes all gradients. Every implementation here does so either way.
+        purify: Whether rows of padding are set to 0. They are either way.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of query, key, value, softmax_aux and bias; trailing ones may be left out and then
+            follow from the others. Batch, heads and queries can be split, keys and head size cannot.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, H, T, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NotImplementedError: `qkv_layouts` or `sequence_parallelism_mesh_axis_name` is given.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax
+        from ejkernel.modules import blocksparse_attention
+        from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask
+
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 256, 32))
+
+        def pattern(q_len, kv_len, num_heads, head, _):
+            shape = (q_len, kv_len)
+            return ChunkedCausalMask(shape, 64) if head % 2 else LocalMask(shape, (32, 0))
+
+        output = blocksparse_attention(query, key, value, mask_builder=pattern)
+        assert output.shape == (1, 4, 256, 32)
+        ```
+    """
+    args = BlockSparseAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        softmax_aux=softmax_aux,
+        bias=bias,
+        mask_info=mask_info,
+        attention_mask=attention_mask,
+        sequence_parallelism_mesh_axis_name=sequence_parallelism_mesh_axis_name,
+        logits_soft_cap=logits_soft_cap,
+        qkv_layouts=qkv_layouts,
+        softmax_scale=softmax_scale,
+        mask_builder=mask_builder,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        causal=causal,
+        fused_backward=fused_backward,
+        purify=purify,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: BlockSparseAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    for name, axes, full in (
+        ("query", "B H T D", "H T D"),
+        ("key", "B Hk S D", "Hk S"),
+        ("value", "B Hk S V", "V"),
+    ):
+        check_shape(name, getattr(args, name), axes, sizes)
+        check_not_empty(name, getattr(args, name), axes, full)
+    if args.attention_mask is not None:
+        check_shape("attention_mask", args.attention_mask, "B H T S", sizes, broadcast="B H T S")
+        if args.attention_mask.dtype != jnp.bool_:
+            check_dtype("attention_mask", args.attention_mask, jnp.integer, "bool or an integer dtype")
+    pattern: Any = args.mask_builder
+    if pattern is not None:
+        wants = (sizes["T"], sizes["S"])
+        if pattern.shape != wants:
+            raise ValueError(f"mask_builder: got a mask of shape {pattern.shape}, wants [T={wants[0]}, S={wants[1]}]")
+        if pattern.heads not in (None, sizes["H"]):
+            raise ValueError(f"mask_builder: got masks of {pattern.heads} heads, wants those of query's {sizes['H']}")
+    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
+
+
+def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
+    """The same call of `flash_attention`, without what that has no words for: pattern, chunks and `attention_mask`."""
+    return FlashAttentionArguments(
+        query=args.query.swapaxes(1, 2),
+        key=args.key.swapaxes(1, 2),
+        value=args.value.swapaxes(1, 2),
+        bias=args.bias,
+        softmax_aux=args.softmax_aux,
+        mask_info=args.mask_info,
+        softmax_scale=args.softmax_scale,
+        dropout_prob=0.0,
+        causal=args.causal,
+        sliding_window=args.sliding_window,
+        logits_soft_cap=args.logits_soft_cap,
+        normalize_output=True,
+        precision=lax.Precision.DEFAULT,
+        logits_dtype=jnp.float32,
+    )
+
+
+def lower(args: BlockSparseAttentionArguments) -> TiledAttention:
+    """The tiled-attention record of a call."""
+    record = flash_attention.lower(_as_flash(args))
+    changes: dict[str, Any] = {"pattern": args.mask_builder}
+    if args.attention_mask is not None:
+        mask = args.attention_mask.astype(bool)
+        changes["mask"] = mask if record.mask is None else mask & record.mask
+    if args.chunk_size is not None:
+        changes["q_segment_ids"], changes["kv_segment_ids"] = _chunks(args, record, args.chunk_size)
+    return dataclasses.replace(record, **changes)
+
+
+def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: int) -> tuple[jax.Array, jax.Array]:
+    """Segment ids under which tokens attend if they are of one chunk and, where there are segments, of one of these."""
+    mask, batch = args.mask_info or MaskInfo(), args.query.shape[0]
+    placed = dataclasses.replace(record, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
+    q, k = (
+        jnp.broadcast_to(x.astype(jnp.int32) // size, (batch, x.shape[1])) for x in tiled_attention.positions(placed)
+    )
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return q, k
+    return packing.both_ids((record.q_segment_ids, record.kv_segment_ids), (q, k))
+
+
+def finish(args: BlockSparseAttentionArguments, output: jax.Array) -> jax.Array:
+    """What the public function returns: the output with heads before tokens."""
+    return output.swapaxes(1, 2)
+
+
+def reference(args: BlockSparseAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return finish(args, tiled_attention.reference(lower(args))[0])
+
+
+class BlockSparseAttention(Kernel[BlockSparseAttentionConfig, Array]):
+    """`blocksparse_attention` as an object."""
+
+
+OP = Op(
+    name="blocksparse_attention",
+    function=blocksparse_attention,
+    arguments=BlockSparseAttentionArguments,
+    family=tiled_attention.FAMILY,
+    config=BlockSparseAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(BlockSparseAttentionArguments),
+    tolerance=flash_attention.OP.tolerance,
+    make_inputs=cases.make_inputs,
+    axes={
+        "query": "b h t d",
+        "key": "b g s d",
+        "value": "b g s v",
+        "softmax_aux": "h n",
+        "bias": "b h t s",
+    },
+    finish=finish,
+    output="b h t v",
+)
+BlockSparseAttention.op = OP

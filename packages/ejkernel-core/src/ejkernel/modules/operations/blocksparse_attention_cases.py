@@ -1,0 +1,103 @@
+"""Inputs for `blocksparse_attention`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules.operations import flash_attention_cases
+from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
+from ejkernel.ops.model import Case
+from ejkernel.types import MaskInfo
+from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask, Mask, NumpyMask
+
+SMALL = Sizes(t=40, s=62, d=8, v=12)
+SQUARE = Sizes(t=64, s=64, d=8, v=8)
+
+
+def _by_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+    shape = (q_len, kv_len)
+    return ChunkedCausalMask(shape, 16) if head % 3 else LocalMask(shape, (5, 9)) & CausalMask(shape, offset=4)
+
+
+def _scattered(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+    rows, columns = np.arange(q_len)[:, None] // 8, np.arange(kv_len) // 8
+    return NumpyMask((rows * 3 + columns) % 4 == 0) | LocalMask((q_len, kv_len), (0, 0))
+
+
+def _pattern(key: jax.Array) -> dict[str, Any]:
+    return {"mask_builder": _by_head, "causal": False}
+
+
+def _masked(key: jax.Array) -> dict[str, Any]:
+    mask, bias = jax.random.split(key)
+    allowed = jax.random.bernoulli(mask, 0.6, (2, 4, 40, 62)).at[:, :, 3].set(False)
+    pattern = {"mask_builder": _scattered, "causal": False}
+    return {**pattern, "attention_mask": allowed, "bias": jax.random.normal(bias, (1, 4, 40, 62))}
+
+
+def _positioned(key: jax.Array) -> dict[str, Any]:
+    places = jax.random.randint(key, (2, 40), 0, 62)
+    return {"mask_info": MaskInfo(q_positions=places, kv_positions=jnp.arange(62)[None] + 1), "sliding_window": (20, 0)}
+
+
+def _segmented(key: jax.Array) -> dict[str, Any]:
+    ids = jnp.array([[0] * 20 + [1] * 35 + [-1] * 9, [0] * 64], jnp.int32)
+    return {"mask_info": MaskInfo.from_segments(ids), "chunk_size": 24}
+
+
+def _sinks(key: jax.Array) -> dict[str, Any]:
+    return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5}
+
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
+_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("causal", SQUARE, lambda k: {}, ("causal",), ()),
+    ("one query, head size 60", Sizes(t=1, s=129, g=1, d=60, v=48), lambda k: {"causal": False}, (), ("awkward",)),
+    ("patterns by head", SQUARE, _pattern, ("pattern",), ()),
+    ("scattered blocks, mask and bias, empty rows", SMALL, _masked, ("pattern", "mask", "bias"), ("awkward",)),
+    ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
+    ("chunks of segments", SQUARE, _segmented, ("q_segment_ids", "kv_segment_ids"), ()),
+    ("capped, with sinks", SMALL, _sinks, ("softmax_aux", "logits_soft_cap"), ()),
+    ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), _pattern, ("pattern",), ()),
+    (
+        "model",
+        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        lambda k: {"mask_builder": lambda q, k, *_: LocalMask((q, k), (512, 0)), "causal": False},
+        (),
+        ("bench",),
+    ),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        inputs, options = jax.random.split(key)
+        arrays = {name: x.swapaxes(1, 2) for name, x in qkv(inputs, sizes).items()}
+        return arguments(**arrays, **extra(options))
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """As `flash_attention_cases.make_inputs`; the `attention_mask` lets everything attend."""
+    made = flash_attention_cases.make_inputs(dataclasses.replace(args, attention_mask=None), key)
+    mask = args.attention_mask
+    return made if mask is None else dataclasses.replace(made, attention_mask=jnp.ones(mask.shape, mask.dtype))

@@ -1,0 +1,314 @@
+"""Multi-head latent attention: keys and values are read out of one latent vector a token."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
+
+from ejkernel.families import tiled_attention
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations import flash_attention
+from ejkernel.modules.operations import flash_mla_cases as cases
+from ejkernel.modules.operations.latent_configs import FlashMLAConfig
+from ejkernel.modules.operations.latent_inputs import (
+    as_logits_dtype,
+    check_latent_sizes,
+    check_query_size,
+    expand,
+    flash_call,
+    rng_seed,
+    settle,
+    widened,
+)
+from ejkernel.modules.operations.shapes import (
+    as_flag,
+    as_number,
+    as_seed,
+    as_window,
+    check_cumulative,
+    check_dtype,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.types import MaskInfo
+
+
+@arguments
+class FlashMLAArguments:
+    """The arguments of `flash_mla`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key_value: jax.Array
+    w_kc: jax.Array
+    w_vc: jax.Array
+    b_q: jax.Array | None = None
+    b_k: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    softmax_scale: float | None = static(None)
+    causal: bool = static(False)
+    attention_mask: jax.Array | None = None
+    bias: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    logits_soft_cap: float | None = static(None)
+    deterministic: bool = static(True)
+    dropout_rng: int | jax.Array | None = None
+    dropout_prob: float = static(0.0)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    softmax_dtype: Any = static(None)
+
+    def __post_init__(self) -> None:
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        settle(
+            self,
+            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
+            causal=as_flag("causal", self.causal),
+            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            deterministic=as_flag("deterministic", self.deterministic),
+            dropout_rng=as_seed(self.dropout_rng),
+            dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            sliding_window=as_window("sliding_window", self.sliding_window),
+            softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
+        )
+        # The call goes on under a trace, where no values can be seen.
+        if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
+            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
+
+    @property
+    def drops(self) -> float:
+        """The probability of dropping a weight in this call."""
+        return 0.0 if self.deterministic else self.dropout_prob
+
+
+def flash_mla(
+    query: Float[Array, "b t h d"],
+    key_value: Float[Array, "b t r"],
+    w_kc: Float[Array, "r g n"],
+    w_vc: Float[Array, "r g v"],
+    b_q: Float[Array, "b t c"] | None = None,
+    b_k: Float[Array, "b t c"] | None = None,
+    cu_seqlens: Integer[Array, " n"] | None = None,
+    /,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    attention_mask: Bool[Array, "#b #h #t #t"] | Integer[Array, "#b #h #t #t"] | None = None,
+    bias: Float[Array, "#b #h #t #t"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    logits_soft_cap: float | None = None,
+    deterministic: bool = True,
+    dropout_rng: int | Integer[Array, ""] | PRNGKeyArray | None = None,
+    dropout_prob: float = 0.0,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    softmax_dtype: Any = None,
+    platform: str | None = None,
+    cfg: FlashMLAConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"]:
+    """Self-attention whose keys and values are projections of a latent vector (DeepSeek-V2, 2024, arXiv:2405.04434).
+
+    Shape letters: B batch, T tokens, H query heads, Hk KV heads, R latent size, Dn and Dr sizes of a key without and
+    with rotary position, Dv value size. Query head h reads KV head `h // (H // Hk)`. Of KV head g:
+
+        k_nope_j = key_value_j @ w_kc[:, g]
+        v_j      = key_value_j @ w_vc[:, g]
+
+    and a score, before what `ejkernel.families.tiled_attention` says about scores, is one of
+
+        (a) q . k_nope                 without b_k; Dq = Dn
+        (b) q_nope . k_nope + q_rope . b_k      with b_k; query is [nope | rope], Dq = Dn + Dr
+        (c) q . k_nope + b_q . b_k     with b_q and b_k, both shared by all heads; Dq = Dn
+
+    Keys and values are made for the KV heads, in memory linear in T, and attended to tile by tile: with as many
+    queries as keys that costs fewer products than attending to the latent vectors themselves (the *absorbed* form),
+    which is what `mla_decode` does with one query a row.
+
+    Args:
+        query: [B, T, H, Dq] float16, bfloat16, float32 or float64.
+        key_value: [B, T, R] latent vectors, dtype of query.
+        w_kc: [R, Hk, Dn], dtype of query; H is a multiple of Hk.
+        w_vc: [R, Hk, Dv], dtype of query.
+        b_q: [B, T, Dr], dtype of query; only with b_k.
+        b_k: [B, T, Dr], dtype of query.
+        cu_seqlens: Cumulative lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each other and
+            whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced;
+            values that are not are checked, for which an eager call waits. Sequences may be empty.
+        softmax_scale: Factor on the scores; None means one over the root of a key's size, Dn or Dn + Dr.
+        causal: Key position at most query position.
+        attention_mask: [B|1, H|1, T|1, T|1] bool or int, True (or nonzero) attends. Applies together with the bias.
+        bias: [B|1, H|1, T|1, T|1] floating, added to the scaled scores, before the soft cap. Differentiable.
+        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
+            unscaled and unmasked, and carry no value. Differentiable.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        deterministic: True drops nothing, whatever `dropout_prob` is.
+        dropout_rng: A PRNG key, or an integer of which the low 32 bits count; may be traced. Needed when weights are
+            dropped. The same one drops the same weights on every backend, in both passes.
+        dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
+        sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
+            None on a side leaves it open.
+        softmax_dtype: Floating dtype that scores are rounded to before the softmax; None, float32 and wider ones round
+            nothing.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others. Batch, heads and the query's tokens can be split.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, Dv] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import flash_mla
+
+        keys = jax.random.split(jax.random.key(0), 5)
+        query = jax.random.normal(keys[0], (1, 128, 8, 32 + 16))  # [nope | rope]
+        latent = jax.random.normal(keys[1], (1, 128, 64))
+        w_kc, w_vc = jax.random.normal(keys[2], (64, 8, 32)), jax.random.normal(keys[3], (64, 8, 40))
+        k_rope = jax.random.normal(keys[4], (1, 128, 16))
+        output = flash_mla(query, latent, w_kc, w_vc, None, k_rope, causal=True)
+        assert output.shape == (1, 128, 8, 40)
+        ```
+    """
+    args = FlashMLAArguments(
+        query=query,
+        key_value=key_value,
+        w_kc=w_kc,
+        w_vc=w_vc,
+        b_q=b_q,
+        b_k=b_k,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        attention_mask=attention_mask,
+        bias=bias,
+        softmax_aux=softmax_aux,
+        logits_soft_cap=logits_soft_cap,
+        deterministic=deterministic,
+        dropout_rng=dropout_rng,
+        dropout_prob=dropout_prob,
+        sliding_window=sliding_window,
+        softmax_dtype=softmax_dtype,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+mla_attention = flash_mla
+
+
+def validate(args: FlashMLAArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    given = {"query": "B T H Dq", "key_value": "B T R", "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
+    sizes = check_latent_sizes(args, given, {"b_k": "B T Dr", "b_q": "B T Dr"})
+    if args.b_q is not None and args.b_k is None:
+        raise ValueError("b_q: got it with b_k None, wants both, b_k alone, or neither")
+    check_query_size(sizes, args.b_k is not None and args.b_q is None)
+    if args.attention_mask is not None:
+        check_shape("attention_mask", args.attention_mask, "B H T T", sizes, broadcast="B H T")
+        if not jnp.issubdtype(args.attention_mask.dtype, jnp.integer):
+            check_dtype("attention_mask", args.attention_mask, jnp.bool_, "bool or an integer dtype")
+    if args.cu_seqlens is not None:
+        check_shape("cu_seqlens", args.cu_seqlens, "N+1" if sizes["B"] == 1 else "B+1", {"B+1": sizes["B"] + 1})
+        check_dtype("cu_seqlens", args.cu_seqlens, jnp.integer, "an integer dtype")
+        if not args.cu_seqlens.size:
+            raise ValueError("cu_seqlens: got shape (0,), wants [N + 1]")
+    _check_rng(args)
+    shape = args.query.shape
+    keys = jax.ShapeDtypeStruct((*shape[:2], sizes["Hk"], shape[3]), args.query.dtype)
+    # What is said of these two there holds here.
+    flash_attention.validate(
+        flash_call(query=args.query, key=keys, value=keys, bias=args.bias, softmax_aux=args.softmax_aux)
+    )
+
+
+def _check_rng(args: FlashMLAArguments) -> None:
+    rng = args.dropout_rng
+    if rng is None:
+        if args.drops > 0:
+            raise ValueError("dropout_rng: got None with weights to drop, wants a PRNG key or an integer")
+        return
+    dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
+    key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    whole = dtype is not None and (jnp.issubdtype(dtype, jnp.integer) or key) and shape == ()
+    if not whole and not (dtype == jnp.uint32 and len(shape) == 1):
+        raise ValueError(f"dropout_rng: got {got(rng)}, wants a PRNG key or an integer of shape ()")
+
+
+def lower(args: FlashMLAArguments) -> TiledAttention:
+    """The tiled-attention record of a call: keys and values of the KV heads, made out of the latent vectors."""
+    query, key = args.query, expand(args.key_value, args.w_kc)
+    if args.b_k is not None:
+        key = jnp.concatenate([key, _for_heads(args.b_k, key.shape[2])], axis=-1)
+    if args.b_q is not None:
+        query = jnp.concatenate([query, _for_heads(args.b_q, query.shape[2])], axis=-1)
+    mask = args.attention_mask
+    return flash_attention.lower(
+        flash_call(
+            query=query,
+            key=key,
+            value=expand(args.key_value, args.w_vc),
+            bias=args.bias,
+            cum_seqlens_q=args.cu_seqlens,
+            softmax_aux=args.softmax_aux,
+            mask_info=None if mask is None else MaskInfo(_attention_mask=mask.astype(bool)),
+            softmax_scale=args.softmax_scale,
+            dropout_prob=args.drops,
+            causal=args.causal,
+            dropout_seed=rng_seed(args.dropout_rng) if args.drops > 0 else None,
+            sliding_window=args.sliding_window,
+            logits_soft_cap=args.logits_soft_cap,
+            logits_dtype=args.softmax_dtype,
+        )
+    )
+
+
+def _for_heads(x: jax.Array, heads: int) -> jax.Array:
+    """[B, T, n] -> [B, T, heads, n]."""
+    return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], heads, x.shape[2]))
+
+
+def reference(args: FlashMLAArguments) -> jax.Array:
+    """The operation's meaning in plain jnp; keys and values are not rounded to the arguments' dtype."""
+    with jax.default_matmul_precision("highest"):
+        return tiled_attention.reference(lower(widened(args)))[0].astype(args.query.dtype)
+
+
+class FlashMLA(Kernel[FlashMLAConfig, Array]):
+    """`flash_mla` as an object."""
+
+
+OP = Op(
+    name="flash_mla",
+    function=flash_mla,
+    arguments=FlashMLAArguments,
+    family=tiled_attention.FAMILY,
+    config=FlashMLAConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(FlashMLAArguments),
+    tolerance=flash_attention.OP.tolerance,
+    make_inputs=cases.make_inputs,
+    axes={
+        "query": "b t h d",
+        "key_value": "b s r",
+        "w_kc": "r g n",
+        "w_vc": "r g v",
+        "b_q": "b t c",
+        "b_k": "b s c",
+        "cu_seqlens": "m",
+    },
+)
+FlashMLA.op = OP

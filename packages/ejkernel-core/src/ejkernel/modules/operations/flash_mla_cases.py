@@ -1,0 +1,153 @@
+"""Inputs for `flash_mla`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.model import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Shape of a call: batch, tokens, query heads, KV heads, latent size, sizes of key parts and of values.
+
+    `form` is the way in which keys get a position: "a", "b" or "c" of `flash_mla`.
+    """
+
+    b: int = 1
+    t: int = 31
+    h: int = 4
+    g: int = 2
+    r: int = 24
+    n: int = 16
+    rope: int = 8
+    v: int = 12
+    form: str = "b"
+    dtype: Any = jnp.float32
+
+
+def arrays(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+    """Normal arrays, with weights that keep what they project at size 1."""
+    z = sizes
+    shapes = {
+        "query": (z.b, z.t, z.h, z.n + (z.rope if z.form == "b" else 0)),
+        "key_value": (z.b, z.t, z.r),
+        "w_kc": (z.r, z.g, z.n),
+        "w_vc": (z.r, z.g, z.v),
+    }
+    shapes |= {"b_k": (z.b, z.t, z.rope)} if z.form != "a" else {}
+    shapes |= {"b_q": (z.b, z.t, z.rope)} if z.form == "c" else {}
+    keys = jax.random.split(key, len(shapes))
+    made = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in made.items()}
+
+
+def _masked(key: jax.Array, z: Sizes) -> dict[str, Any]:
+    """A mask with an empty row, and a bias: both count (T-19)."""
+    mask, bias = jax.random.split(key)
+    return {
+        "attention_mask": jax.random.bernoulli(mask, 0.6, (1, 1, z.t, z.t)).at[:, :, 3].set(False),
+        "bias": jax.random.normal(bias, (z.b, z.h, z.t, z.t)),
+    }
+
+
+def _sinks(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"softmax_aux": jax.random.normal(key, shape)}
+
+
+PLAIN = Sizes(form="a", b=2)
+ROTARY = Sizes()
+SHARED = Sizes(form="c", t=30)
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
+_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("one token", Sizes(t=1, h=2, g=1), lambda k: {"causal": True}, (), ("awkward",)),
+    (
+        "a, window, cap, coarse",
+        PLAIN,
+        lambda k: {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_dtype": jnp.bfloat16},
+        ("sliding_window", "logits_soft_cap", "logits_dtype"),
+        (),
+    ),
+    (
+        "b, causal, sinks by head",
+        ROTARY,
+        lambda k: {"causal": True, **_sinks(k, (4, 2))},
+        ("causal", "softmax_aux"),
+        (),
+    ),
+    ("c, mask and bias", SHARED, lambda k: _masked(k, SHARED), ("mask", "bias"), ("awkward",)),
+    (
+        "b, packed, dropout",
+        Sizes(t=60),
+        lambda k: {
+            "cu_seqlens": jnp.array([0, 20, 20, 51], jnp.int32),
+            "causal": True,
+            "deterministic": False,
+            "dropout_prob": 0.3,
+            "dropout_rng": jnp.uint32(7),
+        },
+        ("q_segment_ids", "kv_segment_ids", "causal", "dropout_prob", "dropout_seed"),
+        (),
+    ),
+    ("bfloat16", Sizes(dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    (
+        "model",
+        Sizes(t=4096, h=16, g=16, r=512, n=128, rope=64, v=128, dtype=jnp.bfloat16),
+        lambda k: {"causal": True},
+        (),
+        ("bench",),
+    ),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        inputs, options = jax.random.split(key)
+        return arguments(**arrays(inputs, sizes), **extra(options))
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything attending.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    made = {
+        name: _make(name, getattr(args, name), keys[name], args) for name in names if getattr(args, name) is not None
+    }
+    return dataclasses.replace(args, **made)
+
+
+def _make(name: str, shape: Any, key: jax.Array, args: Any) -> Any:
+    if name == "cu_seqlens":
+        total = args.query.shape[0] * args.query.shape[1]
+        return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)
+    if name == "attention_mask":
+        return jnp.ones(shape.shape, shape.dtype)
+    if name == "dropout_rng":
+        return key if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key) else jnp.zeros(shape.shape, shape.dtype)
+    made = jax.random.normal(key, shape.shape, jnp.float32)
+    return (made * shape.shape[0] ** -0.5 if name in ("w_kc", "w_vc") else made).astype(shape.dtype)

@@ -1,0 +1,35 @@
+"""Configurations of latent and of sparse attention; `configs` re-exports them."""
+
+import dataclasses
+
+from ejkernel.modules.operations.attention_configs import ScaledDotProductAttentionConfig
+from ejkernel.ops.config.params import BaseOperationConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashMLAConfig(ScaledDotProductAttentionConfig):
+    """Tiles of `flash_mla`; fields as in `ScaledDotProductAttentionConfig`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLADecodeConfig(ScaledDotProductAttentionConfig):
+    """Tiles of `mla_decode`; fields as in `ScaledDotProductAttentionConfig`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NativeSparseAttentionConfig(BaseOperationConfig):
+    """Tiles of `native_sparse_attention`, whose `block_size` is an argument. `None` lets the heuristics decide.
+
+    Attributes:
+        block_q: Queries whose blocks are looked up together.
+        block_k: Queries that read one block of keys at once.
+        block_d: Channels a tile.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
+    """
+
+    block_q: int | None = None
+    block_k: int | None = None
+    block_d: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None

@@ -1,0 +1,118 @@
+"""What the operations on latent vectors share: checks of their sizes, projections, seeds."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import _compat
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.shapes import (
+    as_float_dtype,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+)
+
+Record = TypeVar("Record")
+
+
+def settle(record: Any, **values: Any) -> None:
+    """Gives fields of a record that is being made their canonical values."""
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
+
+
+def flash_call(**fields: Any) -> FlashAttentionArguments:
+    """A call of `flash_attention`, which says what these operations have in common with it."""
+    return FlashAttentionArguments(**fields)
+
+
+def as_logits_dtype(name: str, value: Any) -> Any:
+    """The dtype that scores are rounded to; None and everything wider than float32 is float32: they are not rounded.
+
+    Raises:
+        ValueError: It is no floating dtype.
+    """
+    dtype = jnp.dtype("float32") if value is None else as_float_dtype(name, value)
+    return dtype if jnp.finfo(dtype).bits < 32 else jnp.dtype("float32")
+
+
+def check_latent_sizes(args: Any, required: Mapping[str, str], optional: Mapping[str, str]) -> dict[str, int]:
+    """Checks shapes and dtypes of the arrays of a call.
+
+    Args:
+        args: The argument record.
+        required: Name -> axes of the arrays that are always there; the query first.
+        optional: Likewise for those that may be None.
+
+    Returns:
+        The sizes of all axes.
+
+    Raises:
+        ValueError: A shape contradicts another, an axis is empty, or a dtype is not the query's.
+    """
+    sizes: dict[str, int] = {}
+    given = {**required, **{name: axes for name, axes in optional.items() if getattr(args, name) is not None}}
+    for name, axes in given.items():
+        check_shape(name, getattr(args, name), axes, sizes)
+        check_not_empty(name, getattr(args, name), axes, " ".join(axis for axis in axes.split() if axis != "B"))
+    lead = next(iter(required))
+    check_dtype(lead, getattr(args, lead), jnp.floating, "a floating dtype")
+    check_same_dtype({name: getattr(args, name) for name in given})
+    if sizes["H"] % sizes["Hk"]:
+        raise ValueError(
+            f"w_kc: got shape {args.w_kc.shape} with {sizes['Hk']} heads, wants a divisor of query's {sizes['H']}"
+        )
+    return sizes
+
+
+def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
+    """Checks that a query has the size of the keys' part without rotary position, plus that of the other if `rotary`.
+
+    Raises:
+        ValueError: It has another.
+    """
+    wanted = sizes["Dn"] + (sizes["Dr"] if rotary else 0)
+    if sizes["Dq"] != wanted:
+        parts = f"Dn + Dr = {sizes['Dn']} + {sizes['Dr']}" if rotary else f"w_kc's Dn = {sizes['Dn']}"
+        raise ValueError(f"query: got a head size of {sizes['Dq']}, wants {parts}")
+
+
+def expand(latent: jax.Array, weights: jax.Array) -> jax.Array:
+    """Latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
+    wide = jnp.promote_types(latent.dtype, jnp.float32)
+    return jnp.einsum("btr,rgn->btgn", latent, weights, preferred_element_type=wide).astype(latent.dtype)
+
+
+def rng_seed(rng: Any) -> jax.Array:
+    """A dropout seed, uint32 [], from an integer or a PRNG key, typed or raw."""
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or rng.ndim:
+        return jax.random.bits(rng, (), jnp.uint32)
+    return jnp.asarray(rng).astype(jnp.uint32)
+
+
+def widened(args: Record) -> Record:
+    """An argument record with its floating arrays in the accumulator's dtype: float32, or float64 for those."""
+
+    def wide(x: Any) -> Any:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(wide, args)
+
+
+def check_lengths(name: str, lengths: Any, size: int) -> None:
+    """Checks the values of lengths, where they can be read: not under a trace.
+
+    Raises:
+        ValueError: One is negative or larger than `size`.
+    """
+    if _compat.is_tracer(lengths) or not getattr(lengths, "is_fully_addressable", True):
+        return
+    values = np.asarray(jax.device_get(lengths))
+    if values.dtype.kind in "iu" and values.size and (values.min() < 0 or values.max() > size):
+        shown = np.array2string(values, threshold=16, separator=", ")
+        raise ValueError(f"{name}: got {shown}, wants lengths from 0 to the cache's {size}")

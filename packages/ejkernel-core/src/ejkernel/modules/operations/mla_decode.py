@@ -1,0 +1,241 @@
+"""Decoding with multi-head latent attention: the query goes to the latent cache, not the cache to the heads."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import tiled_attention
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations import flash_attention
+from ejkernel.modules.operations import mla_decode_cases as cases
+from ejkernel.modules.operations.latent_configs import MLADecodeConfig
+from ejkernel.modules.operations.latent_inputs import (
+    check_latent_sizes,
+    check_lengths,
+    check_query_size,
+    flash_call,
+    settle,
+    widened,
+)
+from ejkernel.modules.operations.shapes import as_number, as_window, check_dtype, check_shape
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.types import MaskInfo
+
+
+@arguments
+class MLADecodeArguments:
+    """The arguments of `mla_decode`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    latent_cache: jax.Array
+    rope_cache: jax.Array | None = None
+    w_kc: jax.Array
+    w_vc: jax.Array
+    lengths: jax.Array
+    softmax_scale: float | None = static(None)
+    softmax_aux: jax.Array | None = None
+    logits_soft_cap: float | None = static(None)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+
+    def __post_init__(self) -> None:
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        settle(
+            self,
+            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
+            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            sliding_window=as_window("sliding_window", self.sliding_window),
+        )
+        # The call goes on under a trace, where no values can be seen.
+        if getattr(self.latent_cache, "ndim", 0) == 3:
+            check_lengths("lengths", self.lengths, self.latent_cache.shape[1])
+
+
+def mla_decode(
+    query: Float[Array, "b h d"],
+    latent_cache: Float[Array, "b s r"],
+    rope_cache: Float[Array, "b s c"] | None,
+    w_kc: Float[Array, "r g n"],
+    w_vc: Float[Array, "r g v"],
+    lengths: Integer[Array, " b"],
+    /,
+    *,
+    softmax_scale: float | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    platform: str | None = None,
+    cfg: MLADecodeConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b h v"]:
+    """One query a row against a cache of latent vectors, absorbed (DeepSeek-V2, 2024, arXiv:2405.04434).
+
+    The last row of a causal `flash_mla` of form (b), up to rounding, without its keys and values: with the query
+    `[q_nope | q_rope]` of head h, and KV head g = `h // (H // Hk)`,
+
+        a_h = w_kc[:, g] @ q_nope                                     the query, absorbed
+        p   = softmax(scale * (a_h . latent_j + q_rope . rope_j))     over the cached tokens j
+        o_h = (sum_j p_j latent_j) @ w_vc[:, g]
+
+    which is attention of all heads to a single KV head of size R + Dr whose values are the latent vectors: neither
+    [B, S, Hk, Dn] keys nor [B, S, Hk, Dv] values exist. Serving libraries call it MLA decode.
+
+    Shape letters: B batch, S tokens of a cache, H query heads, Hk KV heads, R latent size, Dn and Dr sizes of a key
+    without and with rotary position, Dv value size.
+
+    Args:
+        query: [B, H, Dn + Dr] (Dn without rotary part) float16, bfloat16, float32 or float64.
+        latent_cache: [B, S, R], dtype of query; or [B, S, R + Dr], the two caches as one array: two are joined in every
+            call, which takes a copy.
+        rope_cache: [B, S, Dr], dtype of query. None where latent_cache holds both, or keys have no rotary part.
+        w_kc: [R, Hk, Dn], dtype of query; H is a multiple of Hk.
+        w_vc: [R, Hk, Dv], dtype of query.
+        lengths: [B] int, cached tokens of each row, 0 to S, the query's own among them: it sits at `length - 1`. May be
+            traced; values that are not are checked, for which an eager call waits.
+        softmax_scale: Factor on the scores; None means `(Dn + Dr) ** -0.5`.
+        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
+            unscaled and unmasked, and carry no value.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`, inclusive, as in `flash_mla`: keys from
+            `q - left` on.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order. Batch and query heads can be split.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, H, Dv] in query's dtype. Rows of length 0 are 0.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import mla_decode
+
+        keys = jax.random.split(jax.random.key(0), 4)
+        query = jax.random.normal(keys[0], (2, 8, 32 + 16))  # [nope | rope]
+        cache = jax.random.normal(keys[1], (2, 256, 64 + 16))  # [latent | rope]
+        w_kc, w_vc = jax.random.normal(keys[2], (64, 8, 32)), jax.random.normal(keys[3], (64, 8, 40))
+        output = mla_decode(query, cache, None, w_kc, w_vc, jnp.array([200, 3]))
+        assert output.shape == (2, 8, 40)
+        ```
+    """
+    args = MLADecodeArguments(
+        query=query,
+        latent_cache=latent_cache,
+        rope_cache=rope_cache,
+        w_kc=w_kc,
+        w_vc=w_vc,
+        lengths=lengths,
+        softmax_scale=softmax_scale,
+        softmax_aux=softmax_aux,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=sliding_window,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+flash_mla_decode = mla_decode
+
+
+def validate(args: MLADecodeArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    latent = "B S R" if args.rope_cache is not None else "B S R+Dr"
+    given = {"query": "B H Dq", "latent_cache": latent, "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
+    sizes = check_latent_sizes(args, given, {"rope_cache": "B S Dr"})
+    sizes.setdefault("Dr", sizes.get("R+Dr", 0) - sizes["R"])
+    if sizes["Dr"] < 0:
+        raise ValueError(f"latent_cache: got shape {args.latent_cache.shape}, wants [B, S, R={sizes['R']}] or more")
+    check_query_size(sizes, True)
+    check_shape("lengths", args.lengths, "B", sizes)
+    check_dtype("lengths", args.lengths, jnp.integer, "an integer dtype")
+    row = jax.ShapeDtypeStruct((sizes["B"], 1, sizes["H"], sizes["Dq"]), args.query.dtype)
+    # What is said of sinks there holds here.
+    flash_attention.validate(flash_call(query=row, key=row, value=row, softmax_aux=args.softmax_aux))
+
+
+def lower(args: MLADecodeArguments) -> TiledAttention:
+    """The tiled-attention record of a call: absorbed queries, and the cache as one KV head."""
+    size = args.w_kc.shape[2]
+    nope, rope = args.query[..., :size], args.query[..., size:]
+    wide = jnp.promote_types(nope.dtype, jnp.float32)
+    nope = nope.reshape(nope.shape[0], args.w_kc.shape[1], -1, size)
+    absorbed = jnp.einsum("bghn,rgn->bghr", nope, args.w_kc, preferred_element_type=wide).astype(rope.dtype)
+    query = jnp.concatenate([absorbed.reshape(*rope.shape[:2], -1), rope], axis=-1)
+    cache = args.latent_cache
+    joined = cache if args.rope_cache is None else jnp.concatenate([cache, args.rope_cache], axis=-1)
+    lengths = args.lengths.astype(jnp.int32)[:, None]
+    token = jnp.arange(cache.shape[1], dtype=jnp.int32)
+    return flash_attention.lower(
+        flash_call(
+            query=query[:, None],
+            key=joined[:, :, None],
+            value=cache[:, :, None],
+            softmax_aux=args.softmax_aux,
+            mask_info=MaskInfo(
+                _q_segment_ids=jnp.zeros_like(lengths),
+                _kv_segment_ids=jnp.where(token < lengths, 0, -1),
+                q_positions=lengths - 1,
+            ),
+            softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+            sliding_window=args.sliding_window,
+            logits_soft_cap=args.logits_soft_cap,
+        )
+    )
+
+
+def finish(args: MLADecodeArguments, output: jax.Array) -> jax.Array:
+    """What the public function returns, from latent outputs [B, 1, H, R or R + Dr]."""
+    batch, _, heads, _ = output.shape
+    size, kv_heads, values = args.w_vc.shape
+    wide = jnp.promote_types(output.dtype, jnp.float32)
+    latent = output[..., :size].reshape(batch, kv_heads, -1, size)
+    expanded = jnp.einsum("bghr,rgv->bghv", latent, args.w_vc, preferred_element_type=wide)
+    return expanded.reshape(batch, heads, values).astype(args.query.dtype)
+
+
+def reference(args: MLADecodeArguments) -> jax.Array:
+    """The operation's meaning in plain jnp; absorbed queries and latent outputs are not rounded to their dtype."""
+    wide = widened(args)
+    with jax.default_matmul_precision("highest"):
+        return finish(wide, tiled_attention.reference(lower(wide))[0]).astype(args.query.dtype)
+
+
+class MLADecode(Kernel[MLADecodeConfig, Array]):
+    """`mla_decode` as an object."""
+
+
+OP = Op(
+    name="mla_decode",
+    function=mla_decode,
+    arguments=MLADecodeArguments,
+    family=tiled_attention.FAMILY,
+    config=MLADecodeConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(MLADecodeArguments),
+    tolerance=flash_attention.OP.tolerance,
+    make_inputs=cases.make_inputs,
+    axes={
+        "query": "b h d",
+        "latent_cache": "b s r",
+        "rope_cache": "b s c",
+        "w_kc": "r g n",
+        "w_vc": "r g v",
+        "lengths": "b",
+    },
+    finish=finish,
+    output="b h v",
+)
+MLADecode.op = OP

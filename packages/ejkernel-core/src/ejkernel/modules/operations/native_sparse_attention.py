@@ -1,0 +1,292 @@
+"""Native sparse attention: every query reads block means, the blocks that these point at, and its neighbourhood."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import selected_attention
+from ejkernel.families.selected_attention import SelectedAttention
+from ejkernel.modules.operations import native_sparse_attention_cases as cases
+from ejkernel.modules.operations.latent_configs import NativeSparseAttentionConfig
+from ejkernel.modules.operations.latent_inputs import settle
+from ejkernel.modules.operations.native_sparse_blocks import Blocks, block_ids, block_means, find_blocks, listed, select
+from ejkernel.modules.operations.shapes import (
+    as_count,
+    as_number,
+    check_cumulative,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+
+BLOCKS = 16
+"""Blocks a query reads where the call does not say; the paper's number."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """A number of blocks that is part of a call's structure, since shapes follow from it."""
+
+    count: int
+
+
+@arguments
+class NativeSparseAttentionArguments:
+    """The arguments of `native_sparse_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    g_cmp: jax.Array | None = None
+    g_slc: jax.Array | None = None
+    block_indices: jax.Array | None = None
+    block_counts: Any = BLOCKS
+    cu_seqlens: jax.Array | None = None
+    g_swa: jax.Array | None = None
+    block_size: int = static(64)
+    window_size: int = static(512)
+    softmax_scale: float | None = static(None)
+
+    def __post_init__(self) -> None:
+        counts, scale = self.block_counts, self.softmax_scale
+        if not isinstance(counts, Slots) and not hasattr(counts, "shape"):
+            counts = Slots(as_count("block_counts", counts, least=1))
+        settle(
+            self,
+            block_counts=counts,
+            block_size=as_count("block_size", self.block_size, least=1),
+            window_size=as_count("window_size", self.window_size, least=1),
+            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
+        )
+        # The call goes on under a trace, where no values can be seen.
+        if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
+            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
+
+
+def native_sparse_attention(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b t g d"],
+    value: Float[Array, "b t g v"],
+    g_cmp: Float[Array, "b t h"] | None = None,
+    g_slc: Float[Array, "b t h"] | None = None,
+    block_indices: Integer[Array, "b t g k"] | None = None,
+    block_counts: int | Integer[Array, "b t g"] = BLOCKS,
+    cu_seqlens: Integer[Array, " n"] | None = None,
+    /,
+    *,
+    g_swa: Float[Array, "b t h"] | None = None,
+    block_size: int = 64,
+    window_size: int = 512,
+    softmax_scale: float | None = None,
+    platform: str | None = None,
+    cfg: NativeSparseAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"]:
+    """Causal self-attention to blocks of keys (NSA, Yuan et al. 2025, arXiv:2502.11089), in memory linear in T.
+
+    Shape letters: B batch, T tokens, H query heads, Hk KV heads, D head size, V value size, S slots of listed blocks.
+    Query head h reads KV head `h // (H // Hk)`. Blocks are `block_size` tokens, cut from the first token of every
+    sequence on. Three branches, each a softmax attention of its own, are added up:
+
+    1. *Compressed*, with g_cmp: the means of the keys and values of the blocks that are complete, that is, end no
+       later than the query's token. Nothing before the first of them does. The mean of the last block of a sequence is
+       over the tokens it has, but unless it is complete no query ever reads it.
+    2. *Selected*, always: the tokens of the query's blocks, up to its own. They are `block_indices`, or else the
+       `block_counts` blocks with the largest weight in the compressed branch, summed over the query heads of a KV head;
+       the query's own block is always taken, blocks behind it never, of two that weigh the same the later. Where there
+       are too few, the slots stay empty. What is selected has no gradient, as in the paper.
+    3. *Window*, with g_swa: the newest `window_size` tokens, the query's own among them.
+
+    The output is `g_slc * selected + g_cmp * compressed + g_swa * window`. Gates are used as they are given: a model
+    passes them through its sigmoid. The paper's fixed first block and its second local block are not forced.
+
+    Args:
+        query: [B, T, H, D] float16, bfloat16, float32 or float64.
+        key: [B, T, Hk, D], dtype of query; H is a multiple of Hk.
+        value: [B, T, Hk, V], dtype of query.
+        g_cmp: [B, T, H] floating. None leaves the compressed branch out; block_indices are needed then.
+        g_slc: [B, T, H] floating; None is 1.
+        block_indices: [B, T, Hk, S] int, numbers of blocks in the query's own sequence. They win over a selection, with
+            or without g_cmp. They are a set: a block that is listed twice counts once, and what is no block before
+            the query (-1, say) is an empty slot. A row without any is 0 in this branch.
+        block_counts: How many blocks are selected, or how many of the slots of block_indices count; an int or, with
+            block_indices, [B, T, Hk] int, which may be traced.
+        cu_seqlens: Cumulative lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each other and
+            whose blocks start over; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced;
+            values that are not are checked, for which an eager call waits. Sequences may be empty.
+        g_swa: [B, T, H] floating. None leaves the window out.
+        block_size: Tokens a block. Changes the answer, and so is no part of `cfg`.
+        window_size: Tokens of the window.
+        softmax_scale: Factor on the scores of all branches; None means `D ** -0.5`.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others. Batch, heads and the query's tokens can be split.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype. Padding is 0, and so is its gradient. Differentiable in query, key, value and
+        the gates.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import native_sparse_attention
+
+        query = jax.random.normal(jax.random.key(0), (1, 256, 8, 64))
+        key = value = jax.random.normal(jax.random.key(1), (1, 256, 2, 64))
+        gates = jax.nn.sigmoid(jax.random.normal(jax.random.key(2), (3, 1, 256, 8)))
+        output = native_sparse_attention(
+            query, key, value, gates[0], gates[1], None, 4, g_swa=gates[2], block_size=32, window_size=64
+        )
+        assert output.shape == (1, 256, 8, 64)
+        ```
+    """
+    args = NativeSparseAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        g_cmp=g_cmp,
+        g_slc=g_slc,
+        block_indices=block_indices,
+        block_counts=block_counts,
+        cu_seqlens=cu_seqlens,
+        g_swa=g_swa,
+        block_size=block_size,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: NativeSparseAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    for name, axes in (("query", "B T H D"), ("key", "B T Hk D"), ("value", "B T Hk V")):
+        check_shape(name, getattr(args, name), axes, sizes)
+        check_not_empty(name, getattr(args, name), axes, axes.removeprefix("B "))
+    check_dtype("query", args.query, jnp.floating, "a floating dtype")
+    check_same_dtype({"query": args.query, "key": args.key, "value": args.value})
+    if sizes["H"] % sizes["Hk"]:
+        raise ValueError(
+            f"key: got shape {args.key.shape} with {sizes['Hk']} heads, wants a divisor of query's {sizes['H']}"
+        )
+    for name in ("g_cmp", "g_slc", "g_swa"):
+        if getattr(args, name) is not None:
+            check_shape(name, getattr(args, name), "B T H", sizes)
+            check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    _check_blocks(args, sizes)
+    if args.cu_seqlens is not None:
+        check_shape("cu_seqlens", args.cu_seqlens, "N+1" if sizes["B"] == 1 else "B+1", {"B+1": sizes["B"] + 1})
+        check_dtype("cu_seqlens", args.cu_seqlens, jnp.integer, "an integer dtype")
+        if args.cu_seqlens.shape[0] < 2 and sizes["B"] == 1:
+            raise ValueError(f"cu_seqlens: got shape {args.cu_seqlens.shape}, wants [N + 1] with at least 1 sequence")
+
+
+def _check_blocks(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -> None:
+    if args.block_indices is None:
+        if args.g_cmp is None:
+            raise ValueError("block_indices: got None with g_cmp None, wants either: nothing says which blocks to read")
+        if not isinstance(args.block_counts, Slots):
+            raise ValueError(
+                f"block_counts: got {got(args.block_counts)} with block_indices None, wants an int: how many blocks "
+                f"are selected is the size of an array"
+            )
+        return
+    check_shape("block_indices", args.block_indices, "B T Hk S", sizes)
+    check_dtype("block_indices", args.block_indices, jnp.integer, "an integer dtype")
+    if not isinstance(args.block_counts, Slots):
+        check_shape("block_counts", args.block_counts, "B T Hk", sizes)
+        check_dtype("block_counts", args.block_counts, jnp.integer, "an integer dtype")
+
+
+def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
+    """The selected-attention record of a call: block means, and which blocks each query reads."""
+    scale = args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
+    blocks = find_blocks(args.query.shape, args.block_size, args.cu_seqlens)
+    means = None if args.g_cmp is None else block_means(blocks, args.key)
+    return SelectedAttention(
+        query=args.query,
+        key=args.key,
+        value=args.value,
+        block_indices=_indices(args, blocks, means, scale),
+        softmax_scale=scale,
+        block_size=args.block_size,
+        block_starts=None if blocks.ranges is None else blocks.ranges[:, 0],
+        compressed_key=means,
+        compressed_value=None if means is None else block_means(blocks, args.value),
+        compressed_segment_ids=None if means is None else block_ids(blocks),
+        q_segment_ids=blocks.ids,
+        kv_segment_ids=blocks.ids,
+        g_slc=args.g_slc,
+        g_cmp=args.g_cmp,
+        g_swa=args.g_swa,
+        window_size=None if args.g_swa is None else args.window_size,
+    )
+
+
+def _indices(args: NativeSparseAttentionArguments, blocks: Blocks, means: jax.Array | None, scale: float) -> jax.Array:
+    """The blocks that each query reads."""
+    counts = args.block_counts
+    counts = counts.count if isinstance(counts, Slots) else counts
+    if args.block_indices is not None:
+        return listed(blocks, args.block_indices, counts)
+    assert means is not None  # `validate` wants one or the other
+    return select(blocks, args.query, means, scale, counts)
+
+
+def reference(args: NativeSparseAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return selected_attention.reference(lower(args))[0]
+
+
+class NativeSparseAttention(Kernel[NativeSparseAttentionConfig, Array]):
+    """`native_sparse_attention` as an object."""
+
+
+OP = Op(
+    name="native_sparse_attention",
+    function=native_sparse_attention,
+    arguments=NativeSparseAttentionArguments,
+    family=selected_attention.FAMILY,
+    config=NativeSparseAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(NativeSparseAttentionArguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-9, atol=1e-10),
+        "float32": Tolerance(rtol=2e-5, atol=2e-5),
+        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+        "float16": Tolerance(rtol=3e-3, atol=3e-3),
+    },
+    make_inputs=cases.make_inputs,
+    axes={
+        "query": "b t h d",
+        "key": "b s g d",
+        "value": "b s g v",
+        "g_cmp": "b t h",
+        "g_slc": "b t h",
+        "block_indices": "b t g k",
+        "block_counts": "b t g",
+        "cu_seqlens": "n",
+    },
+)
+NativeSparseAttention.op = OP

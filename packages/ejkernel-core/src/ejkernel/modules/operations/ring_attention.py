@@ -1,0 +1,329 @@
+"""Ring attention: softmax attention over a sequence that is spread over devices."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ejkernel import _compat
+from ejkernel.families import packing
+from ejkernel.families import ring_attention as family
+from ejkernel.families.ring_attention import RingAttention as Record
+from ejkernel.families.ring_attention import axis_size
+from ejkernel.modules.operations import flash_attention as flash
+from ejkernel.modules.operations import ring_attention_cases as cases
+from ejkernel.modules.operations.configs import RingAttentionConfig
+from ejkernel.modules.operations.ring_placement import placement
+from ejkernel.modules.operations.shapes import (
+    as_count,
+    as_flag,
+    as_number,
+    as_window,
+    check_dtype,
+    describe,
+    got,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+from ejkernel.types import MaskInfo
+
+
+@arguments
+class RingAttentionArguments:
+    """The arguments of `ring_attention`, which documents them; canonical from the moment they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    softmax_aux: jax.Array | None = None
+    bias: jax.Array | None = None
+    mask_info: MaskInfo | None = None
+    mask_builder: Any = static(None)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    chunk_size: int | None = static(None)
+    causal: bool = static(False)
+    logits_soft_cap: float | None = static(None)
+    softmax_scale: float | None = static(None)
+    axis_name: str | None = static(None)
+    fused_backward: bool = static(False)
+
+    def __post_init__(self) -> None:
+        if self.mask_builder is not None:
+            raise NotImplementedError(
+                "mask_builder: ring_attention has no patterns, blocksparse_attention has; give the mask as mask_info, "
+                "causal, sliding_window or chunk_size"
+            )
+        axis: Any = self.axis_name
+        if not isinstance(axis, str | None):
+            raise ValueError(f"axis_name: got {got(axis)}, wants the name of one mesh axis, or None")
+        scale, cap, chunk = self.softmax_scale, self.logits_soft_cap, self.chunk_size
+        canonical = {
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "causal": as_flag("causal", self.causal),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+            "chunk_size": None if chunk is None else as_count("chunk_size", chunk, least=1),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "fused_backward": as_flag("fused_backward", self.fused_backward),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+
+
+def ring_attention(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b s g d"],
+    value: Float[Array, "b s g v"],
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    bias: Float[Array, "#b #h #t #k"] | None = None,
+    /,
+    *,
+    mask_info: MaskInfo | None = None,
+    mask_builder: Callable[..., Any] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    causal: bool = False,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    axis_name: str | None = None,
+    fused_backward: bool = False,
+    platform: str | None = None,
+    cfg: RingAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"]:
+    """Softmax attention over a sequence spread over a mesh axis (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889).
+
+    Keys and values travel from device to device while each works on those it has, so that no device ever holds more
+    than its part of the sequence, in either pass. The result is that of `flash_attention` on the whole sequence. Where
+    the mask is causal, the devices exchange halves of their parts, so that all have the same work.
+
+    Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
+    KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
+
+    There are four ways to call it. With `mesh`, `in_specs` and `out_specs`, or with `axis_name` alone where a mesh is
+    set, arrays are those of the whole call. Where `axis_name` is bound, in a function under `jax.shard_map` or
+    `jax.pmap`, they are the calling device's part, device i having the i-th. With neither, one device has everything.
+
+    Args:
+        query: [B, T, H, D] float16, bfloat16, float32 or float64.
+        key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
+        value: [B, S, Hk, V], dtype of query.
+        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator
+            once, unscaled and unmasked, and carry no value. Differentiable.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable. Where
+            `axis_name` is bound its keys are those of all devices, and its queries the device's own or everyone's.
+        mask_info: Mask, segments and positions; applies together with everything else. An attention mask has the shape
+            of a bias; segment ids and positions have that of their tokens.
+        mask_builder: Not supported; giving one is an error.
+        sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
+            None on a side leaves it open.
+        chunk_size: Only tokens of the same run of `chunk_size` positions attend to each other.
+        causal: Key position at most query position. Positions count from the first token of the whole sequence
+            (top-left), unless `mask_info` gives them.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        axis_name: Mesh axis the sequence is spread over; None where it is not.
+        fused_backward: True asks for the gradients of query, key and value in one sweep over the scores. Every
+            implementation here works that way in any case.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others. Queries and keys are split over `axis_name`, batch and heads over any other axes.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong, or `axis_name` is neither bound nor an axis of a mesh; the message
+            names the argument.
+        NotImplementedError: `mask_builder` is given.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax
+        from ejkernel.modules import ring_attention
+
+        mesh = jax.make_mesh((jax.device_count(),), ("sp",))
+        query = jax.random.normal(jax.random.key(0), (1, 128, 8, 64))
+        key = value = jax.random.normal(jax.random.key(1), (1, 128, 2, 64))
+        with jax.set_mesh(mesh):
+            output = ring_attention(query, key, value, axis_name="sp", causal=True)
+        assert output.shape == (1, 128, 8, 64)
+        ```
+    """
+    args = RingAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        softmax_aux=softmax_aux,
+        bias=bias,
+        mask_info=mask_info,
+        mask_builder=mask_builder,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        causal=causal,
+        logits_soft_cap=logits_soft_cap,
+        softmax_scale=softmax_scale,
+        axis_name=axis_name,
+        fused_backward=fused_backward,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, **placement(args, mesh, in_specs, out_specs))
+
+
+def validate(args: RingAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    info: Any = args.mask_info
+    if not isinstance(info, MaskInfo | None):
+        raise ValueError(f"mask_info: got {got(info)}, wants a MaskInfo")
+    flash.validate(_dense(args))
+    _check_pairs("bias", args.bias, args)
+    if args.bias is not None:
+        check_dtype("bias", args.bias, jnp.floating, "a floating dtype")
+    _check_pairs("mask_info.attention_mask", None if info is None else info.explicit_mask, args)
+
+
+def _check_pairs(name: str, array: Any, args: RingAttentionArguments) -> None:
+    """Checks an array of (query, key) pairs: its keys are those of all devices, its queries may be this one's."""
+    if array is None:
+        return
+    (b, t, h, _), s, parts = args.query.shape, args.key.shape[1], axis_size(args.axis_name)
+    shape = tuple(getattr(array, "shape", ()))
+    accepted = ({1, b}, {1, h}, {1, t, t * parts}, {1, s * parts})
+    if len(shape) != 4 or not all(size in sizes for size, sizes in zip(shape, accepted, strict=True)):
+        wants = describe(["B", "H", "T", "S"], {"B": b, "H": h, "T": t, "S": s * parts}, ["B", "H", "T", "S"])
+        whole = f", S counting the keys of all {parts} devices" if parts > 1 else ""
+        raise ValueError(f"{name}: got shape {shape}, wants {wants}{whole}")
+
+
+def lower(args: RingAttentionArguments) -> Record:
+    """The ring record of a call."""
+    dense = flash.lower(_dense(args))
+    same = ("query", "key", "value", "softmax_scale", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+    same = (*same, "softmax_aux", "causal", "sliding_window", "logits_soft_cap")
+    record = Record(
+        **{name: getattr(dense, name) for name in same},
+        axis_name=args.axis_name,
+        bias=_own_queries(args.bias, args),
+        mask=None if args.mask_info is None else _own_queries(args.mask_info.explicit_mask, args),
+    )
+    if args.chunk_size is not None:
+        record = _chunked(record, args.mask_info or MaskInfo(), args.chunk_size)
+    # Where `shard_map` keeps track of what varies, arrays that do not get their gradient summed over the devices.
+    return _compat.as_varying(record, record)
+
+
+def _dense(args: RingAttentionArguments) -> flash.FlashAttentionArguments:
+    """The call without its (query, key) pairs, of which a device may hold another part than of its tokens."""
+    return flash.FlashAttentionArguments(
+        query=args.query,
+        key=args.key,
+        value=args.value,
+        softmax_aux=args.softmax_aux,
+        mask_info=None if args.mask_info is None else args.mask_info.replace(attention_mask=None),
+        sliding_window=args.sliding_window,
+        causal=args.causal,
+        logits_soft_cap=args.logits_soft_cap,
+        softmax_scale=args.softmax_scale,
+        dropout_prob=0.0,
+        normalize_output=True,
+        precision=lax.Precision.DEFAULT,
+        logits_dtype=jnp.float32,
+    )
+
+
+def _own_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax.Array | None:
+    """The rows of this device's queries."""
+    length = args.query.shape[1]
+    if pairs is None or args.axis_name is None or pairs.shape[2] in (1, length):
+        return pairs
+    return lax.dynamic_slice_in_dim(pairs, lax.axis_index(args.axis_name) * length, length, axis=2)
+
+
+def _chunked(record: Record, info: MaskInfo, size: int) -> Record:
+    """The record with chunks for segments, or with segments cut into chunks."""
+    rows = record.query.shape[0]
+    places = ((info.q_positions, record.query.shape[1]), (info.kv_positions, record.key.shape[1]))
+    chunks = [_indices(record, n)[None] // size if x is None else x.astype(jnp.int32) // size for x, n in places]
+    chunks = [jnp.broadcast_to(x, (rows, x.shape[1])) for x in chunks]
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:
+        chunks = _joined(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))
+    return dataclasses.replace(record, q_segment_ids=chunks[0], kv_segment_ids=chunks[1])
+
+
+def _indices(record: Record, length: int) -> jax.Array:
+    """Indices in the whole sequence of this device's tokens, [length] int32."""
+    indices = jnp.arange(length, dtype=jnp.int32)
+    return indices if axis_size(record.axis_name) == 1 else indices + lax.axis_index(record.axis_name) * length
+
+
+Ids = tuple[jax.Array, jax.Array]
+
+
+def _joined(record: Record, one: Ids, other: Ids) -> Ids:
+    """Segment ids that are equal where both given pairs are. All devices have to number the pairs alike."""
+    if axis_size(record.axis_name) == 1:
+        return packing.both_ids(one, other)
+    axis, index = record.axis_name, lax.axis_index(record.axis_name)
+    one, other = (tuple(lax.all_gather(x, axis, axis=1, tiled=True) for x in pair) for pair in (one, other))
+    joined, lengths = packing.both_ids(one, other), (record.query.shape[1], record.key.shape[1])
+    own = [lax.dynamic_slice_in_dim(x, index * n, n, axis=1) for x, n in zip(joined, lengths, strict=True)]
+    return own[0], own[1]
+
+
+def reference(args: RingAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return family.reference(lower(args))[0]
+
+
+class RingAttention(Kernel[RingAttentionConfig, Array]):
+    """`ring_attention` as an object."""
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Finds the mesh around the call where the call gives none."""
+        record, options = self.op.bind(args, kwargs)
+        given = (options.get(name) for name in ("mesh", "in_specs", "out_specs"))
+        return args, {**kwargs, **placement(record, *given)}
+
+
+def _variant(args: RingAttentionArguments) -> Op:
+    return OP if args.axis_name is None else _SPREAD
+
+
+OP = Op(
+    name="ring_attention",
+    function=ring_attention,
+    arguments=RingAttentionArguments,
+    family=family.FAMILY,
+    config=RingAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(RingAttentionArguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-9, atol=1e-10),
+        "float32": Tolerance(rtol=2e-5, atol=2e-5),
+        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+        "float16": Tolerance(rtol=3e-3, atol=3e-3),
+    },
+    make_inputs=cases.make_inputs,
+    axes={
+        "query": "b t h d",
+        "key": "b s g d",
+        "value": "b s g v",
+        "softmax_aux": "h n",
+        "bias": "b h t k",
+    },
+    variant=_variant,
+)
+_SPREAD = dataclasses.replace(OP, family=family.SPREAD)
+RingAttention.op = OP

@@ -1,0 +1,77 @@
+"""Inputs for `ring_attention`: the named cases every backend is tested on, each on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.flash_attention_cases import Sizes, make_inputs, qkv
+from ejkernel.ops.model import Case
+from ejkernel.types import MaskInfo
+
+__all__ = ["cases", "make_inputs"]
+
+PLAIN = Sizes(t=40, s=40, d=16, v=16)
+CROSS = Sizes(t=33, s=63, d=60, v=60)
+
+
+def _masked(key: jax.Array) -> dict[str, Any]:
+    mask = jax.random.bernoulli(key, 0.6, (2, 1, 33, 63)).at[:, :, 3].set(False)
+    return {"mask_info": MaskInfo(_attention_mask=mask), "bias": jax.random.normal(key, (2, 1, 1, 63))}
+
+
+def _segmented(key: jax.Array) -> dict[str, Any]:
+    rows = [[0] * 15 + [1] * 20 + [-1] * 5, [0] * 7 + [1] * 33]
+    return {"mask_info": MaskInfo.from_segments(jnp.array(rows, jnp.int32)), "causal": True, "chunk_size": 12}
+
+
+def _positioned(key: jax.Array) -> dict[str, Any]:
+    q = jax.random.randint(key, (2, 40), 0, 40)
+    return {"mask_info": MaskInfo(q_positions=q, kv_positions=jnp.arange(40)[None, ::-1]), "causal": True}
+
+
+def _biased(key: jax.Array) -> dict[str, Any]:
+    bias, sinks = jax.random.normal(key, (2, 4, 40, 40)), jax.random.normal(key, (4, 2))
+    return {"bias": bias, "softmax_aux": sinks, "logits_soft_cap": 1.5}
+
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, tags
+_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("causal, one KV head, values wider", Sizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ("ci",)),
+    ("window", PLAIN, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ("ci",)),
+    ("bias, sinks and soft cap", PLAIN, _biased, ("bias", "softmax_aux", "logits_soft_cap"), ("ci",)),
+    ("mask with empty rows, cross", CROSS, _masked, ("mask",), ("ci", "awkward")),
+    ("segments with padding, in chunks", PLAIN, _segmented, ("q_segment_ids", "kv_segment_ids"), ("ci",)),
+    ("positions", PLAIN, _positioned, ("q_positions", "kv_positions"), ("ci",)),
+    ("one token", Sizes(b=1, t=1, s=1), lambda k: {}, (), ("ci", "awkward")),
+    ("bfloat16", Sizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ("ci",)),
+    (
+        "model",
+        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        lambda k: {"causal": True},
+        (),
+        ("bench",),
+    ),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        inputs, options = jax.random.split(key)
+        return arguments(**qkv(inputs, sizes), **extra(options))
+
+    return Case(name=name, make=make, tags=frozenset(tags), exercises=frozenset(exercises))

@@ -1,0 +1,91 @@
+"""Where a call of `ring_attention` runs: on the mesh it was given, on the one around it, or right where it is."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import axis_bound
+
+
+def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any]:
+    """The `mesh`, `in_specs` and `out_specs` that a call is carried out with.
+
+    Args:
+        args: The argument record.
+        mesh: As the caller gave it; likewise the specs.
+        in_specs: Partition specs of the first arguments.
+        out_specs: Partition spec of the output.
+
+    Raises:
+        ValueError: `axis_name` is neither bound nor an axis of a mesh, or the specs do not spread the sequence over it.
+    """
+    given = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    if any(value is not None for value in given.values()):
+        if all(value is not None for value in given.values()):
+            _check_axis(args.axis_name, mesh)
+            _check_specs(args.axis_name, in_specs)
+        return given
+    if args.axis_name is None or axis_bound(args.axis_name):
+        return given
+    mesh = _compat.ambient_mesh()
+    if mesh is None:
+        raise ValueError(
+            f"axis_name: got {args.axis_name!r}, which is bound by no shard_map or pmap around the call, and there is "
+            "no mesh: give mesh, in_specs and out_specs, or call within jax.set_mesh(mesh)"
+        )
+    _check_axis(args.axis_name, mesh)
+    query, keys = _specs(args, mesh)
+    return {"mesh": mesh, "in_specs": (query, keys, keys), "out_specs": query}
+
+
+def _check_axis(axis_name: str | None, mesh: Any) -> None:
+    axes = tuple(getattr(mesh, "shape", ()))
+    if axis_name is not None and axes and axis_name not in axes:
+        raise ValueError(f"axis_name: got {axis_name!r}, the mesh has {', '.join(map(repr, axes))}")
+
+
+def _check_specs(axis_name: str | None, in_specs: Any) -> None:
+    """Queries, keys and values are spread over the axis, and over that alone; `call` checks everything else."""
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
+        return
+    names = ("query", "key", "value")
+    along = {name: _axes(spec, 1) for name, spec in zip(names, in_specs, strict=False) if spec is not None}
+    if axis_name is not None:
+        wrong = {name: axes for name, axes in along.items() if axes != (axis_name,)}
+        if wrong:
+            name, axes = next(iter(wrong.items()))
+            raise ValueError(
+                f"in_specs: axis_name={axis_name!r} wants {name}'s sequence split over {axis_name!r}, got {axes}"
+            )
+    elif keys := next((axes for name, axes in along.items() if axes and name != "query"), ()):
+        raise ValueError(f"axis_name: got None with the keys split over {keys}, wants the axis they are split over")
+
+
+def _specs(args: Any, mesh: Any) -> tuple[PartitionSpec, PartitionSpec]:
+    """Specs of the queries and of the keys on the mesh around the call.
+
+    Batch and heads stay where they are known to be: with arrays that have been placed, and with explicit mesh axes.
+    """
+    known = [_known_spec(x, mesh) for x in (args.query, args.key, args.value)]
+    entries: dict[int, Any] = {}
+    for axis in (0, 2):
+        found = [_axes(spec, axis) for spec in known]
+        shared = found[0] == found[1] == found[2] and args.axis_name not in found[0]
+        entries[axis] = found[0] if shared and found[0] else None
+    spec = PartitionSpec(entries[0], args.axis_name, entries[2])
+    return spec, spec
+
+
+def _known_spec(x: Any, mesh: Any) -> PartitionSpec:
+    """How an array lies on a mesh, as far as that can be told."""
+    sharding: Any = jax.typeof(x).sharding if _compat.is_tracer(x) else getattr(x, "sharding", None)
+    on_mesh = isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names)
+    return sharding.spec if on_mesh else PartitionSpec()
+
+
+def _axes(spec: Any, axis: int) -> tuple[Any, ...]:
+    """The mesh axes of one entry of a spec."""
+    entry = spec[axis] if isinstance(spec, PartitionSpec) and axis < len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

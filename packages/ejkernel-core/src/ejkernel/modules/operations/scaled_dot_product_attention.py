@@ -1,0 +1,199 @@
+"""Scaled dot-product attention: the plain call of attention, with the arguments that most frameworks share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import tiled_attention
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations import flash_attention, flash_attention_cases
+from ejkernel.modules.operations import scaled_dot_product_attention_cases as cases
+from ejkernel.modules.operations.attention_configs import ScaledDotProductAttentionConfig
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.shapes import got
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.call import call
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.types import MaskInfo
+
+
+@arguments
+class ScaledDotProductAttentionArguments:
+    """The arguments of `scaled_dot_product_attention`, which documents them; canonical once they are made."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    cum_seqlens_q: jax.Array | None = None
+    cum_seqlens_k: jax.Array | None = None
+    mask_info: MaskInfo | None = None
+    init_bias: Callable[[], jax.Array] | None = static(None)
+    softmax_scale: float | None = static(None)
+    causal: bool = static(False)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bias", made_bias(self.bias, self.init_bias))
+        object.__setattr__(self, "init_bias", None)  # a new lambda a call would compile every call
+        checked = _as_flash(self)
+        for name in ("softmax_scale", "causal", "sliding_window"):
+            object.__setattr__(self, name, getattr(checked, name))
+
+
+def made_bias(bias: Any, init_bias: Any) -> Any:
+    """The bias of a call: the given one, or else what `init_bias` makes.
+
+    Raises:
+        ValueError: `init_bias` cannot be called.
+    """
+    if init_bias is not None and not callable(init_bias):
+        raise ValueError(f"init_bias: got {got(init_bias)}, wants a callable without arguments that returns the bias")
+    return init_bias() if bias is None and init_bias is not None else bias
+
+
+def _as_flash(args: ScaledDotProductAttentionArguments) -> FlashAttentionArguments:
+    """The same call of `flash_attention`."""
+    return FlashAttentionArguments(
+        query=args.query,
+        key=args.key,
+        value=args.value,
+        bias=args.bias,
+        cum_seqlens_q=args.cum_seqlens_q,
+        cum_seqlens_k=args.cum_seqlens_k,
+        mask_info=args.mask_info,
+        softmax_scale=args.softmax_scale,
+        dropout_prob=0.0,
+        causal=args.causal,
+        sliding_window=args.sliding_window,
+        logits_soft_cap=None,
+        normalize_output=True,
+        precision=lax.Precision.DEFAULT,
+        logits_dtype=jnp.float32,
+    )
+
+
+def scaled_dot_product_attention(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b s g d"],
+    value: Float[Array, "b s g v"],
+    bias: Float[Array, "#b #h #t #s"] | None = None,
+    cum_seqlens_q: Integer[Array, " n"] | None = None,
+    cum_seqlens_k: Integer[Array, " n"] | None = None,
+    /,
+    *,
+    mask_info: MaskInfo | None = None,
+    init_bias: Callable[[], Array] | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    platform: str | None = None,
+    cfg: ScaledDotProductAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"]:
+    """Softmax attention with the arguments of `jax.nn.dot_product_attention` (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
+    KV head `h // (H // Hk)`. Scores are `softmax_scale * <q, k> + bias`; the formula, term by term, is in
+    `ejkernel.families.tiled_attention`. Memory is linear in the lengths, as in `flash_attention`, which also has
+    sinks, soft caps and dropout.
+
+    Args:
+        query: [B, T, H, D] float16, bfloat16, float32 or float64.
+        key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
+        value: [B, S, Hk, V], dtype of query.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores. Differentiable. Applies together with masks.
+        cum_seqlens_q: Cumulative query lengths, int, starting at 0; never the lengths themselves. With B = 1, [N + 1]
+            for N packed sequences that do not see each other and whose positions restart; with B > 1, [B + 1], row b
+            holding one sequence followed by padding. May be traced; values that are not are checked, for which an
+            eager call waits. Sequences may be empty.
+        cum_seqlens_k: Likewise for keys; None means those of the queries.
+        mask_info: Mask, segments and positions; applies together with everything else.
+        init_bias: Called without arguments for the bias where `bias` is None, when the call is made or traced.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        causal: Key position at most query position. Positions count from the first token of each side (top-left),
+            unless `mask_info` gives them.
+        sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
+            None on a side leaves it open.
+        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
+        cfg: Configuration for this call alone; changes speed, not results.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
+            from the others. Batch, heads and queries can be split, keys and head size cannot.
+        out_specs: Partition spec of the output; must follow from the inputs'.
+
+    Returns:
+        [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import scaled_dot_product_attention
+
+        query = jax.random.normal(jax.random.key(0), (1, 128, 8, 64))
+        key = value = jax.random.normal(jax.random.key(1), (1, 128, 2, 64))
+        output = scaled_dot_product_attention(query, key, value, causal=True, sliding_window=32)
+        assert output.shape == (1, 128, 8, 64)
+        ```
+    """
+    args = ScaledDotProductAttentionArguments(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        cum_seqlens_q=cum_seqlens_q,
+        cum_seqlens_k=cum_seqlens_k,
+        mask_info=mask_info,
+        init_bias=init_bias,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+    )
+    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def validate(args: ScaledDotProductAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    flash_attention.validate(_as_flash(args))
+
+
+def lower(args: ScaledDotProductAttentionArguments) -> TiledAttention:
+    """The tiled-attention record of a call."""
+    return flash_attention.lower(_as_flash(args))
+
+
+def reference(args: ScaledDotProductAttentionArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return tiled_attention.reference(lower(args))[0]
+
+
+class ScaledDotProductAttention(Kernel[ScaledDotProductAttentionConfig, Array]):
+    """`scaled_dot_product_attention` as an object."""
+
+
+OP = Op(
+    name="scaled_dot_product_attention",
+    function=scaled_dot_product_attention,
+    arguments=ScaledDotProductAttentionArguments,
+    family=tiled_attention.FAMILY,
+    config=ScaledDotProductAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(ScaledDotProductAttentionArguments),
+    tolerance=flash_attention.OP.tolerance,
+    make_inputs=flash_attention_cases.make_inputs,
+    axes={name: axes for name, axes in flash_attention.OP.axes.items() if name != "softmax_aux"},
+)
+ScaledDotProductAttention.op = OP

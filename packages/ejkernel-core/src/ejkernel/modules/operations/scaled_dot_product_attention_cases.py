@@ -1,0 +1,71 @@
+"""Inputs for `scaled_dot_product_attention`: the named cases every backend is tested on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
+from ejkernel.ops.model import Case
+from ejkernel.types import MaskInfo
+
+SMALL = Sizes(t=40, s=63, d=16, v=16)
+SQUARE = Sizes(d=16, v=16)
+
+
+def _masked(key: jax.Array) -> dict[str, Any]:
+    mask, bias = jax.random.split(key)
+    allowed = jax.random.bernoulli(mask, 0.6, (2, 1, 40, 63)).at[:, :, 3].set(False)
+    return {"mask_info": MaskInfo(_attention_mask=allowed), "bias": jax.random.normal(bias, (1, 4, 40, 63))}
+
+
+def _positioned(key: jax.Array) -> dict[str, Any]:
+    places = jax.random.randint(key, (2, 40), 0, 63)
+    info = MaskInfo(q_positions=places, kv_positions=jnp.arange(63)[None] + 1)
+    return {"mask_info": info, "causal": True, "sliding_window": (20, 0)}
+
+
+def _packed(key: jax.Array) -> dict[str, Any]:
+    return {"cum_seqlens_q": jnp.array([0, 40, 40, 90, 120], jnp.int32), "causal": True}
+
+
+# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
+_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("plain", SQUARE, lambda k: {}, (), ()),
+    ("one query, head size 60", Sizes(t=1, s=129, d=60, v=48), lambda k: {}, (), ("awkward",)),
+    ("causal window", SQUARE, lambda k: {"causal": True, "sliding_window": 9}, ("causal", "sliding_window"), ()),
+    ("bias and mask, empty rows", SMALL, _masked, ("bias", "mask"), ("awkward",)),
+    ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
+    ("packed", Sizes(b=1, t=129, s=129, g=1, d=16, v=16), _packed, ("q_segment_ids", "kv_segment_ids"), ("awkward",)),
+    ("bfloat16", Sizes(d=32, v=32, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    (
+        "model",
+        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        lambda k: {"causal": True},
+        (),
+        ("bench",),
+    ),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in _TABLE)
+
+
+def _case(
+    arguments: type,
+    name: str,
+    sizes: Sizes,
+    extra: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+    tags: tuple[str, ...],
+) -> Case:
+    def make(key: jax.Array) -> Any:
+        inputs, options = jax.random.split(key)
+        return arguments(**qkv(inputs, sizes), **extra(options))
+
+    everywhere = () if "bench" in tags else ("ci",)
+    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))

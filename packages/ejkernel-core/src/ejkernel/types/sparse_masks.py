@@ -1,0 +1,377 @@
+"""Patterns of attention that are known when a call is traced, so that what they leave out is never visited.
+
+A `Mask` says which (query, key) pairs attend, by index in the whole call. It is hashable and has no arrays in it (but
+for `NumpyMask`), so it is part of what a call is compiled for. Kernels ask it two things: which tiles have some and
+which have only attending pairs, on the host, and which pairs of one tile attend, as a JAX array.
+
+Names and meanings follow the masks of splash attention (JAX, `jax.experimental.pallas.ops.tpu.splash_attention`).
+"""
+
+import abc
+import dataclasses
+import functools
+import hashlib
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Shape = tuple[int, int]
+
+
+class Spans(NamedTuple):
+    """Runs of indices, one a tile: `low <= index <= high`, int arrays of one shape."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Tiles(NamedTuple):
+    """Of every tile, whether some pair may attend (False: none does) and whether every pair does; bool [rows, columns].
+
+    Combinations may call a tile mixed that is not; they never leave out a pair or let one in.
+    """
+
+    some: np.ndarray
+    every: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask(abc.ABC):
+    """Which pairs attend, the same for all batch rows. Combine with `&` and `|`.
+
+    Attributes:
+        shape: (queries, keys) of the whole call.
+
+    Raises:
+        ValueError: From the constructors and from `&` and `|`, where sizes are wrong or do not fit each other.
+    """
+
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        shape: Any = self.shape
+        if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(_is_int(n) and n >= 1 for n in shape)):
+            raise ValueError(f"shape: got {shape!r}, wants (queries, keys), two ints of at least 1")
+        object.__setattr__(self, "shape", (int(shape[0]), int(shape[1])))
+
+    @property
+    def heads(self) -> int | None:
+        """How many query heads have a pattern of their own; None where all have the same."""
+        return None
+
+    def of_head(self, head: int) -> "Mask":
+        """The pattern of one query head."""
+        return self
+
+    @abc.abstractmethod
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        """Which pairs of a tile attend, of a mask that is the same for all heads.
+
+        Args:
+            query: First query index, may be traced.
+            key: First key index, may be traced.
+            sizes: Queries and keys in the tile.
+
+        Returns:
+            bool, of shape `sizes`.
+        """
+
+    @abc.abstractmethod
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        """Sorts tiles, on the host; nothing as large as `shape` is made but by masks that hold it already.
+
+        Args:
+            queries: What each row of tiles covers.
+            keys: What each column of tiles covers.
+        """
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return _combine(_Both, self, other)
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return _combine(_Either, self, other)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FullMask(Mask):
+    """Every pair."""
+
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        return jnp.ones(sizes, bool)
+
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        ones = np.ones((queries.low.size, keys.low.size), bool)
+        return Tiles(ones, ones)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Band(Mask, abc.ABC):
+    """`offset - left <= key - query <= offset + right`; None is unbounded."""
+
+    @property
+    @abc.abstractmethod
+    def band(self) -> tuple[int | None, int | None]:
+        """Smallest and largest `key - query`."""
+
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        least, most = self.band
+        steps = key - query + jnp.arange(sizes[1], dtype=jnp.int32) - jnp.arange(sizes[0], dtype=jnp.int32)[:, None]
+        inside = jnp.ones(sizes, bool)
+        inside = inside if least is None else inside & (steps >= least)
+        return inside if most is None else inside & (steps <= most)
+
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        least, most = self.band
+        low, high = keys.low - queries.high[:, None], keys.high - queries.low[:, None]
+        some = every = np.ones(low.shape, bool)
+        if least is not None:
+            some, every = some & (high >= least), every & (low >= least)
+        if most is not None:
+            some, every = some & (low <= most), every & (high <= most)
+        return Tiles(some, every)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CausalMask(_Band):
+    """Keys up to the query's own index.
+
+    Attributes:
+        offset: Added to the query's index: the first query stands at key `offset`.
+        shard_count: Taken for the sake of code written for splash attention; shards find their part by themselves.
+    """
+
+    offset: int = 0
+    shard_count: int = dataclasses.field(default=1, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_int("offset", self.offset)
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        return None, self.offset
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class LocalMask(_Band):
+    """Keys from `left` before to `right` after the query's own index, inclusive.
+
+    Attributes:
+        window_size: (left, right), ints >= 0 or None for unbounded.
+        offset: Added to the query's index.
+    """
+
+    window_size: tuple[int | None, int | None]
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_int("offset", self.offset)
+        window: Any = self.window_size
+        if not isinstance(window, tuple | list) or len(window) != 2:
+            raise ValueError(f"window_size: got {window!r}, wants (left, right)")
+        for side in window:
+            if side is not None:
+                _check_int("window_size", side, least=0)
+        object.__setattr__(self, "window_size", tuple(window))
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        left, right = self.window_size
+        return None if left is None else self.offset - left, None if right is None else self.offset + right
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ChunkedCausalMask(Mask):
+    """Keys of the query's own chunk, up to its own index.
+
+    Attributes:
+        chunk_size: Indices a chunk, counted from 0.
+    """
+
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_int("chunk_size", self.chunk_size, least=1)
+
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        q = query + jnp.arange(sizes[0], dtype=jnp.int32)[:, None]
+        k = key + jnp.arange(sizes[1], dtype=jnp.int32)
+        return (q // self.chunk_size == k // self.chunk_size) & (k <= q)
+
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        q_low, q_high, k_low, k_high = queries.low[:, None], queries.high[:, None], keys.low, keys.high
+        first, last = (np.minimum(q_low, k_low), np.maximum(q_high, k_high))
+        one = first // self.chunk_size == last // self.chunk_size
+        # Causal pairs that meet at the last index of the one and the first of the other are the closest there are.
+        some = (k_low <= q_high) & (k_high // self.chunk_size >= q_low // self.chunk_size)
+        return Tiles(some, one & (k_high <= q_low))
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class NumpyMask(Mask):
+    """An array that says it pair by pair; compiled into the call, and as large as it is.
+
+    Attributes:
+        array: bool [queries, keys], True attends.
+    """
+
+    shape: Shape = dataclasses.field(init=False)
+    array: np.ndarray
+
+    def __post_init__(self) -> None:
+        array = np.array(self.array, dtype=bool)  # a copy, which nobody else can change
+        array.flags.writeable = False
+        object.__setattr__(self, "array", array)
+        object.__setattr__(self, "shape", array.shape)
+        super().__post_init__()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hex digits that stand for the array."""
+        return hashlib.blake2b(np.packbits(self.array).tobytes(), digest_size=16).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NumpyMask) and (self.shape, self.digest) == (other.shape, other.digest)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.digest))
+
+    def __repr__(self) -> str:
+        return f"NumpyMask(shape={self.shape}, digest={self.digest})"
+
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        return lax.dynamic_slice(jnp.asarray(self.array), (jnp.int32(query), jnp.int32(key)), sizes)
+
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        some = np.zeros((queries.low.size, keys.low.size), bool)
+        every = some.copy()
+        for row, (low, high) in enumerate(zip(*queries, strict=True)):
+            part = self.array[low : high + 1]
+            reached, filled = np.asarray(part.any(axis=0)), np.asarray(part.all(axis=0))
+            for column, (start, end) in enumerate(zip(*keys, strict=True)):
+                some[row, column] = reached[start : end + 1].any()
+                every[row, column] = filled[start : end + 1].all()
+        return Tiles(some, every)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class MultiHeadMask(Mask):
+    """A pattern for every query head.
+
+    Attributes:
+        masks: One a head, each the same for all heads.
+    """
+
+    shape: Shape = dataclasses.field(init=False)
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        masks: tuple[Any, ...] = tuple(self.masks)
+        if not masks or any(not isinstance(mask, Mask) or mask.heads is not None for mask in masks):
+            raise ValueError(f"masks: got {masks!r}, wants at least one mask, none of them a MultiHeadMask")
+        object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "shape", masks[0].shape)
+        for mask in masks:
+            _check_shapes(masks[0], mask)
+        super().__post_init__()
+
+    @property
+    def heads(self) -> int | None:
+        return len(self.masks)
+
+    def of_head(self, head: int) -> Mask:
+        return self.masks[head]
+
+    @functools.cached_property
+    def distinct(self) -> tuple[Mask, ...]:
+        """The different ones among the masks."""
+        return tuple(dict.fromkeys(self.masks))
+
+    @functools.cached_property
+    def which(self) -> tuple[int, ...]:
+        """For every head, the place of its mask among the distinct ones."""
+        place = {mask: n for n, mask in enumerate(self.distinct)}
+        return tuple(place[mask] for mask in self.masks)
+
+    def __repr__(self) -> str:
+        return f"MultiHeadMask(distinct={self.distinct}, which={self.which})"
+
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        raise ValueError("a MultiHeadMask allows different pairs in different heads; ask the mask of one of them")
+
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        """Of all heads together: some pair of some head, every pair of every head."""
+        parts = [mask.tiles(queries, keys) for mask in self.distinct]
+        return Tiles(np.any([part.some for part in parts], axis=0), np.all([part.every for part in parts], axis=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Combination(Mask, abc.ABC):
+    """Two masks of one shape."""
+
+    shape: Shape = dataclasses.field(init=False)
+    one: Mask
+    other: Mask
+
+    def __post_init__(self) -> None:
+        _check_shapes(self.one, self.other)
+        object.__setattr__(self, "shape", self.one.shape)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Both(_Combination):
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        return self.one.allowed(query, key, sizes) & self.other.allowed(query, key, sizes)
+
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
+        return Tiles(one.some & other.some, one.every & other.every)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Either(_Combination):
+    def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
+        return self.one.allowed(query, key, sizes) | self.other.allowed(query, key, sizes)
+
+    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
+        return Tiles(one.some | other.some, one.every | other.every)
+
+
+def _combine(kind: type[_Combination], one: Any, other: Any) -> Mask:
+    if not isinstance(other, Mask):
+        return NotImplemented
+    _check_shapes(one, other)
+    heads = one.heads or other.heads
+    if heads is None:
+        return kind(one, other)
+    if None not in (one.heads, other.heads) and one.heads != other.heads:
+        raise ValueError(f"masks: got {one.heads} and {other.heads} heads, wants as many on both sides")
+    return MultiHeadMask(tuple(kind(one.of_head(h), other.of_head(h)) for h in range(heads)))
+
+
+def _check_shapes(one: Mask, other: Mask) -> None:
+    if one.shape != other.shape:
+        raise ValueError(f"masks: got shapes {one.shape} and {other.shape}, wants one shape")
+
+
+def _check_int(name: str, value: Any, least: int | None = None) -> None:
+    if not _is_int(value) or (least is not None and value < least):
+        raise ValueError(f"{name}: got {value!r}, wants an int" + ("" if least is None else f" of at least {least}"))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,0 +1,279 @@
+"""Arithmetic of shapes, and inputs for trying things out.
+
+What exists for Triton alone has no place in front of JAX and is not here: strides of tensors (`get_stride`,
+`kw_strides`), dtype codes, block sizes and warps, and questions about the GPU, which `ejkernel.ops.current_device`
+answers.
+"""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int32
+
+from ejkernel.modules.operations.shapes import as_count, as_float_dtype, got
+from ejkernel.sample_inputs import random_blocks, varlen_input_helper
+
+__all__ = [
+    "cdiv",
+    "generate_block_indices",
+    "make_dummy_rpa_inputs",
+    "make_mesh",
+    "next_power_of_2",
+    "numeric_gen",
+    "random_dense",
+    "strides_from_shape",
+    "varlen_input_helper",
+]
+
+
+def cdiv(a: int, b: int) -> int:
+    """The quotient, rounded up; a is an int or an integer array, b is not 0.
+
+    Example:
+        ```python
+        from ejkernel.utils import cdiv
+
+        assert cdiv(7, 2) == 4
+        ```
+    """
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; 1 for n below 1.
+
+    Example:
+        ```python
+        from ejkernel.utils import next_power_of_2
+
+        assert [next_power_of_2(n) for n in (0, 1, 5, 64)] == [1, 1, 8, 64]
+        ```
+    """
+    return 1 << max(0, n - 1).bit_length()
+
+
+def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """How many elements lie between neighbours along each dimension of a contiguous row-major array.
+
+    Example:
+        ```python
+        from ejkernel.utils import strides_from_shape
+
+        assert strides_from_shape((2, 3, 4)) == (12, 4, 1)
+        ```
+    """
+    return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+
+
+def numeric_gen(
+    *shape: int,
+    dtype: DTypeLike = jnp.float16,
+    method: str = "normal",
+    seed: int = 0,
+    key: jax.Array | None = None,
+) -> Array:
+    """Random numbers from a sampler of `jax.random`.
+
+    There is no hidden state: equal arguments give equal numbers, so each array wants a seed (or a key) of its own.
+
+    Args:
+        *shape: Sizes, or one tuple of them.
+        dtype: Of the numbers.
+        method: Name of a function of `jax.random` that needs a key, a shape and a dtype alone: `"normal"`,
+            `"uniform"`, `"exponential"` and the like.
+        seed: Of the key, where none is given.
+        key: PRNG key.
+
+    Raises:
+        ValueError: There is no such sampler.
+
+    Example:
+        ```python
+        from ejkernel.utils import numeric_gen
+
+        query, key = (numeric_gen(2, 8, 4, 16, dtype="float32", seed=seed) for seed in (0, 1))
+        assert (query == numeric_gen(2, 8, 4, 16, dtype="float32", seed=0)).all() and (query != key).any()
+        ```
+    """
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    sampler: Any = getattr(jax.random, method, None)
+    parameters = inspect.signature(sampler).parameters if inspect.isfunction(sampler) else {}
+    needed = [name for name, p in parameters.items() if p.default is p.empty]
+    if needed not in (["key"], ["key", "shape"]) or not {"shape", "dtype"} <= parameters.keys():
+        raise ValueError(f"method: got {method!r}, wants a sampler of jax.random that needs key, shape and dtype alone")
+    source = jax.random.key(seed) if key is None else key
+    return sampler(source, shape=sizes, dtype=jnp.dtype(dtype))
+
+
+def random_dense(
+    shape: Sequence[int], key: jax.Array, dtype: DTypeLike = jnp.float32, limit: float | None = None
+) -> Array:
+    """Uniform numbers that bfloat16 represents exactly, so that a product of them tells rounding from errors.
+
+    Args:
+        shape: Sizes.
+        key: PRNG key.
+        dtype: Floating dtype of the numbers.
+        limit: They lie in [-limit, limit]; None means one divided by how many there are.
+
+    Raises:
+        ValueError: `dtype` is no floating dtype.
+    """
+    bound = 1 / max(1, math.prod(shape)) if limit is None else limit
+    numbers = jax.random.uniform(key, tuple(shape), jnp.float32, -bound, bound)
+    return numbers.astype(jnp.bfloat16).astype(as_float_dtype("dtype", dtype))
+
+
+def generate_block_indices(
+    batch: int, num_query_blocks: int, heads: int, selected_blocks: int, block_size: int, seed: int = 42
+) -> Int32[Array, "b t h s"]:
+    """Random blocks for every **block** of queries, as block-sparse attention takes them.
+
+    All queries of a block have the same: a random subset of the blocks up to their own, in ascending order, then -1
+    where there are fewer than `selected_blocks`. `ejkernel.ejgpu` has a function of the same name that counts tokens.
+
+    Args:
+        batch: Rows.
+        num_query_blocks: Blocks of queries, and of keys.
+        heads: KV heads.
+        selected_blocks: Slots a query.
+        block_size: Tokens of a block.
+        seed: Equal seeds give equal blocks.
+
+    Returns:
+        [batch, num_query_blocks * block_size, heads, selected_blocks] int32.
+
+    Raises:
+        ValueError: A size is no int of at least 1.
+
+    Example:
+        ```python
+        from ejkernel.utils import generate_block_indices
+
+        blocks = generate_block_indices(1, 4, 2, 3, block_size=16)
+        assert blocks.shape == (1, 64, 2, 3)
+        assert blocks[0, 0, 0].tolist() == [0, -1, -1]
+        ```
+    """
+    size = as_count("block_size", block_size, least=1)
+    available = jnp.arange(1, as_count("num_query_blocks", num_query_blocks, least=1) + 1)
+    blocks = random_blocks(jax.random.key(seed), available, num_query_blocks, (batch, heads, selected_blocks))
+    return jnp.repeat(jnp.where(blocks == num_query_blocks, -1, blocks), size, axis=1)
+
+
+def make_mesh(
+    axis_dims: Sequence[int] = (1, -1, 1, 1),
+    axis_names: Sequence[str] = ("dp", "fsdp", "tp", "sp"),
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh of all devices.
+
+    Args:
+        axis_dims: Size of every axis; one of them may be -1, which is what the others leave over.
+        axis_names: Their names.
+        devices: None means `jax.devices()`.
+
+    Raises:
+        ValueError: The sizes do not multiply to the number of devices, or do not fit the names.
+
+    Example:
+        ```python
+        import jax
+        from ejkernel.utils import make_mesh
+
+        mesh = make_mesh((1, 1, -1, 1))
+        assert mesh.shape == {"dp": 1, "fsdp": 1, "tp": jax.device_count(), "sp": 1}
+        ```
+    """
+    found = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
+    if len(axis_dims) != len(axis_names):
+        raise ValueError(f"axis_names: got {tuple(axis_names)}, wants a name for each of axis_dims {tuple(axis_dims)}")
+    known = math.prod(size for size in axis_dims if size != -1)
+    free = list(axis_dims).count(-1)
+    fits = known > 0 and (found.size % known == 0 if free == 1 else free == 0 and found.size == known)
+    if not fits:
+        raise ValueError(
+            f"axis_dims: got {tuple(axis_dims)}, wants sizes with the product {found.size}, one of which may be -1"
+        )
+    return Mesh(found.reshape(tuple(axis_dims)), tuple(axis_names))
+
+
+def make_dummy_rpa_inputs(
+    *,
+    kv_lens: Sequence[int] = (37, 1, 0, 64),
+    q_lens: Sequence[int] = (1, 1, 0, 20),
+    num_q_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_dim: int = 128,
+    page_size: int = 16,
+    dtype: DTypeLike = jnp.bfloat16,
+    seed: int = 0,
+) -> dict[str, Array]:
+    """Arguments that `ragged_page_attention_v3` takes: a cache with all tokens but the new ones, and these.
+
+    Args:
+        kv_lens: Tokens of each sequence, the new ones included.
+        q_lens: New tokens of each.
+        num_q_heads: A multiple of `num_kv_heads`.
+        num_kv_heads: KV heads.
+        head_dim: Head size; the cache rounds it up to 128.
+        page_size: Slots of a page.
+        dtype: Of queries, new keys and values, and cache.
+        seed: Equal seeds give equal inputs.
+
+    Returns:
+        The positional arguments by name, in order; the cache is in the `"interleaved"` layout. Every sequence has pages
+        of its own, in random order, and there is one more that nobody uses; table entries that are not needed are 0.
+
+    Raises:
+        ValueError: A sequence has more new tokens than tokens, or heads or sizes do not fit.
+
+    Example:
+        ```python
+        from ejkernel.modules import ragged_page_attention_v3
+        from ejkernel.utils import make_dummy_rpa_inputs
+
+        inputs = make_dummy_rpa_inputs(kv_lens=(20, 9), q_lens=(1, 9))
+        output, cache = ragged_page_attention_v3(*inputs.values())
+        assert output.shape == (10, 8, 128) and cache.shape == inputs["kv_cache"].shape
+        ```
+    """
+    _check_lengths(kv_lens, q_lens, num_q_heads, num_kv_heads)
+    kind = as_float_dtype("dtype", dtype)
+    rows, pack = sum(q_lens), max(1, 4 // kind.itemsize)
+    needed = [cdiv(n, as_count("page_size", page_size, least=1)) for n in kv_lens]
+    order = iter(np.random.default_rng(seed).permutation(sum(needed) + 1))
+    tables = np.zeros((len(kv_lens), max(1, *needed)), np.int32)
+    for row, count in zip(tables, needed, strict=True):
+        row[:count] = [next(order) for _ in range(count)]
+    cache = (sum(needed) + 1, page_size, cdiv(2 * num_kv_heads, pack), pack, cdiv(head_dim, 128) * 128)
+    new = (rows, num_kv_heads, head_dim)
+    shapes = {"queries": (rows, num_q_heads, head_dim), "keys": new, "values": new, "kv_cache": cache}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    decoding = next((n for n, length in enumerate(q_lens) if length != 1), len(q_lens))
+    return {
+        **{
+            name: jax.random.normal(key, shape).astype(kind)
+            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        },
+        "kv_lens": jnp.array(kv_lens, jnp.int32),
+        "block_tables": jnp.array(tables.reshape(-1)),
+        "query_start_loc": jnp.array(np.cumsum([0, *q_lens]), jnp.int32),
+        "distribution": jnp.array([decoding, decoding, len(kv_lens)], jnp.int32),
+    }
+
+
+def _check_lengths(kv_lens: Sequence[int], q_lens: Sequence[int], num_q_heads: int, num_kv_heads: int) -> None:
+    if not kv_lens or len(kv_lens) != len(q_lens):
+        raise ValueError(f"q_lens: got {tuple(q_lens)}, wants one length for each of kv_lens {tuple(kv_lens)}")
+    if not all(0 <= q <= kv for q, kv in zip(q_lens, kv_lens, strict=True)):
+        raise ValueError(f"q_lens: got {tuple(q_lens)}, wants at most the kv_lens {tuple(kv_lens)}, and none negative")
+    if num_q_heads % as_count("num_kv_heads", num_kv_heads, least=1):
+        raise ValueError(f"num_q_heads: got {got(num_q_heads)}, wants a multiple of {num_kv_heads}")

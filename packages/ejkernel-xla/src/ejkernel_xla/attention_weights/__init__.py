@@ -1,0 +1,25 @@
+"""Softmax attention with its weights in XLA: whole rows of the weights at a time, each made once."""
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_xla.attention_weights import tiles
+from ejkernel_xla.tiled_attention import DIFFERENTIABLE, DROPOUT, MASKS, SOFTMAX
+
+IMPLEMENTATIONS = (
+    Implementation(
+        op="attention",
+        name="xla",
+        platform="xla",
+        backend="any",
+        forward="ejkernel_xla.attention_weights.forward:forward",
+        backward="ejkernel_xla.attention_weights.backward:backward",
+        gradients=DIFFERENTIABLE,
+        requires=Requires(
+            devices=frozenset({"cpu", "gpu", "tpu"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+            handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
+        ),
+        config=ConfigSpace(
+            reads=frozenset({"weights_block_q"}), heuristic=tiles.heuristic, candidates=tiles.candidates
+        ),
+    ),
+)

@@ -1,0 +1,105 @@
+"""Forward pass of attention with its weights: for a tile of queries and all keys,
+
+s   = masked scores
+lse = log(exp(sink) + sum_j exp(s_j))
+w   = dropout(exp(s - lse))
+o   = w v
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.attention_weights import Output
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.modules.operations.attention_configs import AttentionConfig
+from ejkernel_xla.attention_weights.tiles import plan_rows
+from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, put
+from ejkernel_xla.tiled_attention.forward import finite
+from ejkernel_xla.tiled_attention.scores import (
+    Scores,
+    accumulator,
+    allow,
+    dot,
+    drop,
+    dropout_rows,
+    load_keys,
+    load_query,
+    mask,
+    score,
+)
+
+WHOLE: Any = 0
+"""The one tile of keys."""
+
+
+class State(NamedTuple):
+    """What query tiles are stored into: output [B, T, H, Dv], weights [B, H, T, S] and lse [B, H, T]."""
+
+    output: jax.Array
+    weights: jax.Array
+    lse: jax.Array
+
+
+def forward(record: TiledAttention, config: AttentionConfig) -> tuple[Output, SoftmaxResiduals]:
+    """Output, weights and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tile sizes; reads `weights_block_q`.
+
+    Returns:
+        Output [B, T, H, Dv] and weights [B, H, T, S] in the query's dtype, and the residuals for the backward pass.
+    """
+    (b, t, h, _), (_, s, _, v), dtype = record.query.shape, record.value.shape, record.query.dtype
+    shapes = ((b, t, h, v), dtype), ((b, h, t, s), dtype), ((b, h, t), accumulator(record))
+    state = State(*(jnp.zeros(*shape) for shape in shapes))
+    if state.weights.size:
+        plan = plan_rows(record, config)
+
+        def step(n: jax.Array, state: State) -> State:
+            return _query_tile(record, plan, plan.cursor(n), state)
+
+        state = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, state)
+    return (state.output, state.weights), SoftmaxResiduals(lse=state.lse)
+
+
+def _query_tile(record: TiledAttention, plan: Plan, at: Cursor, state: State) -> State:
+    key, value = (load_keys(x, record, plan, at, WHOLE) for x in (record.key, record.value))
+    scores = row_scores(record, plan, at, load_query(record, plan, at), key)
+    lse = _log_sum(record, plan, at, scores.value)
+    weights = drop(jnp.exp(scores.value - finite(lse)[..., None]), dropout_rows(record, plan, at), record, WHOLE)
+    output = dot("bhgts,bhsv->bhgtv", weights.astype(value.dtype), value, record)
+    b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
+    head = at.head * plan.group
+    return State(
+        put(state.output, (at.batch, at.query, head, 0), output.transpose(0, 3, 1, 2, 4).reshape(b, t, heads, -1)),
+        put(state.weights, (at.batch, head, at.query, 0), weights.reshape(b, heads, t, -1)),
+        put(state.lse, (at.batch, head, at.query), lse.reshape(b, heads, t)),
+    )
+
+
+def row_scores(record: TiledAttention, plan: Plan, at: Cursor, query: jax.Array, key: jax.Array) -> Scores:
+    """Scores of a query tile [b, h, g, t, d] and all keys [b, h, S, d], masked."""
+    return mask(score(record, plan, at, WHOLE, query, key), allow(record, plan, at, WHOLE))
+
+
+def _log_sum(record: TiledAttention, plan: Plan, at: Cursor, scores: jax.Array) -> jax.Array:
+    """Log of the softmax denominator [b, h, g, t], the sink's part included; -inf where there is nothing."""
+    peak = jnp.max(scores, axis=-1)
+    sink = head_sinks(record, plan, at)
+    peak = finite(peak if sink is None else jnp.maximum(peak, sink))
+    total = jnp.sum(jnp.exp(scores - peak[..., None]), axis=-1)
+    if sink is not None:
+        total = total + jnp.exp(sink - peak)
+    return jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + peak, -jnp.inf)
+
+
+def head_sinks(record: TiledAttention, plan: Plan, at: Cursor) -> jax.Array | None:
+    """Sink logits of a tile's heads, [h, g, 1]."""
+    if record.softmax_aux is None:
+        return None
+    sinks = lax.dynamic_slice(record.softmax_aux, (at.head * plan.group,), (plan.heads * plan.group,))
+    return sinks.astype(accumulator(record)).reshape(plan.heads, plan.group, 1)

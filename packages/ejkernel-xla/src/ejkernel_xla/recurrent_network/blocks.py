@@ -1,0 +1,60 @@
+"""The tokens of a direction in blocks: the inputs of a block are multiplied at once, and the products fit a cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.recurrent_network import RecurrentNetwork, real_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Blocks of the same length, with padding behind the token that is read last.
+
+    Attributes:
+        tokens: How many there are to read.
+        length: Tokens a block.
+        backwards: Whether they are read from the last to the first.
+    """
+
+    tokens: int
+    length: int
+    backwards: bool
+
+    @classmethod
+    def of(cls, record: RecurrentNetwork, most: int, backwards: bool) -> "Blocks":
+        """As few blocks as there can be with `most` tokens, and as little padding."""
+        tokens = record.x.shape[1]
+        count = -(-tokens // max(1, min(most, tokens)))
+        return cls(tokens=tokens, length=-(-tokens // count), backwards=backwards)
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return -(-self.tokens // self.length)
+
+    @property
+    def padding(self) -> int:
+        """Tokens that are not there."""
+        return self.count * self.length - self.tokens
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """[T, ...] to [blocks, length, ...]; padding is 0."""
+        if self.padding:
+            ends = (self.padding, 0) if self.backwards else (0, self.padding)
+            x = jnp.pad(x, (ends, *((0, 0),) * (x.ndim - 1)))
+        return x.reshape(self.count, self.length, *x.shape[1:])
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """[blocks, length, ...] to [T, ...]."""
+        x = x.reshape(self.count * self.length, *x.shape[2:])
+        return x[self.padding :] if self.backwards else x[: self.tokens]
+
+    def real(self, record: RecurrentNetwork) -> jax.Array | None:
+        """Which tokens of each block there are, bool [blocks, length, B or 1, 1]; None for all."""
+        tokens = real_tokens(record)
+        if tokens is None and not self.padding:
+            return None
+        tokens = jnp.ones((1, self.tokens), bool) if tokens is None else tokens
+        return self.cut(tokens.T[..., None])

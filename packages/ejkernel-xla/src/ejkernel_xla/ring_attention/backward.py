@@ -1,0 +1,105 @@
+"""Backward pass of ring attention: keys travel as in the forward pass, and their gradients with them.
+
+The formulas are those of `ejkernel_xla.tiled_attention.backward`. They need of the whole row only its lse and
+`<cotangent, output>`, which are there from the forward pass; what one device's keys contribute then depends on no
+other's.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.tiled_attention import SoftmaxResiduals
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.ring_attention.schedule import (
+    Load,
+    Ring,
+    columns,
+    encounter,
+    load_of,
+    local_part,
+    put_columns,
+    ring_of,
+)
+from ejkernel_xla.tiled_attention import backward as tiles
+from ejkernel_xla.tiled_attention.scores import accumulator
+
+Gradients = dict[str, jax.Array]
+
+
+def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+    """Gradients of the wanted fields of one device's record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
+            softmax_aux.
+        params: Tile sizes; reads `q_blocksize` and `kv_blocksize`.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
+        complete; those of bias and softmax_aux are what the device's queries contribute.
+    """
+    ring = ring_of(pullback.record)
+    if ring is None:
+        return tiles.backward(dataclasses.replace(pullback, record=tiled(pullback.record)), params)
+    local = dataclasses.replace(
+        pullback,
+        record=local_part(pullback.record, ring),
+        residuals=SoftmaxResiduals(lse=ring.stripe(pullback.residuals.lse, 2)),
+        output=ring.stripe(pullback.output, 1),
+        cotangent=ring.stripe(pullback.cotangent, 1),
+    )
+    grads = _around(local, params, ring)
+    if "softmax_aux" in pullback.wanted:
+        grads["softmax_aux"] = _sink_gradient(pullback)
+    return {name: _home(grads[name], name, pullback.record, ring) for name in sorted(pullback.wanted)}
+
+
+def _around(pullback: Pullback, params: BwdParams, ring: Ring) -> Gradients:
+    """The gradients of everything but sinks, in the layout that the ring works in."""
+    record, dtype = pullback.record, accumulator(tiled(pullback.record))
+    zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.wanted - {"softmax_aux"}}
+    zeros = _compat.as_varying(zeros, pullback)
+    travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
+    staying = {name: x for name, x in zeros.items() if name not in travelling}
+
+    def visit(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
+        keys, partial = load["key"].shape[1], {**staying, **travelling}
+        if "bias" in staying:
+            partial["bias"] = columns(staying["bias"], ring, source, keys)
+        part = dataclasses.replace(
+            pullback,
+            record=encounter(record, ring, source, load),
+            wanted=pullback.wanted - {"softmax_aux"},
+        )
+        grads = tiles.accumulate(part, params, partial)
+        if "bias" in staying:
+            grads["bias"] = put_columns(staying["bias"], grads["bias"], ring, source, keys)
+        return {name: grads[name] for name in travelling}, {name: grads[name] for name in staying}
+
+    collected, kept = ring.walk(load_of(record), travelling, visit, staying)
+    return {**collected, **kept}
+
+
+def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+    """A gradient in its field's dtype and layout."""
+    field = getattr(record, name)
+    gradient = gradient.astype(field.dtype)
+    axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)
+    return gradient if axis is None or field.shape[axis] == 1 else ring.unstripe(gradient, axis)
+
+
+def _sink_gradient(pullback: Pullback) -> jax.Array:
+    """`-sum_i exp(sink - lse_i) <cotangent_i, output_i>`, [H]."""
+    record, dtype = pullback.record, accumulator(tiled(pullback.record))
+    output = pullback.output.astype(dtype)
+    # An output of nothing, as padding has, gives nothing, whatever its cotangent holds.
+    delta = jnp.sum(jnp.where(output == 0, 0, pullback.cotangent.astype(dtype)) * output, axis=-1).swapaxes(1, 2)
+    lse = pullback.residuals.lse
+    sinks = record.softmax_aux.astype(dtype)[:, None]
+    share = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
+    return -jnp.sum(share * delta, axis=(0, 2))

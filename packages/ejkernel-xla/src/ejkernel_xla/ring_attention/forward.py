@@ -1,0 +1,45 @@
+"""Forward pass of ring attention: tiled attention to one device's keys after the other, merged as they come."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.tiled_attention import SoftmaxResiduals
+from ejkernel.ops.config.params import FwdParams
+from ejkernel_xla.ring_attention.merge import Partial, merge
+from ejkernel_xla.ring_attention.schedule import Load, encounter, load_of, local_part, ring_of
+from ejkernel_xla.tiled_attention import forward as tiles
+from ejkernel_xla.tiled_attention.scores import accumulator
+
+
+def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of one device's queries.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes; reads `q_blocksize` and `kv_blocksize`.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    ring = ring_of(record)
+    if ring is None:
+        return tiles.forward(tiled(record), params)
+    local, dtype = local_part(record, ring), accumulator(tiled(record))
+
+    def visit(source: jax.Array, load: Load, so_far: Partial) -> tuple[Load, Partial]:
+        output, residuals = tiles.attend(encounter(local, ring, source, load), params, dtype)
+        return {}, merge(so_far, Partial(output, residuals.lse))
+
+    _, done = ring.walk(load_of(local), {}, visit, _compat.as_varying(_start(record), record))
+    output = ring.unstripe(done.output.astype(record.query.dtype), 1)
+    return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
+
+
+def _start(record: RingAttention) -> Partial:
+    """Attention to no key: the sinks alone, which are thereby counted once."""
+    (b, t, h, _), dtype = record.query.shape, accumulator(tiled(record))
+    sinks = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
+    output = jnp.zeros((b, t, h, record.value.shape[3]), dtype)
+    return Partial(output, jnp.broadcast_to(sinks[:, None], (b, h, t)))

@@ -1,0 +1,41 @@
+"""Joining softmaxes over disjoint sets of keys (Liu, Zaharia & Abbeel 2023; Dao et al. 2023, Flash-Decoding).
+
+With `lse_n = log(sum_j exp(s_j))` and `o_n = sum_j exp(s_j - lse_n) v_j` over the n-th set:
+
+    lse = log(sum_n exp(lse_n)),    o = sum_n exp(lse_n - lse) o_n
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Partial(NamedTuple):
+    """Attention to some of the keys.
+
+    Attributes:
+        output: [B, T, H, V], accumulator's dtype; 0 where no key was attended.
+        lse: [B, H, T]; -inf where no key was attended and there is no sink.
+    """
+
+    output: jax.Array
+    lse: jax.Array
+
+
+def merge(one: Partial, other: Partial) -> Partial:
+    """Attention to the keys of both."""
+    peak = jnp.maximum(one.lse, other.lse)
+    shift = jnp.where(peak == -jnp.inf, 0, peak)
+    masses = [jnp.exp(part.lse - shift) for part in (one, other)]
+    total = masses[0] + masses[1]
+    some = total > 0
+    shares = [mass / jnp.where(some, total, 1) for mass in masses]
+    output = sum(_by_row(share) * part.output for share, part in zip(shares, (one, other), strict=True))
+    lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + shift, -jnp.inf)
+    return Partial(jnp.asarray(output), lse)
+
+
+def _by_row(x: jax.Array) -> jax.Array:
+    """[B, H, T] -> [B, T, H, 1]."""
+    return x.swapaxes(1, 2)[..., None]

@@ -1,0 +1,56 @@
+"""Exchanging halves of parts, so that under a causal mask all devices have the same work.
+
+Of P parts in order the last one sees P times as many keys as the first. Cut into 2P halves, halves i and 2P - 1 - i
+together see as many as any other such pair: device i works on those two, the *striped* layout. Half h lies in part
+h // 2, and every device sends its two halves to two different devices, so two permutations do it.
+(Brandon et al. 2023, arXiv:2311.09431, have the idea; the pairing is that of Llama 3, arXiv:2407.21783, section 3.3.2.)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Pairs = list[tuple[int, int]]
+
+
+def stripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
+    """From the part of the calling device along `axis` to its two halves of the striped layout, the early one first."""
+    even, odd = jnp.split(x, 2, axis)
+    sends = _sends(lax.axis_size(axis_name))
+    even, odd = lax.ppermute(even, axis_name, sends[0]), lax.ppermute(odd, axis_name, sends[1])
+    return _ordered(even, odd, axis, axis_name)
+
+
+def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
+    """The inverse of `stripe`."""
+    early, late = jnp.split(x, 2, axis)
+    back = [[(to, source) for source, to in pairs] for pairs in _sends(lax.axis_size(axis_name))]
+    swapped = _is_odd(axis_name)
+    even, odd = jnp.where(swapped, late, early), jnp.where(swapped, early, late)
+    return jnp.concatenate([lax.ppermute(even, axis_name, back[0]), lax.ppermute(odd, axis_name, back[1])], axis=axis)
+
+
+def starts(source: Any, half: int, size: int) -> tuple[Any, Any]:
+    """Where the two halves of a device begin in the whole sequence."""
+    return source * half, (2 * size - 1 - source) * half
+
+
+def _sends(size: int) -> tuple[Pairs, Pairs]:
+    """(from, to) of the even halves, and of the odd ones."""
+
+    def owner(half: int) -> int:
+        return min(half, 2 * size - 1 - half)
+
+    return [(i, owner(2 * i)) for i in range(size)], [(i, owner(2 * i + 1)) for i in range(size)]
+
+
+def _ordered(even: jax.Array, odd: jax.Array, axis: int, axis_name: str) -> jax.Array:
+    """Half i comes first on device i: the even one that it received if i is even."""
+    swapped = _is_odd(axis_name)
+    return jnp.concatenate([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=axis)
+
+
+def _is_odd(axis_name: str) -> jax.Array:
+    return lax.axis_index(axis_name) % 2 == 1

@@ -1,0 +1,38 @@
+"""Tile sizes: those of tiled attention, cut so that no tile lies in both halves of a part."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel_xla.tiled_attention import tiles
+
+
+def heuristic(record: RingAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
+    """Tile sizes for a record on a device, not measured."""
+    return _halved(record, tiles.heuristic(tiled(record), device, direction))
+
+
+def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    found = tiles.candidates(tiled(record), device, direction)
+    return tuple(dict.fromkeys(_halved(record, params) for params in found))
+
+
+def _halved(record: RingAttention, params: Any) -> FwdParams | BwdParams:
+    """In a causal ring a device works on two pieces of the sequence, which are far apart."""
+    if record.axis_name is None or not record.causal:
+        return params
+    queries, keys = tiles.sizes(params)
+    return dataclasses.replace(
+        params,
+        q_blocksize=_dividing(record.query.shape[1] // 2, queries),
+        kv_blocksize=_dividing(record.key.shape[1] // 2, keys),
+    )
+
+
+def _dividing(length: int, block: int) -> int:
+    """The largest divisor of a length up to a block; the block itself where that would be a sliver."""
+    block = max(1, min(length, block))
+    divisor = max(d for d in range(1, block + 1) if length % d == 0)
+    return divisor if 4 * divisor >= block else block

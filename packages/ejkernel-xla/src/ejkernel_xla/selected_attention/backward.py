@@ -1,0 +1,163 @@
+"""Backward pass of selected attention, by recomputation of the scores.
+
+With a branch's cotangent do' = g do, its softmax p = exp(s - lse) and delta_i = <do'_i, o_i>:
+
+    dg_i = sum_v do_i o_i
+    dv_j = sum_i p_ij do'_i
+    ds_ij = p_ij (<do'_i, v_j> - delta_i)
+    dq_i = scale sum_j ds_ij k_j
+    dk_j = scale sum_i ds_ij q_i
+
+An empty slot is in no block's list, and so adds to nothing.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.selected_attention import GATES, Branch, SelectedAttention, compressed, window
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.pullback import Pullback
+from ejkernel_xla.selected_attention.lists import (
+    Operands,
+    Plan,
+    add,
+    arrange,
+    by_group,
+    by_token,
+    clean,
+    find_readers,
+    fold,
+    make_plan,
+    take,
+    zero_padding,
+)
+from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.tiled_attention import backward as tiled_backward
+from ejkernel_xla.tiled_attention import blocks
+from ejkernel_xla.tiled_attention import tiles as tiled_tiles
+from ejkernel_xla.tiled_attention.forward import finite
+
+Gradients = dict[str, jax.Array]
+SHARED = frozenset({"query", "key", "value"})
+
+
+def backward(pullback: Pullback, config: Any) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        config: The operation's configuration; reads `block_q` and `block_k`.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, wanted = clean(pullback.record), pullback.wanted
+    cotangent = zero_padding(pullback.cotangent, record.q_segment_ids).astype(accumulator(record))
+    grads: Gradients = {}
+
+    def collect(found: Gradients) -> None:
+        for name, gradient in found.items():
+            gradient = gradient.astype(accumulator(record))
+            grads[name] = grads[name] + gradient if name in grads else gradient
+
+    for name, gate in GATES.items():
+        branch: Branch | None = getattr(pullback.residuals, name)
+        if branch is None:
+            continue
+        own, opened = getattr(record, gate), cotangent
+        if own is not None:
+            collect({gate: jnp.sum(cotangent * branch.output.astype(cotangent.dtype), axis=-1)})
+            opened = cotangent * own[..., None].astype(cotangent.dtype)
+        opened = opened.astype(record.query.dtype)
+        if name == "selected" and wanted & SHARED:
+            collect(_selected(record, branch, opened, config))
+        elif name == "compressed":
+            collect(
+                _dense(
+                    compressed(record), branch, opened, wanted, {"key": "compressed_key", "value": "compressed_value"}
+                )
+            )
+        elif name == "window":
+            collect(_dense(window(record), branch, opened, wanted, {}))
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in wanted}
+
+
+def _dense(
+    record: TiledAttention | None, branch: Branch, cotangent: jax.Array, wanted: frozenset[str], names: dict[str, str]
+) -> Gradients:
+    """Gradients of a branch that is tiled attention, by their names in the record of all branches."""
+    assert record is not None  # the branch left residuals
+    outer = {name: names.get(name, name) for name in ("query", "key", "value")}
+    inner = frozenset(name for name, public in outer.items() if public in wanted)
+    params: Any = tiled_tiles.heuristic(record, None, "backward")
+    pullback = Pullback(
+        record=record,
+        residuals=SoftmaxResiduals(lse=branch.lse),
+        output=branch.output,
+        cotangent=cotangent,
+        wanted=inner,
+    )
+    return {outer[name]: gradient for name, gradient in tiled_backward.backward(pullback, params).items()}
+
+
+def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: Any) -> Gradients:
+    """Gradients of query, key and value in the selected branch."""
+    plan = make_plan(record, config)
+    operands, dtype = arrange(record, plan), accumulator(record)
+    delta = jnp.sum(cotangent.astype(dtype) * branch.output.astype(dtype), axis=-1, keepdims=True)
+    rows = {
+        "cotangent": by_group(cotangent, plan),
+        "delta": by_group(delta, plan)[..., 0],
+        "lse": by_group(finite(branch.lse).swapaxes(1, 2)[..., None], plan)[..., 0],
+    }
+    grads = {name: jnp.zeros(getattr(operands, name).shape, dtype) for name in ("query", "key", "value")}
+
+    def step(n: jax.Array, grads: Gradients) -> Gradients:
+        at = Place(*plan.place(n))
+        here = {name: tile_of(x, plan, at) for name, x in rows.items()}
+        carry = {**grads, "query": jnp.zeros((plan.queries, *grads["query"].shape[3:]), dtype)}
+        readers = find_readers(tile_of(operands.listed, plan, at), plan)
+
+        def read(c: jax.Array, lines: jax.Array, carry: Gradients) -> Gradients:
+            return _read(record, operands, plan, at, here, (c, lines), carry)
+
+        carry = fold(readers, plan, read, carry)
+        where = (at.batch, at.head, at.query, 0, 0)
+        return {**carry, "query": blocks.put(grads["query"], where, carry["query"][None, None])}
+
+    grads = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, grads)
+    length, keys = record.query.shape[1], record.key.shape[1]
+    return {
+        "query": by_token(grads["query"], length),
+        **{name: grads[name][:, :, :keys].transpose(0, 2, 1, 3) for name in ("key", "value")},
+    }
+
+
+def _read(
+    record: SelectedAttention,
+    operands: Operands,
+    plan: Plan,
+    at: Place,
+    here: dict[str, jax.Array],
+    visit: tuple[jax.Array, jax.Array],
+    grads: Gradients,
+) -> Gradients:
+    """Adds what some queries' reading of a block contributes; the query's gradient is [t, g, d], of its step alone."""
+    block, rows = visit
+    start = operands.starts[block]
+    scores, query, key = score(record, operands, plan, at, start, rows)
+    value = block_of(operands.value, at, start, record.block_size)
+    cotangent = take(here["cotangent"], rows)
+    weights = jnp.exp(scores - take(here["lse"], rows)[..., None])
+    dweights = dot("pgv,kv->pgk", cotangent, value)
+    dscores = weights * (dweights - take(here["delta"], rows)[..., None]) * record.softmax_scale
+    dscores, weights = dscores.astype(key.dtype), weights.astype(value.dtype)
+    where = (at.batch, at.head, start, 0)
+    return {
+        "query": add(grads["query"], rows, dot("pgk,kd->pgd", dscores, key)),
+        "key": blocks.add(grads["key"], where, dot("pgk,pgd->kd", dscores, query)[None, None]),
+        "value": blocks.add(grads["value"], where, dot("pgk,pgv->kv", weights, cotangent)[None, None]),
+    }

@@ -1,0 +1,100 @@
+"""Forward pass of selected attention: three softmaxes, of which two are tiled attention, and their gated sum."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.selected_attention import (
+    Branch,
+    SelectedAttention,
+    SelectedResiduals,
+    compressed,
+    gated,
+    window,
+)
+from ejkernel_xla.selected_attention.lists import arrange, by_token, clean, find_readers, fold, make_plan, put, take
+from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.tiled_attention import blocks
+from ejkernel_xla.tiled_attention import forward as tiled_forward
+from ejkernel_xla.tiled_attention import tiles as tiled_tiles
+from ejkernel_xla.tiled_attention.forward import finite
+
+
+def forward(record: SelectedAttention, config: Any) -> tuple[jax.Array, SelectedResiduals]:
+    """Output and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: The operation's configuration; reads `block_q` and `block_k`.
+
+    Returns:
+        [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    record = clean(record)
+    branches = {"selected": _selected(record, config)}
+    for name, dense in (("compressed", compressed(record)), ("window", window(record))):
+        if dense is not None:
+            params: Any = tiled_tiles.heuristic(dense, None, "forward")
+            output, residuals = tiled_forward.forward(dense, params)
+            branches[name] = Branch(output=output, lse=residuals.lse)
+    return gated(record, branches), SelectedResiduals(**branches)
+
+
+class Running(NamedTuple):
+    """Online softmax of the queries of a step.
+
+    Attributes:
+        peak: [t, g], largest score so far.
+        total: [t, g], sum of exp(score - peak).
+        output: [t, g, v], sum of exp(score - peak) times values.
+    """
+
+    peak: jax.Array
+    total: jax.Array
+    output: jax.Array
+
+
+def _selected(record: SelectedAttention, config: Any) -> Branch:
+    """The selected branch."""
+    plan = make_plan(record, config)
+    operands, dtype = arrange(record, plan), accumulator(record)
+    shape, size = (plan.queries, plan.group), record.value.shape[3]
+    empty = Running(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, size), dtype))
+
+    def step(n: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at = Place(*plan.place(n))
+
+        def read(c: jax.Array, rows: jax.Array, running: Running) -> Running:
+            start = operands.starts[c]
+            scores, _, _ = score(record, operands, plan, at, start, rows)
+            return _update(running, rows, scores, block_of(operands.value, at, start, record.block_size))
+
+        running = fold(find_readers(tile_of(operands.listed, plan, at), plan), plan, read, empty)
+        some = running.total > 0
+        total = jnp.where(some, running.total, 1)
+        lse = jnp.where(some, jnp.log(total) + finite(running.peak), -jnp.inf)
+        output = (running.output / total[..., None]).astype(record.query.dtype)
+        where = (at.batch, at.head, at.query, 0)
+        return (
+            blocks.put(state[0], (*where, 0), output[None, None]),
+            blocks.put(state[1], where, lse[None, None]),
+        )
+
+    lead = (plan.batch, plan.heads, plan.tiles * plan.queries, plan.group)
+    state = jnp.zeros((*lead, size), record.query.dtype), jnp.zeros(lead, dtype)
+    output, lse = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, state)
+    length = record.query.shape[1]
+    return Branch(output=by_token(output, length), lse=by_token(lse[..., None], length)[..., 0].swapaxes(1, 2))
+
+
+def _update(running: Running, rows: jax.Array, scores: jax.Array, value: jax.Array) -> Running:
+    """Takes one block, values [k, v], into the running softmax of some queries."""
+    before = take(running.peak, rows)
+    peak = jnp.maximum(before, jnp.max(scores, axis=-1))
+    shift = finite(peak)
+    weights, fade = jnp.exp(scores - shift[..., None]), jnp.exp(before - shift)
+    total = fade * take(running.total, rows) + jnp.sum(weights, axis=-1)
+    output = fade[..., None] * take(running.output, rows) + dot("pgk,kv->pgv", weights.astype(value.dtype), value)
+    return Running(put(running.peak, rows, peak), put(running.total, rows, total), put(running.output, rows, output))

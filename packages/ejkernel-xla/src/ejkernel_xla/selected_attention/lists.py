@@ -1,0 +1,191 @@
+"""Turning lists around: from the blocks that a query reads to the queries that read a block.
+
+Gathering the keys of every query's blocks would copy each block once for every query that lists it. The other way
+round a block is sliced where it lies, and what is gathered are rows of queries, `block_size` times smaller.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.selected_attention import SelectedAttention, blocks, own_keys, starts
+from ejkernel_xla.selected_attention.tiles import sizes
+
+Carry = TypeVar("Carry")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a record is cut: batch rows times KV heads times tiles of `queries` queries; `rows` of them meet a block.
+
+    `group` query heads share a KV head, and so their blocks.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    queries: int
+    tiles: int
+    rows: int
+    blocks: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of the outer loop."""
+        return self.batch * self.heads * self.tiles
+
+    def place(self, step: Any) -> tuple[Any, Any, Any]:
+        """Batch row, KV head and first query of a step."""
+        row, tile = step // self.tiles, step % self.tiles
+        return row // self.heads, row % self.heads, tile * self.queries
+
+
+def make_plan(record: SelectedAttention, config: Any) -> Plan:
+    """Cuts a record."""
+    (batch, length, heads, _), kv_heads = record.query.shape, record.key.shape[2]
+    queries, rows = sizes(record, config)
+    return Plan(batch, kv_heads, heads // kv_heads, queries, -(-length // queries), rows, blocks(record))
+
+
+class Operands(NamedTuple):
+    """The arrays of a record, heads first, filled up with zeros: T is the plan's, S has room for one block more.
+
+    Attributes:
+        query: [B, Hk, T, g, D].
+        key: [B, Hk, S, D].
+        value: [B, Hk, S, Dv].
+        listed: [B, Hk, T, N] int32, -1 for no block.
+        own: [B|1, T] int32, index of the query's own key.
+        starts: [M] int32, first key of a block.
+        ids: Segment ids of queries [B, T] and of keys [B, S]; None where they restrict nothing.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    listed: jax.Array
+    own: jax.Array
+    starts: jax.Array
+    ids: tuple[jax.Array, jax.Array] | None
+
+
+def arrange(record: SelectedAttention, plan: Plan) -> Operands:
+    """The operands of a record whose padding is clean."""
+    listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.blocks)
+    ids = None
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:
+        listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, plan.blocks)
+        ids = (
+            fill(record.q_segment_ids, 1, plan.tiles * plan.queries, -1),
+            fill(record.kv_segment_ids, 1, record.key.shape[1] + record.block_size, -2),
+        )
+    return Operands(
+        query=by_group(record.query, plan),
+        key=_by_head(record.key, record.block_size),
+        value=_by_head(record.value, record.block_size),
+        listed=fill(listed.transpose(0, 2, 1, 3), 2, plan.tiles * plan.queries, plan.blocks),
+        own=fill(own_keys(record), 1, plan.tiles * plan.queries, 0),
+        starts=starts(record),
+        ids=ids,
+    )
+
+
+def clean(record: SelectedAttention) -> SelectedAttention:
+    """The record with zeros in the padding of what the selected branch and the gates multiply."""
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return record
+    rows = {"query": record.q_segment_ids, "key": record.kv_segment_ids, "value": record.kv_segment_ids}
+    rows |= {name: record.q_segment_ids for name in ("g_slc", "g_cmp", "g_swa") if getattr(record, name) is not None}
+    cleaned = {name: zero_padding(getattr(record, name), ids) for name, ids in rows.items()}
+    return dataclasses.replace(record, **cleaned)
+
+
+def zero_padding(x: jax.Array, ids: jax.Array | None) -> jax.Array:
+    """[B, T, ...] with zeros where ids [B, T] are negative."""
+    return x if ids is None else jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def by_group(x: jax.Array, plan: Plan) -> jax.Array:
+    """[B, t, H, n] -> [B, Hk, T, g, n]."""
+    x = x.reshape(*x.shape[:2], plan.heads, plan.group, -1).transpose(0, 2, 1, 3, 4)
+    return fill(x, 2, plan.tiles * plan.queries, 0)
+
+
+def by_token(x: jax.Array, length: int) -> jax.Array:
+    """[B, Hk, T, g, n] -> [B, t, H, n], the inverse of `by_group`."""
+    x = x[:, :, :length].transpose(0, 2, 1, 3, 4)
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def fill(x: jax.Array, axis: int, length: int, value: Any) -> jax.Array:
+    """x with an axis extended to a length."""
+    missing = length - x.shape[axis]
+    padding = [(0, missing if n == axis else 0) for n in range(x.ndim)]
+    return jnp.pad(x, padding, constant_values=value) if missing else x
+
+
+def _by_head(x: jax.Array, room: int) -> jax.Array:
+    return fill(x.transpose(0, 2, 1, 3), 2, x.shape[1] + room, 0)
+
+
+class Readers(NamedTuple):
+    """The queries of a tile by the block they read.
+
+    Attributes:
+        rows: [n] int32, queries of the tile, block by block.
+        bounds: [M + 1] int32, where the queries of each block begin.
+    """
+
+    rows: jax.Array
+    bounds: jax.Array
+
+
+def find_readers(listed: jax.Array, plan: Plan) -> Readers:
+    """Sorts the lists [T, N] of a tile of queries by block; `plan.blocks` stands for none."""
+    count, slots = listed.size, listed.shape[1]
+    pair = jnp.arange(count, dtype=jnp.uint32)
+    # One number a pair: sorting numbers is several times faster than sorting indices by them.
+    ordered = jnp.sort(listed.reshape(-1).astype(jnp.uint32) * jnp.uint32(count) + pair)
+    edges = jnp.arange(plan.blocks + 1, dtype=jnp.uint32) * jnp.uint32(count)
+    bounds = jnp.searchsorted(ordered, edges).astype(jnp.int32)
+    rows = (ordered % jnp.uint32(count)).astype(jnp.int32) // slots
+    return Readers(fill(rows, 0, count + plan.rows, 0), bounds)
+
+
+def fold(readers: Readers, plan: Plan, step: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry) -> Carry:
+    """Applies `step(block, rows, carry)` to every block and every `plan.rows` of the queries that read it.
+
+    Rows that fill up the last tile of a block lie behind all queries: they read any, and write nothing.
+    """
+    lane = jnp.arange(plan.rows, dtype=jnp.int32)
+
+    def block(c: jax.Array, carry: Carry) -> Carry:
+        first, end = readers.bounds[c], readers.bounds[c + 1]
+
+        def tile(n: jax.Array, carry: Carry) -> Carry:
+            at = first + n * plan.rows
+            rows = lax.dynamic_slice(readers.rows, (at,), (plan.rows,))
+            return step(c, jnp.where(at + lane < end, rows, plan.queries + lane), carry)
+
+        return lax.fori_loop(jnp.int32(0), -(-(end - first) // plan.rows), tile, carry)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(plan.blocks), block, carry)
+
+
+def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of x along its first axis; those behind its end are the last one's."""
+    return x.at[rows].get(mode="clip")
+
+
+def put(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """x with rows replaced; those behind its end go nowhere."""
+    return x.at[rows].set(values, mode="drop", unique_indices=True)
+
+
+def add(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """x with values added to rows; those behind its end go nowhere."""
+    return x.at[rows].add(values, mode="drop", unique_indices=True)

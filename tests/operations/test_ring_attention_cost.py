@@ -1,0 +1,149 @@
+"""What a ring costs: memory and messages, and that all devices have the same work."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring_calls
+from jax.sharding import PartitionSpec as P
+from ring_calls import on, ring
+
+from ejkernel.families.ring_attention import RingAttention
+from ejkernel.modules import ring_attention
+from ejkernel_xla.ring_attention.schedule import encounter, load_of, local_part, ring_of
+from ejkernel_xla.tiled_attention.blocks import make_plan
+from ejkernel_xla.tiled_attention.visits import find_visits
+
+LENGTH = 16384
+
+
+def program(size, length=LENGTH, **options):
+    """The gradient with respect to query, key and value over a ring, compiled."""
+    shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (2, 1, 1)]
+    call = functools.partial(ring_attention, cfg=ring_calls.tiles(64, 64), **on(ring(size)), **options)
+
+    def loss(arrays):
+        return jnp.sum(call(*arrays) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss)).lower(shapes).compile(ring_calls.QUICK)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return {size: program(size, causal=True) for size in (2, 4, 8)}
+
+
+def test_memory_of_a_device_falls_as_the_ring_grows(programs):
+    temporary = {size: one.memory_analysis().temp_size_in_bytes for size, one in programs.items()}
+    arguments = {size: one.memory_analysis().argument_size_in_bytes for size, one in programs.items()}
+    for size in (4, 8):
+        assert arguments[size] == arguments[2] * 2 / size
+        assert temporary[size] <= 1.1 * temporary[2] * 2 / size
+    assert temporary[8] < LENGTH * LENGTH / 8  # a quarter of a device's rows of scores
+
+
+def test_keys_travel_and_are_never_gathered(programs):
+    for text in (one.as_text() for one in programs.values()):
+        assert "collective-permute" in text
+        assert not re.search(r"all-gather|all-to-all", text)
+
+
+def test_memory_is_linear_in_the_length(programs):
+    short = program(4, LENGTH // 2, causal=True).memory_analysis().temp_size_in_bytes
+    assert short < programs[4].memory_analysis().temp_size_in_bytes <= 2.1 * short
+
+
+def permutations(size, **options):
+    """How often the loops of a forward pass send keys, as (sends outside of loops, sends in loops times rounds)."""
+    arrays = [jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)] * 3
+    jaxpr = jax.make_jaxpr(functools.partial(ring_attention, **on(ring(size)), **options))(*arrays)
+    return _sends(jaxpr.jaxpr)
+
+
+def _sends(jaxpr, times=1):
+    found = 0
+    for equation in jaxpr.eqns:
+        inner = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        found += times if equation.primitive.name == "ppermute" else 0
+        for value in equation.params.values():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(one, "jaxpr") or hasattr(one, "eqns"):
+                    found += _sends(getattr(one, "jaxpr", one), inner)
+    return found
+
+
+def test_as_many_messages_as_needed():
+    keys = 2  # arrays that travel
+    assert permutations(1, causal=True) == 0
+    assert permutations(8) == keys * 7
+    # A causal ring also exchanges both halves of query, key and value, and of output and lse afterwards.
+    assert permutations(8, causal=True) == keys * 7 + 2 * 5
+    # Parts are of 8: a window of 8 reaches into the part before, one of 9 into that before it.
+    assert permutations(8, causal=True, sliding_window=(8, 0)) == keys * 1
+    assert permutations(8, causal=True, sliding_window=(9, 0)) == keys * 2
+    assert permutations(8, sliding_window=(8, 9)) == keys * 3
+    assert permutations(8, sliding_window=(0, 0)) == 0
+
+
+def test_the_next_keys_are_on_their_way_while_a_device_computes():
+    """In the loop, what is sent is what came in: it waits for nothing that the round computes."""
+    arrays = [jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)] * 3
+    call = functools.partial(ring_attention, **on(ring(8)))
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *x: jnp.sum(call(*x)), (0, 1, 2)))(*arrays)
+    bodies = list(_loops_that_send(jaxpr.jaxpr))
+    assert len(bodies) == 2  # forward, backward
+    for body in bodies:
+        sent = [e for e in body.eqns if e.primitive.name == "ppermute"]
+        assert sent
+        assert all(variable in body.invars for e in sent for variable in e.invars)
+
+
+def _loops_that_send(jaxpr):
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(one, "jaxpr", one)
+                if hasattr(inner, "eqns"):
+                    if equation.primitive.name == "scan" and any(e.primitive.name == "ppermute" for e in inner.eqns):
+                        yield inner
+                    yield from _loops_that_send(inner)
+
+
+def visited_tiles(size, length, block, **options):
+    """[device, round]: key tiles that a device's query tiles visit."""
+
+    def count(query):
+        record = RingAttention(query=query, key=query, value=query, softmax_scale=1.0, axis_name="sp", **options)
+        around = ring_of(record)
+        local, me = local_part(record, around), jax.lax.axis_index("sp")
+        totals = []
+        for hop in range(around.back + 1):
+            met = encounter(local, around, (me - hop) % size, load_of(local))
+            visits = find_visits(met, make_plan(met, block, block))
+            totals.append(jnp.sum(visits.last - visits.first))
+        return jnp.stack(totals)[None]
+
+    mapped = jax.shard_map(count, mesh=ring(size), in_specs=P(None, "sp"), out_specs=P("sp"), check_vma=False)
+    return np.asarray(jax.jit(mapped, compiler_options=ring_calls.QUICK)(jnp.zeros((1, length, 1, 4))))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_causal_mask_gives_all_devices_the_same_work_in_every_round(size):
+    length = 32 * size  # halves of parts are two tiles of 8
+    found = visited_tiles(size, length, 8, causal=True)
+    assert (found == found[0]).all()
+    tiles = length // 8
+    assert found.sum() == tiles * (tiles + 1) // 2  # every tile that is not wholly masked, and no other
+    # As it were without the exchange: the last device would have size times the work of the first.
+    uneven = visited_tiles(size, length, 8, causal=True, sliding_window=(length, 0)).sum(axis=1)
+    assert uneven.sum() == found.sum()
+    assert uneven[-1] > found.sum(axis=1).max()
+
+
+def test_parts_that_a_window_does_not_reach_are_not_visited():
+    found = visited_tiles(4, 128, 8, causal=True, sliding_window=(8, 0))
+    assert found.shape == (4, 2)
+    assert found[:, 1].tolist() == [0, 1, 1, 1]

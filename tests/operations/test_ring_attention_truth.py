@@ -1,0 +1,71 @@
+"""`ring_attention` in float64 against loops in NumPy: outputs pair by pair, gradients by finite differences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import naive
+import numpy as np
+import pytest
+import ring_calls
+from transformed import check_finite_differences
+
+from ejkernel.types import MaskInfo
+
+# Shapes that split into odd parts, of one token, of other lengths for queries and keys; and the ring that they are on.
+CALLS = {
+    "striped, all heads on one": (4, {"t": 24, "s": 24, "h": 4, "g": 1, "bias": (2, 4, 24, 24), "sinks": (4, 2)}),
+    "odd parts, size 60": (3, {"b": 1, "t": 63, "s": 63, "h": 2, "g": 2, "d": 60, "v": 5, "sinks": (2,)}),
+    "one token each": (8, {"t": 8, "s": 8, "h": 8, "g": 1, "bias": (1, 1, 1, 8)}),
+    "one query each, more keys": (4, {"b": 1, "t": 4, "s": 12, "bias": (1, 4, 4, 1)}),
+    "segments and mask": (2, {"t": 18, "s": 18, "bias": (1, 1, 18, 18), "sinks": (3,)}),
+}
+OPTIONS = {
+    "striped, all heads on one": {"causal": True, "logits_soft_cap": 1.5},
+    "odd parts, size 60": {"causal": True},
+    "one token each": {"sliding_window": (2, 1)},
+    "one query each, more keys": {"causal": True, "sliding_window": (2, None), "softmax_scale": 0.7},
+    "segments and mask": {"sliding_window": (None, 9)},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def masks(name):
+    """The parts of a mask, as the loop wants them."""
+    if name != "segments and mask":
+        return {}
+    rng = np.random.default_rng(3)
+    ids = np.array([[0] * 7 + [1] * 8 + [-1] * 3, [2] * 18], np.int32)
+    mask = rng.random((2, 1, 18, 18)) < 0.7
+    mask[:, :, 4] = False
+    return {"mask": mask, "q_segment_ids": ids, "kv_segment_ids": np.roll(ids, 1, axis=1)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_and_all_gradients(name):
+    size, shapes = CALLS[name]
+    query, key, value, sinks, bias = ring_calls.floats(**shapes)
+    parts, options = masks(name), OPTIONS[name]
+    loop = naive.Call(query=query, key=key, value=value, bias=bias, softmax_aux=sinks, **parts, **options)
+    info = None
+    if parts:
+        info = MaskInfo(
+            _attention_mask=jnp.asarray(parts["mask"]),
+            _q_segment_ids=jnp.asarray(parts["q_segment_ids"]),
+            _kv_segment_ids=jnp.asarray(parts["kv_segment_ids"]),
+        )
+    call = functools.partial(ring_calls.spread, mask_info=info, **options, **ring_calls.on(ring_calls.ring(size)))
+    there = [jnp.asarray(x) for x in (query, key, value, sinks, bias) if x is not None]
+
+    def given(*arrays):
+        rest = iter(arrays)
+        return call(*(None if x is None else next(rest) for x in (query, key, value, sinks, bias)))
+
+    check_finite_differences(given, there, range(len(there)))
+    got = jax.jit(given, compiler_options=ring_calls.QUICK)(*there)
+    np.testing.assert_allclose(got, naive.attention(loop), rtol=1e-9, atol=1e-10)
