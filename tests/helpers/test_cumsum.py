@@ -59,7 +59,7 @@ def test_sums_of_packed_sequences_are_those_of_a_loop(chunk, reverse):
 
 @pytest.mark.parametrize("channels", [(), (2,)], ids=["heads", "channels"])
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_sums_of_rows_are_those_of_a_loop_in_either_layout(chunk, channels):
+def test_t31_sums_of_rows_are_those_of_a_loop_in_either_layout(chunk, channels):
     x = np.random.default_rng(0).normal(size=(2, TOTAL, 3, *channels)).astype(np.float32)
     want = 0.5 * loop(x, chunk, True, None)
 

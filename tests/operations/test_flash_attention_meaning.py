@@ -236,6 +236,22 @@ def test_padding_may_hold_anything():
     np.testing.assert_array_equal(gradient, wanted)
 
 
+def test_t24_a_bias_belongs_to_the_query_head_also_where_heads_share_keys():
+    # Four query heads, two KV heads; each query head is told by its bias to look at a key of its own.
+    query, key = jnp.zeros((1, 1, 4, 4)), jnp.zeros((1, 6, 2, 4))
+    value = jnp.broadcast_to(jnp.arange(6.0)[None, :, None, None], (1, 6, 2, 1))
+    wanted = jnp.array([3, 0, 5, 2])
+    bias = jnp.where(jnp.arange(6) == wanted[:, None], 0.0, -1e9)[None, :, None]
+    output = flash_attention(query, key, value, bias)
+    np.testing.assert_array_equal(output[0, 0, :, 0], wanted)
+
+
+def test_t24_no_seed_is_an_error_and_not_a_seed():
+    query = jnp.zeros((1, 4, HEADS, 4))
+    with pytest.raises(ValueError, match=r"dropout_seed: got None with dropout_prob > 0"):
+        flash_attention(query, query, query, dropout_prob=0.5)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_output_has_the_querys_dtype_and_float32_sums(dtype):
     # 4096 equal weights: a half-precision sum would stop growing long before the end.

@@ -92,15 +92,15 @@ def test_validity_mask_of_rank_two_serves_both_sides():
     assert cu_q.tolist() == cu_kv.tolist() == [0, 2, 3]
 
 
-def test_from_cu_seqlens_takes_an_odd_length_cumulative_vector():
-    """T-22: [N + 1] with N even used to be rejected for its odd length."""
+def test_t22_from_cu_seqlens_takes_an_odd_length_cumulative_vector():
+    """[N + 1] with N even used to be rejected for its odd length."""
     info = MaskInfo.from_cu_seqlens(jnp.array([0, 3, 5]), max_q_len=6)
     assert info.q_segment_ids.tolist() == info.kv_segment_ids.tolist() == [[0, 0, 0, 1, 1, -1]]
     assert info.q_lens.tolist() == info.kv_lens.tolist() == [3, 2]
 
 
-def test_from_cu_seqlens_does_not_read_an_even_length_vector_as_pairs():
-    """T-22: [0, 2, 2, 5] used to mean the ranges 0..2 and 2..5 of two rows."""
+def test_t22_from_cu_seqlens_does_not_read_an_even_length_vector_as_pairs():
+    """[0, 2, 2, 5] used to mean the ranges 0..2 and 2..5 of two rows."""
     info = MaskInfo.from_cu_seqlens(jnp.array([0, 2, 2, 5]), max_q_len=5)
     assert info.batch_size == 1
     assert info.q_segment_ids.tolist() == [[0, 0, 2, 2, 2]]

@@ -314,8 +314,8 @@ def test_fields_cannot_be_assigned():
             setattr(info, name, None)
 
 
-def test_replace_with_none_clears_and_without_keeps():
-    """T-21: None used to mean "keep", so a mask could not be cleared."""
+def test_t21_replace_with_none_clears_and_without_keeps():
+    """None used to mean "keep", so a mask could not be cleared."""
     ids = jnp.array([[0, 0, 1]])
     info = MaskInfo.from_segments(ids).apply_causal().replace(q_positions=ids)
     assert info.replace().explicit_mask is info._attention_mask

@@ -82,8 +82,8 @@ def test_everything_gives_the_same_under_jit_twice_and_stores_nothing(kind):
     assert all(vars(info)[name] is value for name, value in before.items())
 
 
-def test_attention_mask_inside_jit_does_not_leak_a_tracer():
-    """T-21: reading a derived value under jit used to store the tracer on an object that outlives the trace."""
+def test_t21_attention_mask_inside_jit_does_not_leak_a_tracer():
+    """Reading a derived value under jit used to store the tracer on an object that outlives the trace."""
     info = MaskInfo.from_segments(jnp.array([[0, 0, 1]]))
 
     @jax.jit
@@ -98,8 +98,8 @@ def test_attention_mask_inside_jit_does_not_leak_a_tracer():
     assert info.attention_mask.sum() == 5
 
 
-def test_lengths_work_under_jit():
-    """T-21: q_lens and kv_lens used to read values on the host."""
+def test_t21_lengths_work_under_jit():
+    """`q_lens` and `kv_lens` used to read values on the host."""
     lengths = jax.jit(lambda info: (info.q_lens, info.kv_lens))(MaskInfo.from_segments(jnp.array([[0, 3, -1]])))
     assert [length.tolist() for length in lengths] == [[2], [2]]
 

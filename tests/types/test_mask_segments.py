@@ -91,8 +91,8 @@ def test_blocks_are_numbered_by_their_first_query():
     assert kv_ids.tolist() == [1, 0, 0, -1, 1]
 
 
-def test_random_mask_is_not_misread_as_segments():
-    """T-20: ids of a mask that is no block structure used to be unrelated to it."""
+def test_t20_random_mask_is_not_misread_as_segments():
+    """Ids of a mask that is no block structure used to be unrelated to it."""
     mask = np.asarray(jax.random.bernoulli(jax.random.key(0), 0.5, (4, 4)))
     assert len({row.tobytes() for row in mask}) > 1
     q_ids, kv_ids = mask_to_segment_ids(jnp.asarray(mask))
@@ -100,8 +100,8 @@ def test_random_mask_is_not_misread_as_segments():
     assert (np.asarray(segment_ids_to_mask((q_ids, kv_ids))) & mask == mask).all()
 
 
-def test_causal_mask_is_not_misread_as_segments():
-    """T-20: every row of a triangle is different, which used to make every token a segment of its own."""
+def test_t20_causal_mask_is_not_misread_as_segments():
+    """Every row of a triangle is different, which used to make every token a segment of its own."""
     q_ids, kv_ids = mask_to_segment_ids(jnp.tri(5, dtype=bool))
     assert q_ids.tolist() == kv_ids.tolist() == [0] * 5
 

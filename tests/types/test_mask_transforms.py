@@ -194,8 +194,8 @@ def loop_same_type(zero_policy):
 
 
 @pytest.mark.parametrize("zero_policy", ["q", "kv", "both", "none"])
-def test_union_widens_across_segments_but_not_to_padding(zero_policy):
-    """T-21: the segment ids used to cut what the union had added."""
+def test_t21_union_widens_across_segments_but_not_to_padding(zero_policy):
+    """The segment ids used to cut what the union had added."""
     base = segments().apply_causal()
     info = base.apply_token_type_ids(jnp.asarray(TYPES), zero_policy=zero_policy)
     valid = (IDS >= 0)[:, None, :, None] & (IDS >= 0)[:, None, None, :]
