@@ -65,7 +65,7 @@ def main() -> None:
             deep = scale * jax.random.normal(keys[4], (layers - 1, 1, gates * hidden, hidden))
             arrays = (x, first, again, bias, *([deep] if layers > 1 else []))
             call = lambda x, w, u, b, deep=None, ours=ours: ours(x, w, u, b, None, deep)[0]  # noqa: E731
-            size = f"{name}, {rows} x {tokens} x {hidden}, {layers} layers"
+            size = f"{name}, {rows} x {tokens} x {hidden}, {layers} deep"
             repeats = 3 if options.quick else 5
             _sides.compare(size, call, functools.partial(scan, cell), arrays, range(len(arrays)), repeats)
 

@@ -10,7 +10,7 @@ from ejkernel_conformance.test_gradients import test_gradients
 from ejkernel_conformance.test_padding import test_padding, test_padding_gradients
 from ejkernel_conformance.test_shards import test_shard
 from ejkernel_conformance.test_value import test_eager_equals_jit, test_residuals, test_shapes, test_value
-from ejkernel_conformance.test_vmap import test_vmap, test_vmapped_gradients
+from ejkernel_conformance.test_vmap import test_vmap
 
 __all__ = [
     "test_candidates",
@@ -28,5 +28,4 @@ __all__ = [
     "test_shard",
     "test_value",
     "test_vmap",
-    "test_vmapped_gradients",
 ]

@@ -162,6 +162,13 @@ def test_masks_of_equal_shapes_and_different_meaning_are_told_apart():
     assert len({flash(mask_info=mask).call_key for mask in masks}) == 2
 
 
+def test_numbers_that_are_structure_are_told_apart():
+    x = jnp.ones((1, 64, 1, 8))
+    calls = [Invocation("native_sparse_attention", (x, x, x, x[..., 0], None, None, n), {}) for n in (1, 2)]
+
+    assert len({call.call_key for call in calls}) == 2
+
+
 def test_mesh_specs_and_platform_are_part_of_the_key_of_a_call():
     spec, other = PartitionSpec("d"), PartitionSpec(None, "d")
     meshes = [Mesh(jax.devices()[:count], "d") for count in (1, 2)]

@@ -6,12 +6,6 @@ from ejkernel_conformance.subjects import Subject
 
 
 def test_vmap(ejk_subject: Subject) -> None:
-    """The output."""
+    """The output, and the gradients where there are any."""
     skip_if_refused(ejk_subject, "forward")
     checks.check_vmap(ejk_subject)
-
-
-def test_vmapped_gradients(ejk_differentiable: Subject) -> None:
-    """The gradients."""
-    skip_if_refused(ejk_differentiable, "forward", "backward")
-    checks.check_vmapped_gradients(ejk_differentiable)

@@ -37,7 +37,7 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
     for layer in reversed(range(layers)):
         inputs = _inputs(pullback, layer)
         parts = jnp.split(outputs, directions, axis=-1)
-        places = [Direction(record=record, layer=layer, direction=n) for n in range(directions)]
+        places = [Direction.of(record, layer, n) for n in range(directions)]
         grads = [_direction(pullback, at, inputs, part, config) for at, part in zip(places, parts, strict=True)]
         outputs = functools.reduce(jnp.add, [each["inputs"] for each in grads])
         found.insert(0, grads)

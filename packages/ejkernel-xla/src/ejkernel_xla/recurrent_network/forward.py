@@ -35,7 +35,7 @@ def forward(record: RecurrentNetwork, config: Any) -> tuple[tuple[jax.Array, ...
     found: list[State] = []  # gates and states
     finals: list[State] = []
     for layer in range(layers):
-        runs = [_run(Direction(record=record, layer=layer, direction=n), inputs, config) for n in range(directions)]
+        runs = [_run(Direction.of(record, layer, n), inputs, config) for n in range(directions)]
         finals += [last for last, _ in runs]
         found += [tuple(map(time_major, each)) for _, each in runs]
         inputs = joined([each[1] for _, each in runs], tokens)
@@ -55,8 +55,7 @@ def _run(at: Direction, inputs: jax.Array, config: Any) -> tuple[State, State]:
 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
         inputs, is_real = parts
-        projected = jnp.asarray(at.from_inputs(inputs))
-        return lax.scan(token, state, (projected, is_real), reverse=at.backwards, unroll=config.unroll)
+        return lax.scan(token, state, (at.from_inputs(inputs), is_real), reverse=at.backwards, unroll=config.unroll)
 
     blocks = Blocks.of(at.record, config.block_t, at.backwards)
     parts = (blocks.cut(inputs), blocks.real(at.record))

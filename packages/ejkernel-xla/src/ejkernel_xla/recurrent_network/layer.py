@@ -19,45 +19,48 @@ from ejkernel.families.recurrent_network import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Direction:
-    """One direction of a layer.
+    """One direction of a layer. Its weights are cut out once: in a loop over tokens, every token would copy them.
 
     Attributes:
         record: The network.
-        layer: Which layer.
-        direction: 0 reads forwards, 1 backwards.
+        index: Place among all directions of all layers.
+        backwards: Whether it reads from the last token to the first.
+        weight_ih: [G * H, inputs].
+        weight_hh: [G * H, H].
+        bias_ih: [G * H] in the accumulator's dtype, or None.
+        bias_hh: [G * H] likewise.
     """
 
     record: RecurrentNetwork
-    layer: int
-    direction: int
+    index: int
+    backwards: bool
+    weight_ih: jax.Array
+    weight_hh: jax.Array
+    bias_ih: jax.Array | None
+    bias_hh: jax.Array | None
 
-    @property
-    def index(self) -> int:
-        """Place among all directions of all layers."""
-        return self.layer * shape(self.record)[1] + self.direction
-
-    @property
-    def backwards(self) -> bool:
-        """Whether it reads from the last token to the first."""
-        return self.direction == 1
-
-    @property
-    def weight_ih(self) -> jax.Array:
-        """[G * H, inputs]."""
-        return input_weights(self.record, self.layer)[self.direction]
-
-    @property
-    def weight_hh(self) -> jax.Array:
-        """[G * H, H]."""
-        return self.record.weight_hh[self.layer, self.direction]
+    @classmethod
+    def of(cls, record: RecurrentNetwork, layer: int, direction: int) -> "Direction":
+        """Direction 0 reads forwards, 1 backwards."""
+        biases = (record.bias_ih, record.bias_hh)
+        bias_ih, bias_hh = (None if x is None else x[layer, direction].astype(accumulator(record)) for x in biases)
+        return cls(
+            record=record,
+            index=layer * shape(record)[1] + direction,
+            backwards=direction == 1,
+            weight_ih=input_weights(record, layer)[direction],
+            weight_hh=record.weight_hh[layer, direction],
+            bias_ih=bias_ih,
+            bias_hh=bias_hh,
+        )
 
     def from_inputs(self, inputs: jax.Array) -> jax.Array:
         """W_ih x + b_ih of every token, [T, B, G * H], from inputs [T, B, inputs]."""
-        return product(self.record, inputs, self.weight_ih.T) + self._bias(self.record.bias_ih)
+        return _plus(product(self.record, inputs, self.weight_ih.T), self.bias_ih)
 
     def from_state(self, hidden: jax.Array) -> jax.Array:
         """W_hh h + b_hh, [..., G * H], from states [..., H]."""
-        return product(self.record, hidden, self.weight_hh.T) + self._bias(self.record.bias_hh)
+        return _plus(product(self.record, hidden, self.weight_hh.T), self.bias_hh)
 
     def first_state(self) -> State:
         """The state before the first token."""
@@ -69,8 +72,9 @@ class Direction:
         every = {**weights, "bias_ih": self.weight_hh[:, 0], "bias_hh": self.weight_hh[:, 0]}
         return {name: jnp.zeros(x.shape, accumulator(self.record)) for name, x in every.items()}
 
-    def _bias(self, bias: jax.Array | None) -> jax.Array | float:
-        return 0.0 if bias is None else bias[self.layer, self.direction].astype(accumulator(self.record))
+
+def _plus(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias
 
 
 def product(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.Array:

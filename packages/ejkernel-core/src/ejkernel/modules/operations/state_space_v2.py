@@ -53,6 +53,8 @@ class StateSpaceV2Arguments:
         groups, precision = self.n_groups, self.precision
         if self.act_fn is not None and not callable(self.act_fn):
             raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
+        if self.act_fn is not None and self.gate is None:
+            raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
         canonical = {
             "n_groups": None if groups is None else as_count("n_groups", groups, 1),
             "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
@@ -104,7 +106,7 @@ def state_space_v2(
         initial_state: [B, H, P, E] floating, the state before the first token; None is zeros.
         conv_state: Anything; returned as it is.
         n_groups: G; None takes it from B.
-        act_fn: Activation of the gate; None is SiLU.
+        act_fn: Activation of the gate; None is SiLU. Goes with a gate.
         use_gated_rmsnorm: Divide the output by its root mean square over all H * P channels before it is gated; has no
             weight, and needs a gate.
         rmsnorm_eps: Added to the mean square, > 0.

@@ -62,6 +62,8 @@ def _described(field: Any, value: Any) -> str:
         return "float" if isinstance(value, float) else str(value).replace(" ", "")
     # A nested structure is told by the paths of its leaves: MaskInfo may hold query or key ids of the same shape.
     leaves = jax.tree_util.tree_leaves_with_path(value)
+    if not leaves:  # structure that is told apart by what it says of itself, such as a number of slots
+        return str(value).replace(" ", "")
     return ",".join(jax.tree_util.keystr(path) + _array(leaf) for path, leaf in leaves)
 
 
