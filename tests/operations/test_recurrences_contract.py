@@ -301,6 +301,10 @@ WRONG = {
         lambda: state_space_v2(QUERY, jnp.ones(H), KEY, KEY, jnp.ones(H), BETA, use_gated_rmsnorm=True),
         "gate: got None with use_gated_rmsnorm",
     ),
+    "activation without gate": (
+        lambda: state_space_v2(QUERY, jnp.ones(H), KEY, KEY, jnp.ones(H), BETA, act_fn=jnp.tanh),
+        "act_fn: got .* without gate, wants both or None",
+    ),
     "block": (lambda: RecurrentAttentionConfig(block_q=0), "block_q: got 0, wants at least 1"),
 }
 
