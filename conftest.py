@@ -1,8 +1,11 @@
-"""Execute the fenced Python of the README, CONTRIBUTING and `docs/`: `pytest docs README.md`."""
+"""Settings of all tests; and the fenced Python of the README, CONTRIBUTING and `docs/`: `pytest docs README.md`."""
 
+import gc
+import itertools
 import os
 from pathlib import Path
 
+import jax
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -15,3 +18,12 @@ pytest_collect_file = Sybil(
     patterns=["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/operations/*.md"],
     path=str(Path(__file__).parent),
 ).pytest()
+
+_finished = itertools.count(1)
+
+
+def pytest_runtest_teardown() -> None:
+    """Forget compiled programs now and then: they hold memory maps, of which a process gets a limited number."""
+    if next(_finished) % 100 == 0:
+        jax.clear_caches()
+        gc.collect()

@@ -118,7 +118,6 @@ def test_exported_gradients_run(gradients):
 
 
 def test_exported_gradients_survive_serialisation(gradients):
-    pytest.importorskip("flatbuffers")
     exported = export.export(GRADIENT, platforms=["cpu"])(*ARGUMENTS)
     close(export.deserialize(exported.serialize()).call(*ARGUMENTS), gradients)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
+from ejkernel.modules.operations.flash_attention_cases import Sizes, exact, qkv
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
@@ -52,7 +52,7 @@ _TABLE: tuple[_Row, ...] = (
         (),
     ),
     ("capped, with sinks", SMALL, _sinks, ("softmax_aux", "logits_soft_cap", "sliding_window"), ()),
-    ("coarse logits", SQUARE, lambda k: {"softmax_dtype": jnp.bfloat16}, ("logits_dtype",), ()),
+    ("coarse logits", SQUARE, lambda k: {**exact(k, SQUARE), "softmax_dtype": jnp.bfloat16}, ("logits_dtype",), ()),
     ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
         "model",
@@ -79,7 +79,7 @@ def _case(
 ) -> Case:
     def make(key: jax.Array) -> Any:
         inputs, options = jax.random.split(key)
-        return arguments(**qkv(inputs, sizes), **extra(options))
+        return arguments(**{**qkv(inputs, sizes), **extra(options)})
 
     everywhere = () if "bench" in tags else ("ci",)
     return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
