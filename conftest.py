@@ -9,9 +9,8 @@ import jax
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-# The distributed tests and examples need several devices. The tests are thousands of small programs, which take longer
-# to optimise than to run. JAX reads this when it first looks for devices, not at import.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
+# The distributed tests and examples need several devices. JAX reads this when it looks for devices, not at import.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],

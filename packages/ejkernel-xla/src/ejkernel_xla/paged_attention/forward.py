@@ -82,6 +82,11 @@ def accumulator(record: PagedAttention) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
+def _precision(operand: jax.Array) -> lax.Precision:
+    """Of the matrix products: GPUs and TPUs would round float32 operands to fewer bits."""
+    return lax.Precision.HIGHEST if operand.dtype.itemsize >= 4 else lax.Precision.DEFAULT
+
+
 def _initial(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     """Output and lse of rows that belong to no sequence."""
     rows, heads, _ = record.query.shape
@@ -126,7 +131,9 @@ def _promoted(query: Any, stored: Any) -> Any:
 def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.Array, keys: jax.Array) -> jax.Array:
     """Scores before masking, [n, h, k, t, g]."""
     contract = (((3,), (3,)), _BATCHES)
-    scores = lax.dot_general(keys, query, contract, preferred_element_type=accumulator(record)) * record.softmax_scale
+    dtype = accumulator(record)
+    scores = lax.dot_general(keys, query, contract, _precision(keys), preferred_element_type=dtype)
+    scores = scores * record.softmax_scale
     heads, group = keys.shape[1], record.query.shape[1] // keys.shape[1]
     scores = scores.reshape(*scores.shape[:3], -1, group)
     column = positions - at.context[:, None]
@@ -168,7 +175,8 @@ def _update(running: Running, scores: jax.Array, values: jax.Array) -> Running:
     weights, fade = jnp.exp(scores - shift[:, :, None]), jnp.exp(running.peak - shift)
     total = fade * running.total + jnp.sum(weights, axis=2)
     contract = (((2,), (2,)), _BATCHES)
-    step = lax.dot_general(weights.astype(values.dtype), values, contract, preferred_element_type=scores.dtype)
+    weights = weights.astype(values.dtype)
+    step = lax.dot_general(weights, values, contract, _precision(values), preferred_element_type=scores.dtype)
     return Running(peak, total, fade[..., None] * running.output + step)
 
 
