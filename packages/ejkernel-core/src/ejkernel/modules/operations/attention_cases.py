@@ -1,12 +1,12 @@
 """Inputs for `attention`: the named cases every backend is tested on."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import Row, table
 from ejkernel.modules.operations.flash_attention_cases import Sizes, exact, qkv
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -37,9 +37,7 @@ def _sinks(key: jax.Array) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "sliding_window": 5}
 
 
-# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
-_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
+_TABLE: tuple[Row[Sizes], ...] = (
     ("plain", SQUARE, lambda k: {}, (), ()),
     ("one query, head size 60", Sizes(t=1, s=129, g=1, d=60, v=48), lambda k: {}, (), ("awkward",)),
     ("bias of KV heads and mask, empty rows", SMALL, _masked, ("bias", "mask"), ("awkward",)),
@@ -66,20 +64,4 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
-
-
-def _case(
-    arguments: type,
-    name: str,
-    sizes: Sizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        inputs, options = jax.random.split(key)
-        return arguments(**{**qkv(inputs, sizes), **extra(options)})
-
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return table(arguments, qkv, _TABLE)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.operations import flash_attention_cases
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -92,8 +93,7 @@ def _case(
         arrays = {name: x.swapaxes(1, 2) for name, x in qkv(inputs, sizes).items()}
         return arguments(**arrays, **extra(options))
 
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

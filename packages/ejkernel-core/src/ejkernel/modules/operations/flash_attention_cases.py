@@ -1,12 +1,12 @@
 """Inputs for `flash_attention`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
@@ -83,9 +83,7 @@ CROSS = Sizes(t=40, s=63)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
-# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
-_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
+_TABLE: tuple[Row[Sizes], ...] = (
     ("plain", PLAIN, lambda k: {}, (), ()),
     ("one token", Sizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
     ("one query", Sizes(t=1, s=129), lambda k: {}, (), ("awkward",)),
@@ -163,23 +161,7 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
-
-
-def _case(
-    arguments: type,
-    name: str,
-    sizes: Sizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        inputs, options = jax.random.split(key)
-        return arguments(**{**qkv(inputs, sizes), **extra(options)})
-
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return table(arguments, qkv, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

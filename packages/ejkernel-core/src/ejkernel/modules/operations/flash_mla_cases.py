@@ -1,12 +1,12 @@
 """Inputs for `flash_mla`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import Row, table
 from ejkernel.ops.model import Case
 
 
@@ -62,9 +62,7 @@ PLAIN = Sizes(form="a", b=2)
 ROTARY = Sizes()
 SHARED = Sizes(form="c", t=30)
 
-# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
-_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
+_TABLE: tuple[Row[Sizes], ...] = (
     ("one token", Sizes(t=1, h=2, g=1), lambda k: {"causal": True}, (), ("awkward",)),
     (
         "a, window, cap, coarse",
@@ -107,23 +105,7 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
-
-
-def _case(
-    arguments: type,
-    name: str,
-    sizes: Sizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        inputs, options = jax.random.split(key)
-        return arguments(**arrays(inputs, sizes), **extra(options))
-
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return table(arguments, arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.ops.model import Case
 
 # name, shape of x, cumulative lengths, chunk size, dtype, optional record fields the case is about, further tags
@@ -36,8 +37,7 @@ def _case(arguments: type, row: _Row) -> Case:
         cu_seqlens = None if lengths is None else jnp.array(lengths, jnp.int32)
         return arguments(x=x, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
 
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

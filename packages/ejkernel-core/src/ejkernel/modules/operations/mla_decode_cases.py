@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.ops.model import Case
 
 
@@ -87,8 +88,7 @@ def _case(
         given = {n: jax.random.normal(sinks, x) if n == "softmax_aux" else x for n, x in options.items()}
         return arguments(**arrays(inputs, sizes, lengths), **given)
 
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

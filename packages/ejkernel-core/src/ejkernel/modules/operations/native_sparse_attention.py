@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
+from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations import native_sparse_attention_cases as cases
 from ejkernel.modules.operations.latent_configs import NativeSparseAttentionConfig
 from ejkernel.modules.operations.latent_inputs import settle
@@ -26,7 +27,7 @@ from ejkernel.modules.operations.shapes import (
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op
 
 BLOCKS = 16
 """Blocks a query reads where the call does not say; the paper's number."""
@@ -271,12 +272,7 @@ OP = Op(
     lower=lower,
     reference=reference,
     cases=cases.cases(NativeSparseAttentionArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-9, atol=1e-10),
-        "float32": Tolerance(rtol=2e-5, atol=2e-5),
-        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-        "float16": Tolerance(rtol=3e-3, atol=3e-3),
-    },
+    tolerance=flash_attention.OP.tolerance,
     make_inputs=cases.make_inputs,
     axes={
         "query": "b t h d",

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.ops.model import Case
 
 
@@ -115,8 +116,7 @@ def _case(
         inputs, options = jax.random.split(key)
         return arguments(**arrays(inputs, sizes, gates), **extra(options))
 
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

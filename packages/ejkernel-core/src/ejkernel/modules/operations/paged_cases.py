@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import Row, table
 from ejkernel.modules.operations.paged_inputs import (
     Arrays,
     Sizes,
@@ -39,40 +39,6 @@ _CAPPED_WINDOW: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
 _BAND: dict[str, Any] = {"causal": False, "sliding_window": (9, 3)}
 
 
-# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
-Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-
-
-def table(
-    arguments: type, inputs: Callable[[jax.Array, Sizes], dict[str, Any]], rows: tuple[Row, ...]
-) -> tuple[Case, ...]:
-    """Cases of an operation.
-
-    Args:
-        arguments: Its argument record.
-        inputs: (PRNG key, sizes) -> the arguments that every case gives.
-        rows: The cases.
-    """
-    return tuple(_case(arguments, inputs, *row) for row in rows)
-
-
-def _case(
-    arguments: type,
-    inputs: Callable[[jax.Array, Sizes], dict[str, Any]],
-    name: str,
-    sizes: Sizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        given, options = jax.random.split(key)
-        return arguments(**{**inputs(given, sizes), **extra(options)})
-
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
-
-
 def nothing(key: jax.Array) -> dict[str, Any]:
     """No further arguments."""
     return {}
@@ -100,7 +66,7 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `page_attention`."""
     short = Sizes(lens=(64, 33), table=9, dtype=jnp.bfloat16)
     model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("lengths 0 to 64", PLAIN, nothing, (), ()),
         ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
         ("one key, values wider", Sizes(lens=(1,), g=4, v=48, s=1), nothing, (), ("awkward",)),
@@ -118,7 +84,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
     long = Sizes(lens=(129, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
     model = Sizes(lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
     both = ("alibi_slopes", "qq_bias", "logits_soft_cap")
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("prefill and decode", MIXED, nothing, (), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("window", MIXED, lambda k: {"sliding_window": 5}, ("sliding_window",), ()),
@@ -142,7 +108,7 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
     model = Sizes(
         lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
     )
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("prefill and decode", MIXED, nothing, ("num_seqs",), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("window and soft cap", MIXED, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
@@ -162,18 +128,18 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
     )
     scaled = {"q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0, "softmax_scale": None}
     plain = ("new_keys", "new_values", "num_seqs")
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("prefill and decode", wide, lambda k: {"softmax_scale": 0.1}, plain, ()),
         ("window and soft cap", wide, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
         ("head size 64, sinks", small, lambda k: per_head(k, "softmax_aux", small), ("softmax_aux",), ()),
         ("scales", small, lambda k: scaled, ("value_scale",), ()),
         ("model", model, nothing, (), ("bench",)),
     )
-    halved: tuple[Row, ...] = (
+    halved: tuple[Row[Sizes], ...] = (
         ("head size 64 in lanes, bfloat16", _half(small), lambda k: {"softmax_scale": None}, (), ()),
     )
     odd = dataclasses.replace(small, h=3, g=3)
-    padded: tuple[Row, ...] = (
+    padded: tuple[Row[Sizes], ...] = (
         ("padded heads, float8", odd, lambda k: {"softmax_scale": None}, ("kv_heads",), ("awkward",)),
     )
     return (
@@ -188,7 +154,7 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
     long = Sizes(lens=(70, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
     model = Sizes(lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
     capped = {"logits_soft_cap": 1.5}
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("prefill and decode", MIXED, nothing, ("new_keys", "new_values"), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("not causal, window on both sides", MIXED, lambda k: _BAND, ("causal", "sliding_window"), ()),
@@ -209,7 +175,7 @@ def decode_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `decode_attention`."""
     model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
     rows_of_tokens = Sizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("lengths 0 to 64", PLAIN, nothing, (), ()),
         ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
         ("rows of tokens, soft cap", rows_of_tokens, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
@@ -224,7 +190,7 @@ def prefill_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `prefill_page_attention`."""
     chunk = Sizes(lens=(70,), q_lens=(23,), table=7)
     model = Sizes(lens=(4096,), q_lens=(1024,), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("chunk", chunk, nothing, (), ()),
         (
             "whole prompt, head size 60, bfloat16",
@@ -246,7 +212,7 @@ def dense_cases(arguments: type) -> tuple[Case, ...]:
     plain = dataclasses.replace(PLAIN, s=129, v=48)
     wide = dataclasses.replace(WIDE, s=70)
     model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, s=4096, dtype=jnp.bfloat16)
-    rows: tuple[Row, ...] = (
+    rows: tuple[Row[Sizes], ...] = (
         ("ranges", plain, nothing, ("kv_starts",), ()),
         ("multi-query, head size 60", wide, nothing, (), ("awkward",)),
         ("window", plain, lambda k: {"sliding_window": (9, None)}, ("sliding_window",), ()),

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.ops.model import Case
 
 
@@ -60,8 +61,7 @@ def _case(arguments: type, name: str, sizes: Sizes, extra: Extra, exercises: Any
         }
         return arguments(**tokens, **extra(keys[3], sizes))
 
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.recurrent_network import GATES
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.ops.model import Case
 
 
@@ -78,9 +79,8 @@ def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
         made = {field: x.astype(sizes.dtype) for field, x in made.items()}
         return arguments(**made, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
 
-    everywhere = () if "bench" in tags else ("ci",)
     exercises = {field for field in optional if field in fields} | ({"seq_lengths"} if lengths else set())
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ from ejkernel.modules.operations.shapes import (
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op
 from ejkernel.types import MaskInfo
 
 
@@ -309,12 +309,7 @@ OP = Op(
     lower=lower,
     reference=reference,
     cases=cases.cases(RingAttentionArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-9, atol=1e-10),
-        "float32": Tolerance(rtol=2e-5, atol=2e-5),
-        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-        "float16": Tolerance(rtol=3e-3, atol=3e-3),
-    },
+    tolerance=flash.OP.tolerance,
     make_inputs=cases.make_inputs,
     axes={
         "query": "b t h d",

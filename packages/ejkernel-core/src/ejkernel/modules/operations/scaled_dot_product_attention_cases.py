@@ -1,11 +1,11 @@
 """Inputs for `scaled_dot_product_attention`: the named cases every backend is tested on."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import Row, table
 from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -30,9 +30,7 @@ def _packed(key: jax.Array) -> dict[str, Any]:
     return {"cum_seqlens_q": jnp.array([0, 40, 40, 90, 120], jnp.int32), "causal": True}
 
 
-# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
-_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
+_TABLE: tuple[Row[Sizes], ...] = (
     ("plain", SQUARE, lambda k: {}, (), ()),
     ("one query, head size 60", Sizes(t=1, s=129, d=60, v=48), lambda k: {}, (), ("awkward",)),
     ("causal window", SQUARE, lambda k: {"causal": True, "sliding_window": 9}, ("causal", "sliding_window"), ()),
@@ -52,20 +50,4 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
-
-
-def _case(
-    arguments: type,
-    name: str,
-    sizes: Sizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        inputs, options = jax.random.split(key)
-        return arguments(**qkv(inputs, sizes), **extra(options))
-
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return table(arguments, qkv, _TABLE)

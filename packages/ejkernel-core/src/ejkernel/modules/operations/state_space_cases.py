@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.modules.operations.recurrence_cases import normal
 from ejkernel.ops.model import Case
 
@@ -54,8 +55,7 @@ def _case(
         required = ("x", "A", "B", "C", "D", "dt")
         return arguments(**{name: arrays[name] for name in (*required, *optional)}, **constants)
 
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def _arrays(key: jax.Array, z: Sizes) -> dict[str, jax.Array]:

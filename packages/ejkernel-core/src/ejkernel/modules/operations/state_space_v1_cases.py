@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.case_tables import tagged
 from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers a state), optional arguments, dtype, record fields it is about, further tags
@@ -48,8 +49,7 @@ def _case(arguments: type, row: _Row) -> Case:
         made = {field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in kept.items()}
         return arguments(**made, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
 
-    everywhere = () if "bench" in tags else ("ci",)
-    return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+    return tagged(name, make, exercises, tags)
 
 
 def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
