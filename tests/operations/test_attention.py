@@ -229,6 +229,16 @@ def test_memory_of_the_forward_pass_beyond_its_results_is_linear():
     assert long < 2 * 4096**2  # half of the weights of one head
 
 
+def test_memory_of_the_gradient_is_linear_where_nobody_uses_the_weights():
+    def bytes_at(length):
+        shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (2, 1, 1)]
+        return transformed.temporary_bytes(lambda *x: attention(*x, causal=True)[0], shapes, (0, 1, 2))
+
+    short, long = bytes_at(2048), bytes_at(4096)
+    assert long <= 2.1 * short
+    assert long < 2 * 4096**2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -78,13 +78,7 @@ def test_differentiation_is_refused(op):
         jax.grad(lambda query: jnp.sum(jax.tree.leaves(call(query, *rest))[0]))(query)
 
 
-COPIES = "XLA's CPU backend gives the pack axis, of size 1 for 32 bits, a layout of its own and copies to undo that"
-
-
-@pytest.mark.parametrize(
-    "op",
-    [pytest.param("ragged_page_attention_v3", marks=pytest.mark.xfail(reason=COPIES)), "chunked_prefill_paged_decode"],
-)
+@pytest.mark.parametrize("op", WRITING)
 def test_donated_caches_are_updated_in_place(op):
     call, arrays = call_of(op)
     donated = WRITING[op]

@@ -18,8 +18,16 @@ if TYPE_CHECKING:
 COMBINED = "pshcd"
 """The layout in which one array holds keys (component 0) and values (component 1)."""
 
+LANES = 128
+"""Numbers in a row of a combined cache, or a multiple; keys and values of 64 share a row."""
+
 LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED)
 """Orders of a cache's axes, a letter each: page, slot, head, component, size."""
+
+
+def packing(dtype: Any) -> int:
+    """Rows of a combined cache that are kept side by side: as many numbers as 32 bits hold."""
+    return max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
 def page_count(record: "PagedAttention") -> int:
@@ -122,14 +130,17 @@ def write(record: "PagedAttention") -> tuple["PagedAttention", tuple[jax.Array, 
     """The record with `new_keys` and `new_values` in its pages, and those pages.
 
     Token i of a sequence that has q query rows goes to position `kv_len - q + i`. Only slots of tokens are touched:
-    rows of no sequence and absent positions are dropped. Where the caches are donated, XLA writes in place.
+    rows of no sequence and absent positions are dropped. Where the caches are donated, XLA writes in place. (On the CPU
+    it copies floating caches of less than 32 bits, which it can only change as float32.)
     """
     if record.new_keys is None or record.new_values is None:
         return record, ()
     at = find(record, *token_places(record))
     if record.kv_layout == COMBINED:
-        tokens = _combined(record.new_keys, record.new_values, record.key_pages)
-        pages = (record.key_pages.at[at].set(tokens, mode="drop"),)
+        shape = record.key_pages.shape
+        stored = record.key_pages.reshape(_stored_shape(record.key_pages))
+        tokens = _combined(record.new_keys, record.new_values, record.key_pages).reshape(-1, *stored.shape[2:])
+        pages = (stored.at[at].set(tokens, mode="drop").reshape(shape),)
         return _without_news(record, key_pages=pages[0]), pages
     pairs = ((record.key_pages, record.new_keys), (record.value_pages, record.new_values))
     keys, values = (x.at[at].set(new.astype(x.dtype), mode="drop") for x, new in pairs if x is not None)
@@ -138,6 +149,18 @@ def write(record: "PagedAttention") -> tuple["PagedAttention", tuple[jax.Array, 
 
 def _without_news(record: "PagedAttention", **pages: Any) -> "PagedAttention":
     return dataclasses.replace(record, new_keys=None, new_values=None, **pages)
+
+
+def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
+    """How callers keep a combined cache [P, S, G, 2, L]: [P, S, rows, pack, lanes].
+
+    Written in another shape, with an axis of size 1 in one of them, it would be copied by XLA's CPU backend, which
+    gives that axis a layout of its own and has to undo it.
+    """
+    count, slots, heads, components, size = pages.shape
+    pack, lanes = packing(pages.dtype), max(size, LANES)
+    rows, rest = divmod(heads * components * size, pack * lanes)
+    return pages.shape if rest else (count, slots, rows, pack, lanes)
 
 
 def _combined(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention, paged_cache
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_cache import LANES, packing
 from ejkernel.modules.operations import paged_cases, paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
 from ejkernel.modules.operations.paged_arguments import (
@@ -30,9 +31,6 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-
-LANES = 128
-"""Numbers in a row of the cache, or a multiple of it."""
 
 Layout = Literal["interleaved", "lanes"]
 
@@ -216,7 +214,7 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
         ValueError: Its shape is that of none, of another than `kv_layout`, or of both without `kv_layout`.
     """
     (_, kv_heads, size), tail = args.keys.shape, tuple(args.kv_cache.shape[2:])
-    pack = max(1, 4 // args.kv_cache.dtype.itemsize)
+    pack = packing(args.kv_cache.dtype)
     tails: dict[Layout, tuple[int, ...]] = {"interleaved": (-(-2 * kv_heads // pack), pack, -(-size // LANES) * LANES)}
     if 2 * size == LANES:
         tails["lanes"] = (-(-kv_heads // pack), pack, LANES)
