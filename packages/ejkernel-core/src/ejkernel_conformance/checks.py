@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.ops.call import decide
 from ejkernel.ops.config.params import Direction
@@ -42,7 +43,7 @@ def check_residuals(subject: Subject) -> None:
     if not _floating(jax.eval_shape(subject.op.family.reference, subject.record)[1]):
         return  # `check_shapes` has seen that there are none on the other side either
     got = jax.jit(lambda record: plan.run(record, "forward", record)[1])(subject.record)
-    want = jax.jit(lambda record: subject.op.family.reference(record)[1])(subject.record)
+    _, want = running.family_answer(subject.op, subject.case)
     # Integer residuals are indices, of which rounding may pick either of two that are nearly alike.
     assert_close(_floating(got), _floating(want), subject.tolerance, f"{subject}, residuals")
 
@@ -123,4 +124,4 @@ def _floating(tree: Any) -> list[Any]:
 
 
 def _stacked(*trees: Any) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

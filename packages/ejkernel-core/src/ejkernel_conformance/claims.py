@@ -14,9 +14,10 @@ from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import refusals
 from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.pullback import Pullback
+from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_same_shapes, close
 from ejkernel_conformance.shards import abstract_last_shard, last_shard
-from ejkernel_conformance.subjects import NONE, abstract_record, inputs, tolerance
+from ejkernel_conformance.subjects import NONE, abstract_record, lowered, tolerance
 
 
 def check_serves_some_case(op: Op, implementation: Implementation, cases: Iterable[Case]) -> None:
@@ -108,20 +109,15 @@ def evidence(op: Op, case: Case, name: str) -> Iterable[Any]:
 @functools.cache
 def matters(op: Op, case: Case, name: str) -> bool:
     """Whether the reference's answer changes when a field is dropped, on the record that `evidence` is about."""
-    record = op.lower(inputs(case, 0))
+    record = lowered(op, case)
     own = name in given_fields(record)
     record = record if own else last_shard(op.family, record)
     if isinstance(getattr(record, name), lax.Precision):
         return True
     without = dataclasses.replace(record, **{name: optional_fields(record)[name]})
-    answer = _answer_of_case(op, case) if own else _answer(op, record)
-    return not close(answer, _answer(op, without), tolerance(op, record))
-
-
-@functools.cache
-def _answer_of_case(op: Op, case: Case) -> Any:
     # A case gives several fields, and each is dropped from the same answer.
-    return _answer(op, op.lower(inputs(case, 0)))
+    answer = running.family_answer(op, case)[0] if own else _answer(op, record)
+    return not close(answer, _answer(op, without), tolerance(op, record))
 
 
 def _answer(op: Op, record: Any) -> Any:

@@ -1,16 +1,17 @@
 """Running subjects and references, compiled once a case."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.grad import Plan, differentiable_call
 from ejkernel.ops.model import Case, Op
-from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, pinned_plan
+from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, lowered, pinned_plan
 
 # Tests of a case run next to each other, so few compiled functions are needed at a time. What the reference says is
 # small, and asked for again by the tests of gradients.
@@ -87,6 +88,12 @@ def expected(op: Op, case: Case, seed: int = 0) -> tuple[Any, Gradients]:
     return _reference(op, case)(inputs(case, seed), cotangent(op, case, seed))
 
 
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def family_answer(op: Op, case: Case) -> tuple[Any, Any]:
+    """The output and the residuals of the family's reference on the case's record."""
+    return jax.jit(op.family.reference)(lowered(op, case))
+
+
 @functools.lru_cache(maxsize=KEPT)
 def cotangent(op: Op, case: Case, seed: int = 0) -> Any:
     """A normal cotangent of a case's output."""
@@ -95,10 +102,9 @@ def cotangent(op: Op, case: Case, seed: int = 0) -> Any:
 
 def normal_like(shapes: Any, seed: int = 0) -> Any:
     """Normal arrays of the given shapes, in any pytree."""
-    leaves, structure = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(1000 + seed), max(1, len(leaves)))
-    made = [jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype) for k, x in zip(keys, leaves, strict=False)]
-    return jax.tree.unflatten(structure, made)
+    # NumPy's, for which nothing is compiled.
+    random = np.random.default_rng(1000 + seed)
+    return jax.tree.map(lambda x: random.standard_normal(x.shape, np.float32).astype(x.dtype), shapes)
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -108,20 +114,25 @@ def differentiable_inputs(op: Op, case: Case) -> tuple[str, ...]:
     floating = {name: x for name, x in leaves_by_name(args).items() if _is_floating(x)}
     fields = array_fields(jax.eval_shape(op.lower, args))
     closed = {name for name, x in fields.items() if _is_floating(x)} - set(op.family.differentiable)
-    return tuple(name for name in floating if not closed or not _reached(op, args, name, floating) & closed)
+    if not closed:
+        return tuple(floating)
+    reached = jax.jit(lambda args: {name: _reached(op, args, name, closed) for name in floating})(args)
+    return tuple(name for name, fields in reached.items() if not any(fields.values()))
 
 
 def _is_floating(value: Any) -> bool:
     return any(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(value))
 
 
-def _reached(op: Op, args: Any, name: str, floating: Mapping[str, Any]) -> set[str]:
-    """The record fields that change with one argument."""
+def _reached(op: Op, args: Any, name: str, fields: Container[str]) -> dict[str, jax.Array]:
+    """Which of some record fields change with one argument."""
     leaves, structure = leaves_by_name(args), jax.tree.structure(args)
 
-    def fields(value: Any) -> dict[str, Any]:
+    def record_with(value: Any) -> dict[str, Any]:
         found = array_fields(op.lower(jax.tree.unflatten(structure, list((leaves | {name: value}).values()))))
-        return {field: x for field, x in found.items() if _is_floating(x)}
+        return {field: x for field, x in found.items() if field in fields}
 
-    _, tangents = jax.jvp(fields, (floating[name],), (jnp.ones_like(floating[name]),))
-    return {field for field, x in tangents.items() if any(jnp.any(leaf != 0) for leaf in jax.tree.leaves(x))}
+    _, tangents = jax.jvp(record_with, (leaves[name],), (jnp.ones_like(leaves[name]),))
+    return {
+        field: jnp.any(jnp.array([jnp.any(leaf != 0) for leaf in jax.tree.leaves(x)])) for field, x in tangents.items()
+    }
