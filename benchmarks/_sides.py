@@ -36,6 +36,7 @@ def compare(
     arrays: Sequence[Any],
     argnums: Sequence[int],
     repeats: int,
+    tolerance: float = 2e-4,
 ) -> None:
     """Prints a line for the forward pass, and one for it and the gradients of `argnums` together.
 
@@ -44,7 +45,7 @@ def compare(
     """
     for name, make in (("forward", lambda f: f), ("forward + backward", lambda f: _graded(f, argnums))):
         sides = [jax.jit(make(f)).lower(*arrays).compile() for f in (ours, theirs)]
-        _check(*(side(*arrays) for side in sides))
+        _check(*(side(*arrays) for side in sides), tolerance)
         times: list[list[float]] = [[], []]
         for _ in range(repeats):
             for side, record in zip(sides, times, strict=True):
@@ -62,6 +63,6 @@ def _graded(call: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., A
     return jax.value_and_grad(lambda *a: sum(jnp.sum(x**2) for x in jax.tree.leaves(call(*a))), tuple(argnums))
 
 
-def _check(ours: Any, theirs: Any) -> None:
+def _check(ours: Any, theirs: Any, tolerance: float) -> None:
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-4 * max(1.0, float(jnp.abs(y).max())))
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(jnp.abs(y).max())))

@@ -38,7 +38,7 @@ class GroupedMatmul:
         rhs_scale: [E, blocks, 1, N] floating, factors on blocks of `K / blocks` of the contracted elements.
         rhs_bias: [E, 1, N] floating.
         transpose_rhs: Whether the matrices lie with their columns first.
-        precision: Of the matrix products.
+        precision: Of the matrix products; None for what `ejkernel.families.precision` says.
     """
 
     lhs: jax.Array
@@ -50,7 +50,7 @@ class GroupedMatmul:
     rhs_scale: jax.Array | None = None
     rhs_bias: jax.Array | None = None
     transpose_rhs: bool = static(False)
-    precision: lax.Precision = static(lax.Precision.DEFAULT)
+    precision: lax.Precision | None = static(default=None)
 
 
 def accumulator(record: GroupedMatmul) -> Any:

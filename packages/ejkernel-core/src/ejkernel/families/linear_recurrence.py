@@ -49,7 +49,7 @@ class LinearRecurrence:
         sequence_state: [N, H, K, V] floating, the state before each packed sequence; None is zeros.
         segment_ids: [B, T] int32; a token whose id differs from that of the last real token before it starts from a
             zero state, and negative ids are padding. The first real token continues from the initial state.
-        precision: Of the matrix products; None takes full precision where the inputs are wider than 16 bits.
+        precision: Of the matrix products; None for what `ejkernel.families.precision` says.
     """
 
     query: jax.Array

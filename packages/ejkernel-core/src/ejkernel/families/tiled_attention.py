@@ -61,7 +61,7 @@ class TiledAttention:
         pattern: Pairs that attend by their indices in the whole call, known when it is traced.
         logits_soft_cap: Cap c of `c * tanh(s / c)`.
         normalize_output: False returns the numerator relative to the row's maximum, `sum_j exp(s_ij - max_j s_ij) v_j`.
-        precision: Of the matrix products.
+        precision: Of the matrix products; None for what `ejkernel.families.precision` says.
         logits_dtype: Scores are rounded to it before the softmax.
     """
 
@@ -84,7 +84,7 @@ class TiledAttention:
     pattern: Mask | None = static(default=None)
     logits_soft_cap: float | None = static(None)
     normalize_output: bool = static(True)
-    precision: lax.Precision = static(lax.Precision.DEFAULT)
+    precision: lax.Precision | None = static(default=None)
     logits_dtype: Any = static(jnp.dtype("float32"))
 
 
@@ -169,18 +169,20 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     if record.logits_soft_cap is not None:
         scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
     if record.logits_dtype != jnp.float32:
-        scores = _rounded(record.logits_dtype, scores)
+        scores = rounded(record.logits_dtype, scores)
     return scores, _allowed(record)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _rounded(dtype: Any, scores: jax.Array) -> jax.Array:
-    return scores.astype(dtype).astype(scores.dtype)
+def rounded(dtype: Any, scores: jax.Array) -> jax.Array:
+    """Scores with the digits of a narrower dtype, in their own; 0 below its smallest normal number; derivative 1."""
+    # XLA takes a conversion to a narrower dtype and back for one that it may leave out.
+    return lax.reduce_precision(scores, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
-@_rounded.defjvp
+@rounded.defjvp
 def _rounded_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _rounded(dtype, *primals), tangents[0]
+    return rounded(dtype, *primals), tangents[0]
 
 
 def _allowed(record: TiledAttention) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix
+from ejkernel.families.precision import product_precision
 
 
 class Tile(NamedTuple):
@@ -76,6 +77,6 @@ def dot(record: GroupedMatmul, left: jax.Array, right: jax.Array, axes: tuple[in
         left.astype(dtype),
         right.astype(dtype),
         (((axes[0],), (axes[1],)), ((), ())),
-        precision=record.precision,
+        precision=product_precision(record.lhs.dtype, record.precision),
         preferred_element_type=accumulator(record),
     )

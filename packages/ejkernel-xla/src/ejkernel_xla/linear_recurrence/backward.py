@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, states
+from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.linear_recurrence.chunk import next_state, precision
-from ejkernel_xla.linear_recurrence.forward import chunk_step, load, store
+from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
 from ejkernel_xla.linear_recurrence.singles import read_singles
 from ejkernel_xla.linear_recurrence.tiles import chunk_length
 from ejkernel_xla.linear_recurrence.walk import FIELDS, Walk, assemble, cut, loop, make_walk, paste, slices
@@ -38,24 +38,25 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
 
 
 def _boundaries(record: LinearRecurrence, walk: Walk) -> jax.Array:
-    """The states before every chunk, [chunks, r, H, K, V]."""
-    table = states(record)
-    found = jnp.zeros((walk.most, *load(table, walk, walk.place(jnp.int32(0))).shape), table.dtype)
+    """The states before every chunk, [chunks, n, K, V]."""
+    table = state_table(record)
+    found = jnp.zeros((walk.most, *load(record, table, walk.place(jnp.int32(0))).shape), table.dtype)
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         found, table = carry
         at = walk.place(n)
-        state = load(table, walk, at)
+        state = load(record, table, at)
         found = lax.dynamic_update_index_in_dim(found, state, n, 0)
         after = next_state(state, assemble(record, walk, at, slices(record, walk, at)), precision(record))
-        return found, store(table, walk, at, after)
+        return found, store(record, table, at, after)
 
     return loop(walk.count, step, (found, table))[0]
 
 
 def _sweep(pullback: Pullback, walk: Walk, boundaries: jax.Array) -> Gradients:
     """Through the chunks in reverse; the table holds the cotangents of the states behind the chunks seen so far."""
-    record, (outputs, table) = pullback.record, pullback.cotangent
+    record, (outputs, finals) = pullback.record, pullback.cotangent
+    table = finals.reshape(-1, *finals.shape[2:])
     names = [name for name in FIELDS if name in pullback.wanted]
     grads = {name: _zeros(getattr(record, name), record) for name in names}
 
@@ -69,14 +70,15 @@ def _sweep(pullback: Pullback, walk: Walk, boundaries: jax.Array) -> Gradients:
 
         before = lax.dynamic_index_in_dim(boundaries, n, keepdims=False)
         _, pull = jax.vjp(run, before, slices(record, walk, at))
-        behind, parts = pull((load(table, walk, at), cut(outputs, walk, at).astype(table.dtype)))
+        behind, parts = pull((load(record, table, at), cut(outputs, walk, at).astype(table.dtype)))
         grads = {name: paste(grads[name], parts[name], at) for name in names}
-        return grads, store(table, walk, at, behind)
+        return grads, store(record, table, at, behind)
 
     grads, table = loop(walk.count, step, (grads, table))
     if record.cu_seqlens is not None:
         grads, table = _singles(pullback, grads, table)
-    return {**grads, "initial_state": table, "sequence_state": table}
+    first = by_head(record, table)
+    return {**grads, "initial_state": first, "sequence_state": first}
 
 
 def _singles(pullback: Pullback, grads: Gradients, table: jax.Array) -> tuple[Gradients, jax.Array]:
@@ -86,7 +88,7 @@ def _singles(pullback: Pullback, grads: Gradients, table: jax.Array) -> tuple[Gr
     def run(fields: Gradients, table: jax.Array) -> tuple[jax.Array, jax.Array]:
         return read_singles(dataclasses.replace(record, **fields), table)
 
-    _, pull = jax.vjp(run, fields, states(record))
+    _, pull = jax.vjp(run, fields, state_table(record))
     own, table = pull((pullback.cotangent[0], table))
     return {name: x + own[name].astype(x.dtype) for name, x in grads.items()}, table
 

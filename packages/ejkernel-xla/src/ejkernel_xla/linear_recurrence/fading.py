@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel_xla.linear_recurrence.products import dots, multiply, multiply_rows, weigh
+
 
 class Spans(NamedTuple):
     """Sums of gates within the blocks of a chunk, both [..., blocks, length, channels].
@@ -76,9 +78,9 @@ def corners(
 
 def outer(left: jax.Array, right: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
     """[..., n, d] and [..., m, d] as products [..., n, m]; leading dimensions broadcast."""
-    if left.shape[-1] == 1 or left.shape[-2] < 4:  # too little for a matrix product to pay
-        return jnp.sum(left[..., :, None, :] * right[..., None, :, :], axis=-1)
-    return jnp.matmul(left, jnp.swapaxes(right, -1, -2), precision=precision)
+    if left.shape[-1] == 1:
+        return left * jnp.swapaxes(right, -1, -2)
+    return dots(left, right)[..., None] if left.shape[-2] == 1 else multiply_rows(left, right, precision)
 
 
 def triangle(diagonal: jax.Array, squares: list[jax.Array]) -> jax.Array:
@@ -89,16 +91,6 @@ def triangle(diagonal: jax.Array, squares: list[jax.Array]) -> jax.Array:
     for square in squares:
         first, second = split(blocks)
         blocks = _join(first, square, second)
-    return blocks[..., 0, :, :]
-
-
-def inverse(squares: list[jax.Array], precision: lax.Precision | None = None) -> jax.Array:
-    """The inverse of the unit lower triangular [..., C, C] matrix with the given squares, block by block."""
-    blocks = jnp.ones((*squares[0].shape[:-3], 2 * squares[0].shape[-3], 1, 1), squares[0].dtype)
-    for square in squares:
-        first, second = split(blocks)
-        corner = jnp.matmul(second, jnp.matmul(square, first, precision=precision), precision=precision)
-        blocks = _join(first, -corner, second)
     return blocks[..., 0, :, :]
 
 
@@ -124,12 +116,12 @@ def gather(
         levels: Spans of the value gates.
         precision: Of the matrix products.
     """
-    total = diagonal[..., None] * values
+    total = weigh(values, diagonal)
     for n, square in enumerate(squares):
         length = 2**n
         earlier, _ = split(_blocks(values, length))
         fresh = earlier * jnp.exp(split(levels[n].until)[0])
-        taken = jnp.matmul(square, fresh, precision=precision) * jnp.exp(split(levels[n].since)[1])
+        taken = multiply(square, fresh, precision) * jnp.exp(split(levels[n].since)[1])
         pairs = jnp.stack([jnp.zeros_like(taken), taken], axis=-3)  # nothing for the first block of each pair
         total = total + pairs.reshape(total.shape)
     return total

@@ -10,7 +10,17 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, st
 from ejkernel_xla.linear_recurrence.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.singles import read_singles
 from ejkernel_xla.linear_recurrence.tiles import chunk_length
-from ejkernel_xla.linear_recurrence.walk import Place, Walk, assemble, loop, make_walk, paste, slices, taking_part
+from ejkernel_xla.linear_recurrence.walk import (
+    Place,
+    Walk,
+    apart,
+    assemble,
+    loop,
+    make_walk,
+    paste,
+    slices,
+    taking_part,
+)
 
 
 def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -30,19 +40,30 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         output, table = carry
         at = walk.place(n)
-        state, read = chunk_step(record, walk, at, load(table, walk, at), slices(record, walk, at))
-        return paste(output, read, at), store(table, walk, at, state)
+        state, read = chunk_step(record, walk, at, load(record, table, at), slices(record, walk, at))
+        return paste(output, read, at), store(record, table, at, state)
 
-    return loop(walk.count, step, start), ()
+    output, table = loop(walk.count, step, start)
+    return (output, by_head(record, table)), ()
 
 
 def _initial(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
     """Outputs and states before the first chunk."""
     if record.cu_seqlens is not None:
-        return read_singles(record, states(record))
+        return read_singles(record, state_table(record))
     rows, tokens = record.query.shape[:2]
     shape = (rows, tokens, head_count(record), record.value.shape[3])
-    return jnp.zeros(shape, record.query.dtype), states(record)
+    return jnp.zeros(shape, record.query.dtype), state_table(record)
+
+
+def state_table(record: LinearRecurrence) -> jax.Array:
+    """The states before the first tokens, those of all rows or packed sequences together: [n, K, V]."""
+    return states(record).reshape(-1, record.query.shape[3], record.value.shape[3])
+
+
+def by_head(record: LinearRecurrence, table: jax.Array) -> jax.Array:
+    """[n, K, V] as the record's [rows or sequences, H, K, V]."""
+    return table.reshape(-1, head_count(record), *table.shape[1:])
 
 
 def chunk_step(
@@ -51,15 +72,19 @@ def chunk_step(
     """The states after a chunk and its outputs [r, C, H, V], differentiable in the states before it and its slices."""
     chunk = assemble(record, walk, at, parts)
     output, state = advance(state, chunk, record.softmax_scale, precision(record))
-    output, real = jnp.moveaxis(output, 1, 2), taking_part(walk, at)
+    output, real = apart(output, head_count(record)), taking_part(walk, at)
     return state, output if real is None else jnp.where(real[:, :, None, None], output, 0)
 
 
-def load(table: jax.Array, walk: Walk, at: Place) -> jax.Array:
-    """The states of a chunk's rows, [r, H, K, V]."""
-    return table if walk.bounds is None else lax.dynamic_slice_in_dim(table, at.sequence, 1)
+def load(record: LinearRecurrence, table: jax.Array, at: Place) -> jax.Array:
+    """The states of a chunk's rows, [n, K, V]."""
+    if record.cu_seqlens is None:
+        return table
+    return lax.dynamic_slice_in_dim(table, at.sequence * head_count(record), head_count(record))
 
 
-def store(table: jax.Array, walk: Walk, at: Place, state: jax.Array) -> jax.Array:
+def store(record: LinearRecurrence, table: jax.Array, at: Place, state: jax.Array) -> jax.Array:
     """The table with the states of a chunk's rows replaced."""
-    return state if walk.bounds is None else lax.dynamic_update_slice_in_dim(table, state, at.sequence, 0)
+    if record.cu_seqlens is None:
+        return state
+    return lax.dynamic_update_slice_in_dim(table, state, at.sequence * head_count(record), 0)

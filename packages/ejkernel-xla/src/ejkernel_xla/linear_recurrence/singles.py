@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator
+from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, head_count
 from ejkernel_xla.linear_recurrence.chunk import Chunk, advance, precision
 from ejkernel_xla.linear_recurrence.walk import FIELDS
 
@@ -15,10 +15,10 @@ def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array,
 
     Args:
         record: A packed record.
-        table: [N, H, K, V] states of its sequences.
+        table: [N * H, K, V] states of its sequences.
 
     Returns:
-        [1, T, H, V] in the query's dtype, and [N, H, K, V].
+        [1, T, H, V] in the query's dtype, and the table.
     """
     bounds, tokens = jnp.asarray(record.cu_seqlens, jnp.int32), record.query.shape[1]
     alone = jnp.diff(bounds) == 1
@@ -28,11 +28,13 @@ def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array,
         if x is None:
             return None
         token = x[0, index if x.shape[1] == tokens else 0 * index].astype(accumulator(record))
-        return jnp.where(alone.reshape(-1, *(1,) * (token.ndim - 1)), token, 0)[:, :, None]
+        token = jnp.where(alone.reshape(-1, *(1,) * (token.ndim - 1)), token, 0)
+        return token.reshape(-1, 1, *token.shape[2:])
 
     picked: dict[str, Any] = {name: pick(getattr(record, name)) for name in FIELDS}
     chunk = Chunk(**picked)
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
-    output = jnp.zeros((tokens, *read.shape[1:2], read.shape[3]), record.query.dtype)
-    output = output.at[jnp.where(alone, index, tokens)].set(read[:, :, 0].astype(output.dtype), mode="drop")
-    return output[None], jnp.where(alone[:, None, None, None], after, table)
+    read = read.reshape(-1, head_count(record), read.shape[2])
+    output = jnp.zeros((tokens, *read.shape[1:]), record.query.dtype)
+    output = output.at[jnp.where(alone, index, tokens)].set(read.astype(output.dtype), mode="drop")
+    return output[None], jnp.where(jnp.repeat(alone, read.shape[1])[:, None, None], after, table)

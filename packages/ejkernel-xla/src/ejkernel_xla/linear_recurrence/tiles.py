@@ -21,8 +21,13 @@ def length_field(config: type[BaseOperationConfig]) -> str:
 def heuristic(
     config: type[BaseOperationConfig], record: LinearRecurrence, device: Any, direction: Direction
 ) -> BaseOperationConfig:
-    """The length for a record on a device, not measured."""
-    return _with_length(config, 64)
+    """The length for a record on a device, not measured.
+
+    Half as long for what a CPU does with few products a chunk, as long as no state is kept of every chunk.
+    """
+    by_channel = any(x is not None and x.shape[3] > 1 for x in (record.decay, record.value_decay))
+    few = direction == "forward" and record.beta is None and not by_channel
+    return _with_length(config, 32 if few and device.platform == "cpu" else 64)
 
 
 def candidates(

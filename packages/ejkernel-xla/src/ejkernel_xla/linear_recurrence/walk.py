@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, segment_roles
+from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, head_count, segment_roles
 from ejkernel_xla.linear_recurrence.chunk import Chunk
 from ejkernel_xla.tiled_attention.blocks import add, take
 
@@ -116,24 +116,34 @@ def taking_part(walk: Walk, at: Place) -> jax.Array | None:
 
 
 def assemble(record: LinearRecurrence, walk: Walk, at: Place, parts: dict[str, jax.Array]) -> Chunk:
-    """A chunk from its slices, [r, heads, C, ...] in the accumulator's dtype; differentiable in them.
+    """A chunk from its slices, in the accumulator's dtype; differentiable in them.
 
     Tokens that take part in nothing get zeros, whatever their slices hold.
     """
-    real, dtype = taking_part(walk, at), accumulator(record)
+    real, dtype, rows = taking_part(walk, at), accumulator(record), record.query.shape[0]
 
-    def canonical(x: jax.Array) -> jax.Array:
+    def canonical(name: str, x: jax.Array) -> jax.Array:
         x = x.astype(dtype)
         if real is not None:
             x = jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
-        return jnp.moveaxis(jnp.broadcast_to(x, (x.shape[0], walk.length, *x.shape[2:])), 1, 2)
+        heads = head_count(record) if name == "decay" else x.shape[2]
+        return together(jnp.broadcast_to(x, (rows, walk.length, heads, *x.shape[3:])))
 
-    made: dict[str, Any] = {name: canonical(parts[name]) if name in parts else None for name in FIELDS}
+    made: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in FIELDS}
     if walk.roles is not None and real is not None:  # to restart from a zero state is to forget everything
-        restart = (cut(walk.roles[1], walk, at) & real)[:, None, :, None]
-        decay = jnp.zeros((1, 1, walk.length, 1), dtype) if made["decay"] is None else made["decay"]
-        made["decay"] = jnp.where(restart, -jnp.inf, decay)
+        restart = jnp.repeat(cut(walk.roles[1], walk, at) & real, head_count(record), axis=0)[..., None]
+        made["decay"] = jnp.where(restart, -jnp.inf, 0 if made["decay"] is None else made["decay"]).astype(dtype)
     return Chunk(**made)
+
+
+def together(x: jax.Array) -> jax.Array:
+    """[r, C, heads, ...] as [r * heads, C, ...]."""
+    return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
+
+
+def apart(x: jax.Array, heads: int) -> jax.Array:
+    """[r * heads, C, ...] as [r, C, heads, ...]."""
+    return jnp.swapaxes(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
 
 
 def loop(count: Any, body: Any, carry: Any) -> Any:

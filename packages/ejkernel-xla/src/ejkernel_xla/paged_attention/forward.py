@@ -23,6 +23,7 @@ from jax import lax
 
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, band, qq_terms
+from ejkernel.families.precision import product_precision
 from ejkernel.modules.operations.configs import PagedAttentionConfig
 from ejkernel_xla.paged_attention.tiles import Tiles, tiles
 from ejkernel_xla.paged_attention.work import Work, find_work, take
@@ -82,11 +83,6 @@ def accumulator(record: PagedAttention) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
-def _precision(operand: jax.Array) -> lax.Precision:
-    """Of the matrix products: GPUs and TPUs would round float32 operands to fewer bits."""
-    return lax.Precision.HIGHEST if operand.dtype.itemsize >= 4 else lax.Precision.DEFAULT
-
-
 def _initial(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     """Output and lse of rows that belong to no sequence."""
     rows, heads, _ = record.query.shape
@@ -132,7 +128,7 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
     """Scores before masking, [n, h, k, t, g]."""
     contract = (((3,), (3,)), _BATCHES)
     dtype = accumulator(record)
-    scores = lax.dot_general(keys, query, contract, _precision(keys), preferred_element_type=dtype)
+    scores = lax.dot_general(keys, query, contract, product_precision(keys.dtype), preferred_element_type=dtype)
     scores = scores * record.softmax_scale
     heads, group = keys.shape[1], record.query.shape[1] // keys.shape[1]
     scores = scores.reshape(*scores.shape[:3], -1, group)
@@ -176,7 +172,9 @@ def _update(running: Running, scores: jax.Array, values: jax.Array) -> Running:
     total = fade * running.total + jnp.sum(weights, axis=2)
     contract = (((2,), (2,)), _BATCHES)
     weights = weights.astype(values.dtype)
-    step = lax.dot_general(weights, values, contract, _precision(values), preferred_element_type=scores.dtype)
+    step = lax.dot_general(
+        weights, values, contract, product_precision(values.dtype), preferred_element_type=scores.dtype
+    )
     return Running(peak, total, fade[..., None] * running.output + step)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.families.precision import product_precision
 from ejkernel.families.recurrent_network import (
     RecurrentNetwork,
     State,
@@ -85,10 +86,9 @@ def product(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.
     return jnp.matmul(left, right, precision=precision(record), preferred_element_type=dtype)
 
 
-def precision(record: RecurrentNetwork) -> lax.Precision:
+def precision(record: RecurrentNetwork) -> lax.Precision | None:
     """Of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
-    wide = jnp.finfo(record.x.dtype).bits >= jnp.finfo(accumulator(record)).bits
-    return lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
+    return product_precision(record.x.dtype)
 
 
 def time_major(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.precision import product_precision
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel_xla.selected_attention.lists import Operands, Plan, take
 from ejkernel_xla.tiled_attention import blocks
@@ -28,7 +29,8 @@ def accumulator(record: SelectedAttention) -> Any:
 
 def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """A product of two tiles, accumulated and returned in the accumulator's dtype."""
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(spec, a, b, precision=product_precision(a.dtype), preferred_element_type=wide)
 
 
 def tile_of(x: jax.Array, plan: Plan, at: Place) -> jax.Array:

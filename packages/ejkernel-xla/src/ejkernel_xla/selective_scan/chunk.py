@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.families.precision import product_precision
+
 
 class Tokens(NamedTuple):
     """What the tokens of a chunk bring, in the accumulator's dtype.
@@ -98,4 +100,4 @@ def _pull_loop(
 
 
 def _dot(axes: str, one: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.einsum(axes, one, other, precision=lax.Precision.HIGHEST)
+    return jnp.einsum(axes, one, other, precision=product_precision(one.dtype))

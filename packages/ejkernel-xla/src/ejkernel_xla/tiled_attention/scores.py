@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families import dropout
-from ejkernel.families.tiled_attention import FAR, TiledAttention, band
+from ejkernel.families.precision import product_precision
+from ejkernel.families.tiled_attention import FAR, TiledAttention, band, rounded
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan, take
 
@@ -96,7 +97,8 @@ def load_pairs(x: jax.Array, plan: Plan, at: Cursor, tile: jax.Array) -> jax.Arr
 
 def dot(spec: str, a: jax.Array, b: jax.Array, record: TiledAttention) -> jax.Array:
     """A product of two tiles at the record's precision, accumulated and returned in the accumulator's dtype."""
-    return jnp.einsum(spec, a, b, precision=record.precision, preferred_element_type=accumulator(record))
+    exact = product_precision(record.query.dtype, record.precision)
+    return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=accumulator(record))
 
 
 def score(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array, query: jax.Array, key: jax.Array) -> Scores:
@@ -111,7 +113,7 @@ def score(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array, query
         bounded = jnp.tanh(scores / record.logits_soft_cap)
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
     if record.logits_dtype != jnp.float32:
-        scores = scores.astype(record.logits_dtype).astype(scores.dtype)
+        scores = rounded(record.logits_dtype, scores)
     return Scores(scores, slope, None)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ejkernel.families import attention_weights
@@ -221,7 +220,7 @@ def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:
         sliding_window=args.sliding_window,
         logits_soft_cap=args.logits_soft_cap,
         normalize_output=True,
-        precision=lax.Precision.DEFAULT,
+        precision=None,
         logits_dtype=jnp.float32 if args.softmax_dtype is None else args.softmax_dtype,
     )
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from ejkernel.families import packing, tiled_attention
@@ -261,7 +260,7 @@ def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
         sliding_window=args.sliding_window,
         logits_soft_cap=args.logits_soft_cap,
         normalize_output=True,
-        precision=lax.Precision.DEFAULT,
+        precision=None,
         logits_dtype=jnp.float32,
     )
 

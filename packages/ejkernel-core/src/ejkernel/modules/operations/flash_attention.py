@@ -51,7 +51,7 @@ class FlashAttentionArguments:
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     logits_soft_cap: float | None = static(None)
     normalize_output: bool = static(True)
-    precision: Any = static(lax.Precision.DEFAULT)
+    precision: Any = static(None)
     logits_dtype: Any = static(jnp.float32)
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ def flash_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     normalize_output: bool = True,
-    precision: Any = lax.Precision.DEFAULT,
+    precision: Any = None,
     logits_dtype: Any = jnp.float32,
     platform: str | None = None,
     cfg: FlashAttentionConfig | None = None,
@@ -129,7 +129,8 @@ def flash_attention(
             None on a side leaves it open.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         normalize_output: False returns the softmax numerator relative to the row's largest score, without sinks.
-        precision: `jax.lax.Precision`, or its name, of the matrix products.
+        precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
+            None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
         logits_dtype: Floating dtype that scores are rounded to before the softmax; float32 and wider round nothing.
         platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
         cfg: Configuration for this call alone; changes speed, not results.

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel.families import grouped_matmul as family
@@ -41,7 +40,7 @@ class GroupedMatmulArguments:
     rhs_scale: jax.Array | None = None
     rhs_bias: jax.Array | None = None
     transpose_rhs: bool = static(False)
-    precision: Any = static(lax.Precision.DEFAULT)
+    precision: Any = static(None)
 
     def __post_init__(self) -> None:
         wanted = self.preferred_element_type
@@ -65,7 +64,7 @@ def grouped_matmul(
     rhs_scale: Float[Array, "e blocks 1 n"] | None = None,
     rhs_bias: Float[Array, "e 1 n"] | None = None,
     transpose_rhs: bool = False,
-    precision: Any = lax.Precision.DEFAULT,
+    precision: Any = None,
     platform: str | None = None,
     cfg: GroupedMatmulConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -91,7 +90,8 @@ def grouped_matmul(
             contracted elements.
         rhs_bias: [E, 1, N] floating, added to the rows of each group.
         transpose_rhs: Whether the matrices lie with their columns first.
-        precision: `jax.lax.Precision`, or its name, of the matrix products.
+        precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
+            None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
         platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
         cfg: Configuration for this call alone; changes speed, not results.
         mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.

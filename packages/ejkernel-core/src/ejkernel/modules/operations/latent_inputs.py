@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _compat
+from ejkernel.families.precision import product_precision
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.shapes import (
     as_float_dtype,
@@ -85,7 +86,10 @@ def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
 def expand(latent: jax.Array, weights: jax.Array) -> jax.Array:
     """Latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
     wide = jnp.promote_types(latent.dtype, jnp.float32)
-    return jnp.einsum("btr,rgn->btgn", latent, weights, preferred_element_type=wide).astype(latent.dtype)
+    product = jnp.einsum(
+        "btr,rgn->btgn", latent, weights, precision=product_precision(latent.dtype), preferred_element_type=wide
+    )
+    return product.astype(latent.dtype)
 
 
 def rng_seed(rng: Any) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import tiled_attention
+from ejkernel.families.precision import product_precision
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations import mla_decode_cases as cases
@@ -170,7 +171,8 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
     nope, rope = args.query[..., :size], args.query[..., size:]
     wide = jnp.promote_types(nope.dtype, jnp.float32)
     nope = nope.reshape(nope.shape[0], args.w_kc.shape[1], -1, size)
-    absorbed = jnp.einsum("bghn,rgn->bghr", nope, args.w_kc, preferred_element_type=wide).astype(rope.dtype)
+    exact: Any = {"precision": product_precision(nope.dtype), "preferred_element_type": wide}
+    absorbed = jnp.einsum("bghn,rgn->bghr", nope, args.w_kc, **exact).astype(rope.dtype)
     query = jnp.concatenate([absorbed.reshape(*rope.shape[:2], -1), rope], axis=-1)
     cache = args.latent_cache
     joined = cache if args.rope_cache is None else jnp.concatenate([cache, args.rope_cache], axis=-1)
@@ -200,7 +202,8 @@ def finish(args: MLADecodeArguments, output: jax.Array) -> jax.Array:
     size, kv_heads, values = args.w_vc.shape
     wide = jnp.promote_types(output.dtype, jnp.float32)
     latent = output[..., :size].reshape(batch, kv_heads, -1, size)
-    expanded = jnp.einsum("bghr,rgv->bghv", latent, args.w_vc, preferred_element_type=wide)
+    exact: Any = {"precision": product_precision(output.dtype), "preferred_element_type": wide}
+    expanded = jnp.einsum("bghr,rgv->bghv", latent, args.w_vc, **exact)
     return expanded.reshape(batch, heads, values).astype(args.query.dtype)
 
 

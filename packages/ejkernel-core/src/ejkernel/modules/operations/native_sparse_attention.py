@@ -255,7 +255,8 @@ def _indices(args: NativeSparseAttentionArguments, blocks: Blocks, means: jax.Ar
 
 def reference(args: NativeSparseAttentionArguments) -> jax.Array:
     """The operation's meaning in plain jnp."""
-    return selected_attention.reference(lower(args))[0]
+    with jax.default_matmul_precision("highest"):
+        return selected_attention.reference(lower(args))[0]
 
 
 class NativeSparseAttention(Kernel[NativeSparseAttentionConfig, Array]):

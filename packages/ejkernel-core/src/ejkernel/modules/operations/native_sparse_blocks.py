@@ -1,12 +1,13 @@
 """Blocks of native sparse attention: where they lie, their means, and which of them each query reads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families import packing
+from ejkernel.families.precision import product_precision
 from ejkernel.families.segment_pooling import chunk_ranges
 
 SCORES = 2**20
@@ -154,7 +155,8 @@ def _weights(
     kv_heads = means.shape[2]
     wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = query.reshape(rows, tile, kv_heads, heads // kv_heads, channels)
-    scores = jnp.einsum("btghd,bmgd->btghm", grouped, means, preferred_element_type=wide) * scale
+    exact: Any = {"precision": product_precision(query.dtype), "preferred_element_type": wide}
+    scores = jnp.einsum("btghd,bmgd->btghm", grouped, means, **exact) * scale
     block = jnp.arange(means.shape[1], dtype=jnp.int32)
     position, base = position[:, :, None, None, None], base[:, :, None, None, None]
     complete = (block >= base) & (block < base + (position + 1) // size)

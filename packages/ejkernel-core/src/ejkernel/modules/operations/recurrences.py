@@ -103,8 +103,26 @@ def per_channel(gate: jax.Array, heads: jax.Array) -> jax.Array:
 
 def l2_normalised(x: jax.Array) -> jax.Array:
     """x over its length along the last axis, `x * rsqrt(sum x^2 + 1e-6)`, in its dtype."""
-    exact = wide(x)
-    return (exact * jax.lax.rsqrt(jnp.sum(exact * exact, axis=-1, keepdims=True) + NORM_EPSILON)).astype(x.dtype)
+    return _normalised(wide(x)).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _normalised(x: jax.Array) -> jax.Array:
+    return x * _inverse_length(x)
+
+
+def _inverse_length(x: jax.Array) -> jax.Array:
+    return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
+
+
+def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    """By hand for the sum of products of two arrays, which XLA's CPU backend takes fast only as a matrix product."""
+    inverse = _inverse_length(x)
+    along = jnp.einsum("...d,...d->...", x, cotangent, precision=jax.lax.Precision.HIGHEST)
+    return (inverse * (cotangent - x * (inverse**2 * along[..., None])),)
+
+
+_normalised.defvjp(lambda x: (_normalised(x), x), _normalised_gradient)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -236,7 +236,7 @@ def _dense(args: RingAttentionArguments) -> flash.FlashAttentionArguments:
         softmax_scale=args.softmax_scale,
         dropout_prob=0.0,
         normalize_output=True,
-        precision=lax.Precision.DEFAULT,
+        precision=None,
         logits_dtype=jnp.float32,
     )
 

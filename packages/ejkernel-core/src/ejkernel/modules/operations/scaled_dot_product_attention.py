@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import tiled_attention
@@ -73,7 +72,7 @@ def _as_flash(args: ScaledDotProductAttentionArguments) -> FlashAttentionArgumen
         sliding_window=args.sliding_window,
         logits_soft_cap=None,
         normalize_output=True,
-        precision=lax.Precision.DEFAULT,
+        precision=None,
         logits_dtype=jnp.float32,
     )
 

@@ -182,12 +182,14 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
-def as_precision(name: str, value: Any) -> lax.Precision:
-    """A `jax.lax.Precision`, from itself, its name in any case, or None for the default.
+def as_precision(name: str, value: Any) -> lax.Precision | None:
+    """A `jax.lax.Precision`, from itself or its name in any case; None stays None.
 
     Raises:
         ValueError: It is none.
     """
+    if value is None:
+        return None
     try:
         return lax.Precision(value.lower() if isinstance(value, str) else value)
     except (ValueError, TypeError):

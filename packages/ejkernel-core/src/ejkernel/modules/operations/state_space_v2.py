@@ -50,7 +50,7 @@ class StateSpaceV2Arguments:
     precision: Any = static(None)
 
     def __post_init__(self) -> None:
-        groups, precision = self.n_groups, self.precision
+        groups = self.n_groups
         if self.act_fn is not None and not callable(self.act_fn):
             raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
         if self.act_fn is not None and self.gate is None:
@@ -59,7 +59,7 @@ class StateSpaceV2Arguments:
             "n_groups": None if groups is None else as_count("n_groups", groups, 1),
             "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
             "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, above=0),
-            "precision": None if precision is None else as_precision("precision", precision),
+            "precision": as_precision("precision", self.precision),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -110,8 +110,8 @@ def state_space_v2(
         use_gated_rmsnorm: Divide the output by its root mean square over all H * P channels before it is gated; has no
             weight, and needs a gate.
         rmsnorm_eps: Added to the mean square, > 0.
-        precision: `jax.lax.Precision`, or its name, of the matrix products; None takes full precision for float32 and
-            wider inputs.
+        precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
+            None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
         platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
         cfg: Configuration for this call alone; changes speed, not results.
         mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.

@@ -1,0 +1,28 @@
+"""How exact matrix products are: those of float32 are float32's on every device, unless the caller lowers them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def product_precision(dtype: Any, asked: lax.Precision | None = None) -> lax.Precision | None:
+    """The precision at which an implementation takes the matrix products of a call.
+
+    Left to themselves, GPUs and TPUs round float32 operands to the 11 bits of TF32 or the 8 of bfloat16, so that one
+    call would have answers of another accuracy on every device. Products of 16-bit inputs lose nothing anywhere.
+
+    Args:
+        dtype: Of the call's inputs.
+        asked: The call's own precision; means what it means to JAX on the device, and is never replaced.
+
+    Returns:
+        `asked`; None, for which JAX puts in `jax.default_matmul_precision`, where the caller has set that; else
+        HIGHEST for float32 and wider, and DEFAULT for narrower inputs.
+    """
+    if asked is not None:
+        return asked
+    if jax.config.values["jax_default_matmul_precision"] is not None:
+        return None
+    return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else lax.Precision.DEFAULT

@@ -1,0 +1,200 @@
+"""Products and their gradients in the forms that XLA's CPU backend runs fast.
+
+It takes sums over an axis of the product of two arrays many times slower than the same sums as a matrix product, so
+all of them are written as the latter. Of matrix products it is slow at those that contract the first axis of the left
+matrix, which is what JAX's own gradients of a matrix product do.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+def with_gradients(constant: int) -> Callable[[Callable[..., jax.Array]], jax.custom_vjp[jax.Array]]:
+    """`jax.custom_vjp` of a function whose argument at that place is no array."""
+    return functools.partial(cast(Any, jax.custom_vjp), nondiff_argnums=(constant,))
+
+
+def sums(subscripts: str, *arrays: jax.Array) -> jax.Array:
+    """`einsum` with all digits, for sums that are not worth rounding."""
+    return jnp.einsum(subscripts, *arrays, precision=lax.Precision.HIGHEST)
+
+
+def dots(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Products of the vectors along the last axis: [..., d] and [..., d] to [...]."""
+    return sums("...d,...d->...", left, right)
+
+
+@with_gradients(2)
+def multiply(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """[..., n, d] and [..., d, m] to [..., n, m]; all leading sizes are the same."""
+    return jnp.matmul(left, right, precision=precision)
+
+
+@with_gradients(2)
+def multiply_rows(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """Products of the rows of two matrices: [..., n, d] and [..., m, d] to [..., n, m]."""
+    return jnp.matmul(left, _turn(right), precision=precision)
+
+
+@with_gradients(2)
+def multiply_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """Products of the columns of two matrices: [..., d, n] and [..., d, m] to [..., n, m]."""
+    return jnp.matmul(_turn(left), right, precision=precision)
+
+
+def _turn(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _saving(call: Any) -> Any:
+    return lambda left, right, precision: (call(left, right, precision), (left, right))
+
+
+def _multiply_gradients(precision: Any, saved: Pair, cotangent: jax.Array) -> Pair:
+    left, right = saved
+    return multiply_rows(cotangent, right, precision), multiply_columns(left, cotangent, precision)
+
+
+def _rows_gradients(precision: Any, saved: Pair, cotangent: jax.Array) -> Pair:
+    left, right = saved
+    return multiply(cotangent, right, precision), multiply_columns(cotangent, left, precision)
+
+
+def _columns_gradients(precision: Any, saved: Pair, cotangent: jax.Array) -> Pair:
+    left, right = saved
+    return multiply_rows(right, cotangent, precision), multiply(left, cotangent, precision)
+
+
+multiply.defvjp(_saving(multiply), _multiply_gradients)
+multiply_rows.defvjp(_saving(multiply_rows), _rows_gradients)
+multiply_columns.defvjp(_saving(multiply_columns), _columns_gradients)
+
+
+def multiply_shared(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """`multiply` of [m, a, b] and [n, b, d], where n / m in turn share their left matrix: [n, a, d]."""
+    return in_turn(multiply(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
+
+
+def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """`multiply_columns` likewise, of [m, a, b] and [n, a, d]: [n, b, d]."""
+    return in_turn(multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
+
+
+def side_by_side(x: jax.Array, count: int) -> jax.Array:
+    """Matrices [n, a, d] as [count, a, n / count * d]."""
+    if x.shape[0] == count:
+        return x
+    return jnp.swapaxes(x.reshape(count, -1, *x.shape[1:]), 1, 2).reshape(count, x.shape[1], -1)
+
+
+def in_turn(x: jax.Array, count: int) -> jax.Array:
+    """Undoes `side_by_side`: [m, a, count / m * d] as [count, a, d]."""
+    if x.shape[0] == count:
+        return x
+    parts = x.reshape(*x.shape[:2], count // x.shape[0], -1)
+    return jnp.swapaxes(parts, 1, 2).reshape(count, x.shape[1], -1)
+
+
+@with_gradients(1)
+def gram(x: jax.Array, precision: Any) -> jax.Array:
+    """Products of the rows of a matrix: [..., n, d] to [..., n, n]."""
+    return multiply_rows(x, x, precision)
+
+
+def _gram_gradient(precision: Any, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (multiply(cotangent + _turn(cotangent), x, precision),)
+
+
+gram.defvjp(lambda x, precision: (gram(x, precision), x), _gram_gradient)
+
+
+@jax.custom_vjp
+def weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """[..., d] times weights [...]."""
+    return x * weights[..., None]
+
+
+def _weigh_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+    x, weights = saved
+    return cotangent * weights[..., None], dots(cotangent, x)
+
+
+weigh.defvjp(lambda x, weights: (weigh(x, weights), (x, weights)), _weigh_gradients)
+
+
+@jax.custom_vjp
+def masked(products: jax.Array, weights: jax.Array) -> jax.Array:
+    """Products [m, C, C] times weights [n, C, C], where n / m in turn share products: [n, C, C]."""
+    return _repeat(products, weights.shape[0]) * weights
+
+
+def _masked_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+    products, weights = saved
+    of_weights = cotangent * _repeat(products, cotangent.shape[0])
+    if products.shape == weights.shape:
+        return cotangent * weights, of_weights
+    shared = (x.reshape(products.shape[0], -1, *x.shape[1:]) for x in (cotangent, weights))
+    return sums("mnij,mnij->mij", *shared), of_weights
+
+
+masked.defvjp(lambda products, weights: (masked(products, weights), (products, weights)), _masked_gradients)
+
+
+@jax.custom_vjp
+def fade(state: jax.Array, weights: jax.Array) -> jax.Array:
+    """States [n, K, V] times the weights of their rows [n, K], or of the whole [n, 1]."""
+    return state * weights[..., :, None]
+
+
+def _fade_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+    state, weights = saved
+    one = weights.shape[-1] == 1
+    of_weights = sums("nkv,nkv->n", cotangent, state)[..., None] if one else dots(cotangent, state)
+    return cotangent * weights[..., :, None], of_weights
+
+
+fade.defvjp(lambda state, weights: (fade(state, weights), (state, weights)), _fade_gradients)
+
+
+@jax.custom_vjp
+def fade_columns(state: jax.Array, weights: jax.Array) -> jax.Array:
+    """States [n, K, V] times the weights of their columns [n, V]."""
+    return state * weights[..., None, :]
+
+
+def _fade_columns_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+    state, weights = saved
+    return cotangent * weights[..., None, :], sums("nkv,nkv->nv", cotangent, state)
+
+
+fade_columns.defvjp(lambda state, weights: (fade_columns(state, weights), (state, weights)), _fade_columns_gradients)
+
+
+def expand(x: jax.Array, count: int) -> jax.Array:
+    """[m, ...] as [count, ...]: each of the m stands for `count / m` in turn."""
+    return x if x.shape[0] == count else _expand(x, count)
+
+
+def _repeat(x: jax.Array, count: int) -> jax.Array:
+    return x if x.shape[0] == count else jnp.repeat(x, count // x.shape[0], axis=0)
+
+
+_expand = with_gradients(1)(_repeat)
+
+
+def _expand_gradient(count: int, saved: tuple[int], cotangent: jax.Array) -> tuple[jax.Array]:
+    shared = cotangent.reshape(saved[0], -1, *cotangent.shape[1:])
+    while shared.shape[1] % 2 == 0:
+        half = shared.shape[1] // 2
+        shared = shared[:, :half] + shared[:, half:]
+    return (shared.sum(axis=1),)
+
+
+_expand.defvjp(lambda x, count: (_repeat(x, count), (x.shape[0],)), _expand_gradient)
