@@ -28,7 +28,8 @@ def problems(tokens: int) -> dict[str, tuple[Callable[..., Any], tuple[jax.Array
     key = key / 8
     gate = jax.nn.log_sigmoid(noise) / 16
     delta = (query, key, value, jax.nn.sigmoid(noise[..., 0]), gate[..., 1])
-    space = (value, -jnp.arange(1.0, 9.0), key[:, :, :1] / 8, query[:, :, :1], jnp.ones(8))
+    step = jax.nn.softplus(noise[..., 0])
+    space = (value, -jnp.arange(1.0, 9.0), key[:, :, :1], query[:, :, :1], jnp.ones(8), step)
     rows, matrices = (
         jax.random.normal(jax.random.key(1), (tokens, 512)),
         jax.random.normal(jax.random.key(2), (8, 512, 512)),
@@ -38,17 +39,26 @@ def problems(tokens: int) -> dict[str, tuple[Callable[..., Any], tuple[jax.Array
     def matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return ops["grouped_matmul"](lhs, rhs, sizes)
 
+    def state_space(*arrays: jax.Array) -> jax.Array:
+        return ops["state_space_v2"](*arrays)[0]
+
     return {
         "GLA, a gate a channel": (ops["gla_attention"], (query, key, value, gate), (0, 1, 2, 3)),
         "gated delta rule": (ops["gated_delta_rule"], delta, (0, 1, 2, 3, 4)),
         "kernel delta attention": (ops["kernel_delta_attention"], delta, (0, 1, 2, 3, 4)),
-        "state space v2": (
-            lambda *a: ops["state_space_v2"](*a)[0],
-            (*space, jax.nn.softplus(noise[..., 0])),
-            (0, 1, 2, 3, 4, 5),
-        ),
+        "state space v2": (state_space, space, tuple(range(6))),
+        "state space v2, Mamba-2 130M": (state_space, mamba(tokens), tuple(range(6))),
         "grouped matmul": (matmul, (rows, matrices), (0, 1)),
     }
+
+
+def mamba(tokens: int) -> tuple[jax.Array, ...]:
+    """Arguments of `state_space_v2` in the sizes of that model's layers: 24 heads of 64 and states of 128."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    x = jax.random.normal(keys[0], (1, tokens, 24, 64))
+    write, read = (jax.random.normal(k, (1, tokens, 1, 128)) / 128**0.5 for k in keys[1:3])
+    step = jax.nn.softplus(jax.random.normal(keys[3], (1, tokens, 24)))
+    return x, -jnp.linspace(1.0, 16.0, 24), write, read, jnp.ones(24), step
 
 
 NAMES = ("gla_attention", "gated_delta_rule", "kernel_delta_attention", "state_space_v2", "grouped_matmul")
@@ -131,7 +141,9 @@ def main() -> None:
     sides = Side(sys.executable, tokens), Side(options.peer, tokens)
     rows = [compare(sides, name, which, repeats) for name in problems(tokens) for which in PASSES]
     print(_report.heading())
-    print(f"{tokens} tokens, 8 heads of 64, float32; grouped matmul by [8, 512, 512]; medians of {repeats} turns\n")
+    print(
+        f"{tokens} tokens, 8 heads of 64 where no model is named, float32; grouped matmul by [8, 512, 512]; medians of {repeats} turns\n"
+    )
     columns = ("operation", "pass", "ejkernel ms", "0.0.80.3 ms", "speed-up", "its middle half", "sums apart by")
     print(_report.markdown_table(columns, rows))
     return None

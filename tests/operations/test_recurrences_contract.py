@@ -194,6 +194,22 @@ def test_gates_of_any_strength_are_exact(strength):
     close(got, want)
 
 
+@pytest.mark.parametrize("op", [gated_delta_rule, kernel_delta_attention])
+def test_no_rows_give_no_rows_and_no_gradients(op):
+    arrays = [x[:0] for x in (QUERY, KEY, VALUE, BETA, GATE)]
+    read, state = op(*arrays, return_state=True)
+    assert (read.shape, state.shape) == ((0, T, H, V), (0, H, K, V))
+    gradients = jax.grad(lambda *a: jnp.sum(op(*a)), tuple(range(5)))(*arrays)
+    assert [x.shape for x in gradients] == [x.shape for x in arrays]
+
+
+def test_no_rows_of_a_state_space():
+    x, a, b, c, d, dt = VALUE[:0], -jnp.ones(G), QUERY[:0, :, :1], KEY[:0, :, :1], jnp.ones(G), GATE[:0, :, :G]
+    y, state, _ = state_space_v2(x, a, b, c, d, dt)
+    assert (y.shape, state.shape) == ((0, T, G * V), (0, G, V, K))
+    assert not jax.grad(lambda a: jnp.sum(state_space_v2(x, a, b, c, d, dt)[0]))(a).any()
+
+
 def test_t26_an_empty_request_leaves_its_slot_and_all_others_alone():
     slots = normal(9, 5, H, K, V)
     arrays = QUERY[0], KEY[0], VALUE[0], BETA[0], GATE[0]

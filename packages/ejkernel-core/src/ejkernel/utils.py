@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
+from ejkernel.families.precision import rounded
 from ejkernel.modules.operations.shapes import as_count, as_float_dtype, got
 from ejkernel.sample_inputs import random_blocks, varlen_input_helper
 
@@ -128,7 +129,7 @@ def random_dense(
     """
     bound = 1 / max(1, math.prod(shape)) if limit is None else limit
     numbers = jax.random.uniform(key, tuple(shape), jnp.float32, -bound, bound)
-    return numbers.astype(jnp.bfloat16).astype(as_float_dtype("dtype", dtype))
+    return rounded(numbers, jnp.bfloat16).astype(as_float_dtype("dtype", dtype))
 
 
 def generate_block_indices(

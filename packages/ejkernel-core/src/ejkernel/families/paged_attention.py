@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families import paged_cache
+from ejkernel.families.precision import rounded
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 
@@ -173,7 +174,7 @@ def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, record: PagedAttention) -> jax.Array:
-    return x if record.compute_dtype is None else x.astype(record.compute_dtype)
+    return x if record.compute_dtype is None else rounded(x, record.compute_dtype)
 
 
 def _localise(axes: str, record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:

@@ -1,4 +1,4 @@
-"""How exact matrix products are: those of float32 are float32's on every device, unless the caller lowers them."""
+"""How exact numbers are: products of float32 keep float32's digits on every device, and what is rounded really is."""
 
 from typing import Any
 
@@ -26,3 +26,14 @@ def product_precision(dtype: Any, asked: lax.Precision | None = None) -> lax.Pre
     if jax.config.values["jax_default_matmul_precision"] is not None:
         return None
     return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else lax.Precision.DEFAULT
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """x with the digits of another floating dtype, in its own; 0 below that dtype's smallest normal number.
+
+    XLA takes a conversion to a narrower dtype and back for one that it may leave out, and does so on GPUs.
+    """
+    if jnp.promote_types(x.dtype, dtype) == dtype:
+        return x
+    digits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, digits.nexp, digits.nmant)

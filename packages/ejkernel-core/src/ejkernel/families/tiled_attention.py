@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import dropout
+from ejkernel.families import dropout, precision
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 from ejkernel.types.sparse_masks import Mask
@@ -175,9 +175,8 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def rounded(dtype: Any, scores: jax.Array) -> jax.Array:
-    """Scores with the digits of a narrower dtype, in their own; 0 below its smallest normal number; derivative 1."""
-    # XLA takes a conversion to a narrower dtype and back for one that it may leave out.
-    return lax.reduce_precision(scores, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    """Scores with the digits of a narrower dtype, in their own; derivative 1."""
+    return precision.rounded(scores, dtype)
 
 
 @rounded.defjvp

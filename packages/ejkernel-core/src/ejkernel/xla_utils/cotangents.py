@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ejkernel.families.precision import rounded
 from ejkernel.modules.operations.shapes import as_float_dtype
 
 
@@ -44,7 +44,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[Any], Any]:
         return x, None
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
-        return (jax.tree.map(lambda g: g.astype(narrow).astype(jnp.result_type(g)), cotangent),)
+        return (jax.tree.map(lambda g: rounded(g, narrow), cotangent),)
 
     identity.defvjp(forward, backward)
     return identity

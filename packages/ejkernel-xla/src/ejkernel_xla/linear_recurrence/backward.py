@@ -32,6 +32,8 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     record = pullback.record
+    if not record.query.size:  # no rows
+        return {name: jnp.zeros_like(getattr(record, name)) for name in sorted(pullback.wanted)}
     walk = make_walk(record, chunk_length(config))
     grads = _sweep(pullback, walk, _boundaries(record, walk))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}

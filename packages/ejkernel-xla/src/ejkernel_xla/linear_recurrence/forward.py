@@ -18,6 +18,7 @@ from ejkernel_xla.linear_recurrence.walk import (
     loop,
     make_walk,
     paste,
+    replace,
     slices,
     taking_part,
 )
@@ -34,16 +35,18 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         Output [B, T, H, V] in the query's dtype and final states in the accumulator's. There are no residuals: the
         backward pass finds the states between chunks again, for its own length of chunks.
     """
+    if not record.query.size:  # no rows
+        return (_outputs(record), states(record)), ()
     walk = make_walk(record, chunk_length(config))
-    start = _initial(record)
+    write = replace if walk.whole else paste
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         output, table = carry
         at = walk.place(n)
         state, read = chunk_step(record, walk, at, load(record, table, at), slices(record, walk, at))
-        return paste(output, read, at), store(record, table, at, state)
+        return write(output, read, at), store(record, table, at, state)
 
-    output, table = loop(walk.count, step, start)
+    output, table = loop(walk.count, step, _initial(record))
     return (output, by_head(record, table)), ()
 
 
@@ -51,9 +54,12 @@ def _initial(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
     """Outputs and states before the first chunk."""
     if record.cu_seqlens is not None:
         return read_singles(record, state_table(record))
+    return _outputs(record), state_table(record)
+
+
+def _outputs(record: LinearRecurrence) -> jax.Array:
     rows, tokens = record.query.shape[:2]
-    shape = (rows, tokens, head_count(record), record.value.shape[3])
-    return jnp.zeros(shape, record.query.dtype), state_table(record)
+    return jnp.zeros((rows, tokens, head_count(record), record.value.shape[3]), record.query.dtype)
 
 
 def state_table(record: LinearRecurrence) -> jax.Array:

@@ -14,7 +14,7 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, head_count, segment_roles
 from ejkernel_xla.linear_recurrence.chunk import Chunk
-from ejkernel_xla.tiled_attention.blocks import add, take
+from ejkernel_xla.tiled_attention.blocks import add, put, take
 
 FIELDS = ("query", "key", "value", "decay", "value_decay", "beta")
 """What a chunk takes from a record."""
@@ -104,6 +104,11 @@ def cut(x: jax.Array, walk: Walk, at: Place) -> jax.Array:
 def paste(x: jax.Array, part: jax.Array, at: Place) -> jax.Array:
     """x with a part added where `cut` took it."""
     return add(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
+
+
+def replace(x: jax.Array, part: jax.Array, at: Place) -> jax.Array:
+    """x with a part where `cut` took it, for chunks that share no token."""
+    return put(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
 
 
 def taking_part(walk: Walk, at: Place) -> jax.Array | None:

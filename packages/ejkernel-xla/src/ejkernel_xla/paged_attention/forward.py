@@ -23,7 +23,7 @@ from jax import lax
 
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, band, qq_terms
-from ejkernel.families.precision import product_precision
+from ejkernel.families.precision import product_precision, rounded
 from ejkernel.modules.operations.configs import PagedAttentionConfig
 from ejkernel_xla.paged_attention.tiles import Tiles, tiles
 from ejkernel_xla.paged_attention.work import Work, find_work, take
@@ -96,8 +96,10 @@ def _load_queries(record: PagedAttention, cut: Tiles, at: Work) -> tuple[jax.Arr
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
     rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, total)
     kv_heads = paged_cache.kv_heads(record)
-    query = record.query.at[rows].get(mode="fill", fill_value=0).astype(_operand(record, record.key_pages))
-    query = query.reshape(cut.stack, cut.queries, kv_heads, heads // kv_heads, size)
+    query = _rounded(record, record.query.at[rows].get(mode="fill", fill_value=0))
+    query = query.astype(_operand(record, record.key_pages)).reshape(
+        cut.stack, cut.queries, kv_heads, heads // kv_heads, size
+    )
     return query.swapaxes(1, 2).reshape(cut.stack, kv_heads, -1, size), rows
 
 
@@ -106,12 +108,14 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
     wanted = positions < at.high[:, None]
     page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(wanted, positions, -1))
     head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
-    keys, values = paged_cache.load(record, page[:, None], slot[:, None], head)
-    if record.compute_dtype is not None:
-        values = values.astype(record.compute_dtype)
+    keys, values = (_rounded(record, x) for x in paged_cache.load(record, page[:, None], slot[:, None], head))
     stored = record.key_pages if record.value_pages is None else record.value_pages
     values = values.astype(_promoted(record.query.dtype, stored.dtype))
     return keys.astype(_operand(record, record.key_pages)), values, page < paged_cache.page_count(record)
+
+
+def _rounded(record: PagedAttention, x: jax.Array) -> jax.Array:
+    return x if record.compute_dtype is None else rounded(x, record.compute_dtype)
 
 
 def _operand(record: PagedAttention, pages: jax.Array) -> Any:

@@ -199,7 +199,8 @@ def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> 
     """The public results: with the skip connection, the normalisation and the gate."""
     read, state = output
     y = wide(read) + wide(args.D)[:, None] * wide(args.x)
-    y = y.reshape(*y.shape[:2], -1)
+    rows, tokens, heads, size = y.shape
+    y = y.reshape(rows, tokens, heads * size)
     if args.use_gated_rmsnorm:
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + args.rmsnorm_eps)
     if args.gate is not None:
