@@ -126,7 +126,7 @@ def compare(sides: tuple[Side, Side], name: str, which: str, repeats: int) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Recurrences and grouped matmul against another library")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
     parser.add_argument("--peer", help="python of an environment with ejkernel 0.0.80.3")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -142,7 +142,8 @@ def main() -> None:
     rows = [compare(sides, name, which, repeats) for name in problems(tokens) for which in PASSES]
     print(_report.heading())
     print(
-        f"{tokens} tokens, 8 heads of 64 where no model is named, float32; grouped matmul by [8, 512, 512]; medians of {repeats} turns\n"
+    print(f"{tokens} tokens, 8 heads of 64 where no model is named, float32; grouped matmul by [8, 512, 512];")
+    print(f"medians of {repeats} turns\n")
     )
     columns = ("operation", "pass", "ejkernel ms", "0.0.80.3 ms", "speed-up", "its middle half", "sums apart by")
     print(_report.markdown_table(columns, rows))
