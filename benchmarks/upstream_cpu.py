@@ -141,10 +141,8 @@ def main() -> None:
     sides = Side(sys.executable, tokens), Side(options.peer, tokens)
     rows = [compare(sides, name, which, repeats) for name in problems(tokens) for which in PASSES]
     print(_report.heading())
-    print(
     print(f"{tokens} tokens, 8 heads of 64 where no model is named, float32; grouped matmul by [8, 512, 512];")
     print(f"medians of {repeats} turns\n")
-    )
     columns = ("operation", "pass", "ejkernel ms", "0.0.80.3 ms", "speed-up", "its middle half", "sums apart by")
     print(_report.markdown_table(columns, rows))
     return None
