@@ -5,6 +5,7 @@ decided one pair at a time. It is what `reference` itself is tested against.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import ml_dtypes
@@ -90,8 +91,14 @@ def _score(call: Call, b: int, h: int, i: int, j: int, kv_head: int) -> float:
     if call.logits_soft_cap is not None:
         score = call.logits_soft_cap * np.tanh(score / call.logits_soft_cap)
     if call.logits_dtype != "float32":
-        score = float(np.dtype(getattr(ml_dtypes, call.logits_dtype, call.logits_dtype)).type(score))
+        score = _rounded(float(score), ml_dtypes.finfo(call.logits_dtype).nmant + 1)
     return score
+
+
+def _rounded(x: float, digits: int) -> float:
+    """x to so many binary digits, ties to even; a cast of ml_dtypes rounds twice, first to float32."""
+    fraction, exponent = math.frexp(x)
+    return math.ldexp(round(math.ldexp(fraction, digits)), exponent - digits)
 
 
 def attends(call: Call, b: int, h: int, i: int, j: int) -> bool:
