@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import jax
+
 
 def processor() -> str:
     """Name of the CPU, as far as the system tells."""
@@ -17,12 +19,18 @@ def processor() -> str:
     return f"{name}, {count} cores" if count else name
 
 
+def _accelerators() -> list[str]:
+    """Kinds of the devices in use that are no CPU."""
+    return sorted({device.device_kind for device in jax.devices() if device.platform != "cpu"})
+
+
 def heading() -> str:
-    """Machine, how busy it is, versions and command, as Markdown."""
+    """Machine, how busy it is, accelerators, versions and command, as Markdown."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "ejkernel-core"))
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    accelerator = "".join(f"; {kind}" for kind in _accelerators())
     busy = f"; load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"`{command}`\n\n{processor()}{busy}; Python {platform.python_version()}, {packages}\n"
+    return f"`{command}`\n\n{processor()}{accelerator}{busy}; Python {platform.python_version()}, {packages}\n"
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
