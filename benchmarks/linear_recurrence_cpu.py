@@ -44,6 +44,13 @@ def scanned_space(x, a, b, c, d, dt):
     return (output + d[:, None] * x).reshape(*x.shape[:2], -1)
 
 
+def model(tokens):
+    """Query, key, value and gate in the sizes of that model's layers: 4 heads, keys of 128, values of 256."""
+    query, key, noise = jax.random.normal(jax.random.key(1), (3, 1, tokens, 4, 128))
+    value = jax.random.normal(jax.random.key(2), (1, tokens, 4, 256))
+    return query, key / 8, value, jax.nn.log_sigmoid(noise) / 16
+
+
 def main() -> None:
     options = _sides.options(__doc__.splitlines()[0])
     tokens, repeats = (512, 3) if options.quick else (4096, 7)
@@ -57,6 +64,7 @@ def main() -> None:
     by_head = lambda q, k, v, g: scan(q, k, v, g[..., None])  # noqa: E731
     _sides.compare(f"GLA, heads, {tokens}", gated_linear_attention, by_head, (*qkv, decay), range(4), repeats)
     _sides.compare(f"GLA, channels, {tokens}", gated_linear_attention, scan, (*qkv, gate), range(4), repeats)
+    _sides.compare(f"GLA 340M, {tokens}", gated_linear_attention, scan, model(tokens), range(4), repeats)
     arrays = (*qkv, beta, decay)
     _sides.compare(f"gated delta rule, {tokens}", gated_delta_rule, scanned_delta, arrays, range(5), repeats)
     b, c = key[:, :, :1] / 8, query[:, :, :1]
