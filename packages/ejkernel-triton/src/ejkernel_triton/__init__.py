@@ -2,13 +2,17 @@
 
 Importing this module needs neither Triton nor jax-triton. What a kernel needs is data in its `Implementation`, so a
 machine without the toolchain gets a refusal with the missing module's name, not an import error.
+
+With `TRITON_INTERPRET=1` in the environment, Triton's own switch, the kernels run in Triton's interpreter on any
+device, the CPU among them: slow, and right to the last bit that the kernel decides.
 """
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
+from ejkernel_triton import tiled_attention
 
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations this package registers; an operation it does not serve is simply absent."""
-    return ()
+    return tiled_attention.implementations()

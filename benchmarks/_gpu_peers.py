@@ -1,0 +1,92 @@
+"""Other libraries' attention on a GPU, for the benchmarks: those that are installed, on the shapes that they can do."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def peers(cell: Any) -> dict[str, Callable[..., Any]]:
+    """Functions of query, key and value by name; PyTorch's take all arrays and return both passes, ready to run."""
+    found: dict[str, Callable[..., Any]] = {}
+    plain = cell.cap is None and cell.packed is None
+    if plain:
+        window = {} if cell.window is None else {"local_window_size": (cell.window - 1, 0)}
+        found["cuDNN (jax.nn)"] = functools.partial(
+            jax.nn.dot_product_attention, is_causal=cell.causal, implementation="cudnn", **window
+        )
+    if importlib.util.find_spec("tokamax") and cell.packed is None:
+        for implementation in ("mosaic", "triton"):
+            found[f"tokamax {implementation}"] = functools.partial(_tokamax, cell, implementation)
+    if importlib.util.find_spec("torch"):
+        if plain and cell.window is None:
+            for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+                found[f"torch SDPA {backend.split('_')[0].lower()}"] = functools.partial(_sdpa, cell, backend)
+        found["torch flex"] = functools.partial(_flex, cell)
+    return found
+
+
+def _tokamax(cell: Any, implementation: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    import tokamax
+
+    window = {} if cell.window is None else {"local_window_size": (cell.window - 1, 0)}
+    return tokamax.dot_product_attention(
+        q, k, v, is_causal=cell.causal, logits_soft_cap=cell.cap, implementation=implementation, **window
+    )
+
+
+def _torch_passes(call: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], ...]:
+    """Both passes of a PyTorch function of [B, H, T, D] tensors, on [B, T, H, D] arrays."""
+    import torch
+
+    q, k, v, cotangent = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call(q, k, v)
+
+    def both() -> Any:
+        output = call(*leaves)
+        return [x.transpose(1, 2) for x in (output, *torch.autograd.grad(output, leaves, cotangent))]
+
+    both()  # compiles, or says that it cannot
+    return forward, both
+
+
+def _sdpa(cell: Any, backend: str, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], ...]:
+    from torch.nn import attention
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+            return scaled_dot_product_attention(q, k, v, is_causal=cell.causal, enable_gqa=cell.heads != cell.kv_heads)
+
+    return _torch_passes(call, arrays)
+
+
+def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], ...]:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    ids = None
+    if cell.cuts is not None:
+        places = torch.arange(cell.length, device="cuda")
+        ids = torch.bucketize(places, torch.from_numpy(cell.cuts[1:]).cuda(), right=True)
+
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        allowed = q >= k if cell.causal else q >= 0
+        if cell.window is not None:
+            allowed = allowed & (q - k < cell.window)
+        return allowed if ids is None else allowed & (ids[q] == ids[k])
+
+    def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score if cell.cap is None else cell.cap * torch.tanh(score / cell.cap)
+
+    mask = create_block_mask(seen, None, None, cell.length, cell.length, device="cuda")
+    compiled = torch.compile(flex_attention)
+    score_mod = None if cell.cap is None else capped
+    call = functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=cell.heads != cell.kv_heads)
+    return _torch_passes(call, arrays)

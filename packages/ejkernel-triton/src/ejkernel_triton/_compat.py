@@ -1,0 +1,62 @@
+"""The few places where Triton or jax-triton moved something."""
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+
+def triton_call() -> Any:
+    """`jax_triton.triton_call`."""
+    return importlib.import_module("jax_triton").triton_call
+
+
+@functools.cache
+def output_argument() -> str:
+    """What `jax_triton.triton_call` calls the outputs' shapes: `out_shape` in 0.3, `out_type` in 0.4."""
+    parameters = inspect.signature(triton_call()).parameters
+    return "out_type" if "out_type" in parameters else "out_shape"
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether `triton.jit` made a function for the interpreter, as it does with TRITON_INTERPRET=1."""
+    return isinstance(kernel, _interpreter().InterpretedFunction)
+
+
+def mend_interpreter() -> None:
+    """Makes Triton's interpreter run under NumPy 2.5, and twice as fast.
+
+    Its scalars are arrays of one element, which are no loop bounds for that NumPy. It looks for overflow in every sum,
+    and patches what a module sees of `triton.language` in every call of the module's functions; once a run is enough.
+    """
+    interpreter = _interpreter()
+    _patched.clear()
+
+    patch = interpreter._patch_lang_tensor
+    if getattr(patch, "mended", False):
+        return
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    mended.mended = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = mended
+    interpreter.InterpretedFunction.__call__ = _call
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+_patched: set[str] = set()
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls an interpreted function from another."""
+    module = function.fn.__module__
+    if module not in _patched:
+        _interpreter()._patch_lang(function.fn)
+        _patched.add(module)
+    return function.rewrite()(*args, **kwargs)
+
+
+def _interpreter() -> Any:
+    return importlib.import_module("triton.runtime.interpreter")

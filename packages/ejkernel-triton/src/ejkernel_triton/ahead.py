@@ -1,0 +1,122 @@
+"""Compiling kernels for a named chip, on a machine that need not have it.
+
+with launch.collected() as launches:
+    jax.eval_shape(function, *shapes)
+resources = [compile_for(call, "sm_90") for call in launches]
+"""
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel_triton.launch import Launch
+
+POINTERS = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int32": "*i32",
+    "uint32": "*u32",
+    "bool": "*i1",
+}
+
+SHARED_MEMORY = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+}
+"""Bytes of shared memory that a program can have, by chip."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a compiled kernel takes of a chip.
+
+    Attributes:
+        kernel: Its name.
+        registers: A thread's.
+        spilled: Bytes of registers a thread keeps in memory (on AMD: registers).
+        shared: Bytes of shared memory a program.
+        binary: Machine code.
+        assembly: PTX, or the assembly of AMD's machine code.
+    """
+
+    kernel: str
+    registers: int
+    spilled: int
+    shared: int
+    binary: bytes
+    assembly: str
+
+
+def compile_for(call: Launch, chip: str) -> Resources:
+    """Compiles what a launch runs, down to machine code.
+
+    Args:
+        call: From `launch.collected`.
+        chip: A key of `SHARED_MEMORY`.
+
+    Raises:
+        ValueError: The chip is not known.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    if chip not in SHARED_MEMORY:
+        raise ValueError(f"chip: got {chip!r}, wants one of {', '.join(SHARED_MEMORY)}")
+    nvidia = chip.startswith("sm_")
+    target = GPUTarget("cuda", int(chip[3:]), 32) if nvidia else GPUTarget("hip", chip, 64)
+    compiled: Any = compile(
+        _source(call, ASTSource),
+        target,
+        {"num_warps": call.num_warps, "num_stages": call.num_stages, "enable_fp_fusion": True},
+    )
+    registers, spilled = _usage(compiled.asm["cubin"]) if nvidia else _amd_usage(compiled.asm["amdgcn"])
+    return Resources(
+        kernel=compiled.name,
+        registers=registers,
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        binary=compiled.asm["cubin" if nvidia else "hsaco"],
+        assembly=compiled.asm["ptx" if nvidia else "amdgcn"],
+    )
+
+
+def _source(call: Launch, make: Any) -> Any:
+    """What jax-triton compiles: arrays that begin at multiples of 16 bytes, and constants."""
+    names = call.kernel.arg_names
+    arrays = (*call.inputs, *call.outputs)
+    signature = {name: POINTERS[jnp.dtype(x.dtype).name] for name, x in zip(names, arrays, strict=False)}
+    signature |= dict.fromkeys(call.constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
+    return make(call.kernel, signature, dict(call.constants), aligned)
+
+
+def _usage(binary: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread: the kernels have no arrays, so what is on the stack was spilled there."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(binary)
+        said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    counts = [max(map(int, re.findall(rf"{name}:(\d+)", said))) for name in ("REG", "STACK")]
+    return counts[0], counts[1]
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    counts = {
+        name: max(map(int, re.findall(rf"\.{name}:\s+(\d+)", assembly)), default=0)
+        for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+    }
+    return counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"]

@@ -1,0 +1,79 @@
+"""Triton's interpreter on NumPy arrays.
+
+It wants PyTorch tensors, of which it uses the few methods that `_Tensor` has.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel_triton import _compat
+
+# The interpreter keeps where it is in module globals, and JAX may run callbacks of several devices at once.
+_lock = threading.Lock()
+
+
+class _Tensor:
+    """A NumPy array with the methods of a PyTorch tensor, and of its storage, that the interpreter calls."""
+
+    def __init__(self, array: np.ndarray, dtype: str) -> None:
+        self.array = array
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "_Tensor":
+        return self
+
+    def cpu(self) -> "_Tensor":
+        return self
+
+    def new_empty(self, size: int, device: str) -> "_Tensor":
+        return _Tensor(self.array, self.dtype)
+
+    def set_(self, storage: "_Tensor", *layout: Any) -> None:
+        self.array = storage.array
+
+    def copy_(self, other: "_Tensor") -> None:
+        """Nothing: `cpu` was no copy."""
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.array.strides
+
+
+def run(
+    kernel: Any, inputs: Sequence[Any], outputs: Sequence[Any], grid: int, constants: Mapping[str, Any]
+) -> tuple[np.ndarray, ...]:
+    """Runs all programs of a kernel, one after the other.
+
+    Args:
+        kernel: What `triton.jit` returns where TRITON_INTERPRET=1.
+        inputs: Arrays.
+        outputs: Shapes and dtypes; they start as NaN, or as the smallest integer.
+        grid: Programs.
+        constants: The `tl.constexpr` arguments.
+
+    Returns:
+        The outputs.
+    """
+    read = [np.ascontiguousarray(np.asarray(x)) for x in inputs]
+    written = [np.full(x.shape, _poison(x.dtype), x.dtype) for x in outputs]
+    tensors = [_Tensor(x, str(x.dtype)) for x in (*read, *written)]
+    _compat.mend_interpreter()
+    with _lock, np.errstate(all="ignore"):
+        kernel[(grid,)](*tensors, **constants)
+    return tuple(written)
+
+
+def _poison(dtype: Any) -> Any:
+    return np.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min

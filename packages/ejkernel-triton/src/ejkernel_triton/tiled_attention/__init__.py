@@ -1,0 +1,58 @@
+"""Tiled softmax attention in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.tiled_attention import tiles
+
+MASKS = frozenset(
+    {"mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "causal", "sliding_window"}
+)
+SOFTMAX = frozenset({"softmax_aux", "logits_soft_cap"})
+DROPOUT = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
+ROUNDING = frozenset({"normalize_output", "precision", "logits_dtype"})
+
+OPS: dict[str, frozenset[str]] = {
+    "flash_attention": MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias"},
+}
+"""For every operation, the optional fields that its records can have and the kernels honour."""
+
+DIFFERENTIABLE = frozenset({"query", "key", "value", "bias", "softmax_aux"})
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not (record.query.size and record.key.size and record.value.size):
+        yield "an array is empty"
+    if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
+        yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation for every operation; for the CPU too where Triton's interpreter is switched on."""
+    return tuple(_implementation(op, handles, interpreting()) for op, handles in OPS.items())
+
+
+def _implementation(op: str, handles: frozenset[str], interpreted: bool) -> Implementation:
+    return Implementation(
+        op=op,
+        name="triton",
+        platform="triton",
+        backend="gpu",
+        forward="ejkernel_triton.tiled_attention.forward:forward",
+        backward="ejkernel_triton.tiled_attention.backward:backward",
+        gradients=DIFFERENTIABLE & (handles | {"query", "key", "value"}),
+        requires=Requires(
+            devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+            modules=("triton",) if interpreted else ("triton", "jax_triton"),
+            min_compute_capability=8.0,
+            dtypes=frozenset({"float16", "bfloat16", "float32"}),
+            head_dims=range(1, 257),
+            handles=handles,
+            extra=_reasons,
+        ),
+        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates),
+        priority=10,
+    )

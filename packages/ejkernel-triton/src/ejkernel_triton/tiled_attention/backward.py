@@ -1,0 +1,167 @@
+"""Backward pass of tiled softmax attention in Triton, without atomic additions.
+
+With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+
+    dv_j    = sum_i dropout_ij p_ij do_i
+    ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i)
+    dbias   = ds through the soft cap
+    dq_i    = scale sum_j dbias_ij k_j
+    dk_j    = scale sum_i dbias_ij q_i
+    dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+
+An output that is not normalised has p = exp(s - row_max) instead, ds_ij = p_ij dp_ij - [j = argmax_i] delta_i and no
+gradient of the sink. Delta and the sink's gradient are sums over rows that XLA is left to do.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton.launch import Shape, grid_of, launch
+from ejkernel_triton.tiled_attention.operands import canonical, operands
+from ejkernel_triton.tiled_attention.spec import LOG2E, make_spec
+from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles, splits
+from ejkernel_triton.tiled_attention.visits import key_visits, query_visits, tiles
+
+Gradients = dict[str, jax.Array]
+
+
+def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        params: Tile sizes, warps and stages. A program for keys owns `kv_blocksize` of them and visits tiles of
+            `q_blocksize` queries, with `num_warps` and `num_stages`; one for queries owns `blocksize_m` of them and
+            visits tiles of `blocksize_n` keys, with a warp for every 16 queries and `blocksize_k` stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    (keys, queries), record, wanted = backward_tiles(params), canonical(pullback.record), pullback.wanted
+    rows = _rows(pullback, record)
+    gradients: Gradients = {}
+    if wanted & {"key", "value"}:
+        gradients |= _of_keys(record, rows, keys, wanted & {"key", "value"})
+    if "query" in wanted:
+        gradients["query"] = _of_queries(record, rows, queries)
+    if "bias" in wanted:
+        gradients["bias"] = _of_bias(record, rows, keys)
+    if "softmax_aux" in wanted:
+        gradients["softmax_aux"] = _of_sinks(pullback, rows[2])
+    return {name: gradients[name] for name in sorted(wanted)}
+
+
+def _rows(pullback: Pullback, record: TiledAttention) -> tuple[Any, ...]:
+    """What the kernels read of every query beside itself: cotangent, shift of its scores in powers of 2, delta, argmax.
+
+    All but the cotangent are [B, H, T].
+    """
+    residuals, cotangent = pullback.residuals, pullback.cotangent.astype(record.query.dtype)
+    delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    if record.q_segment_ids is not None:  # padding's cotangent may be anything
+        delta = jnp.where(record.q_segment_ids[:, None] >= 0, delta, 0)
+    shift = residuals.lse if record.normalize_output else residuals.row_max
+    shift = jnp.where(shift == -jnp.inf, 0, shift) * LOG2E
+    return cotangent, shift, delta, residuals.row_argmax
+
+
+def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: frozenset[str]) -> Gradients:
+    """Gradients of key and value, of which a program that has both to sum up has the registers where rows are short."""
+    if len(wanted) == 2 and splits(record):
+        return {k: x for name in wanted for k, x in _of_keys(record, rows, tile, frozenset({name})).items()}
+    from ejkernel_triton.tiled_attention.backward_kernels import keys_kernel
+
+    # Without the gradient of the keys there is room for twice as many queries at once.
+    q_block = tile.visit * (2 if splits(record) and "key" not in wanted else 1)
+    visits = jnp.asarray(query_visits(record, q_block, tile.own))
+    count = tiles(record.key.shape[1], tile.own)
+    fields = {"key": record.key, "value": record.value}
+    # What is not wanted is not written, and has a place in the kernel's signature alone.
+    outputs = [Shape(x.shape if name in wanted else (1,), x.dtype) for name, x in fields.items()]
+    made = launch(
+        keys_kernel,
+        (record.query, record.key, record.value, visits, *operands(record), *rows),
+        outputs,
+        grid=grid_of(count, record.key.shape[2], record.key.shape[0]),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        constants={
+            "spec": make_spec(record),
+            "Q_BLOCK": q_block,
+            "K_BLOCK": tile.own,
+            "TILES": count,
+            "VISIT_ROWS": visits.shape[0],
+            "DK": "key" in wanted,
+            "DV": "value" in wanted,
+        },
+    )
+    return {name: x for name, x in zip(fields, made, strict=True) if name in wanted}
+
+
+def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
+    from ejkernel_triton.tiled_attention.backward_kernels import queries_kernel
+
+    visits = jnp.asarray(key_visits(record, tile.own, tile.visit))
+    count = tiles(record.query.shape[1], tile.own)
+    (dquery,) = launch(
+        queries_kernel,
+        (record.query, record.key, record.value, visits, *operands(record), *rows),
+        [Shape(record.query.shape, record.query.dtype)],
+        grid=grid_of(count, record.query.shape[2], record.query.shape[0]),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        constants={
+            "spec": make_spec(record),
+            "Q_BLOCK": tile.own,
+            "K_BLOCK": tile.visit,
+            "TILES": count,
+            "VISIT_ROWS": visits.shape[0],
+            "REVERSED": record.causal,
+        },
+    )
+    return dquery
+
+
+def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
+    from ejkernel_triton.tiled_attention.bias_kernel import bias_kernel
+
+    bias, (batch, queries), keys = record.bias, record.query.shape[:2], record.key.shape[1]
+    assert bias is not None  # a gradient of it was asked for
+    visits = jnp.asarray(key_visits(record, tile.visit, tile.visit))
+    q_tiles, k_tiles = tiles(queries, tile.visit), tiles(keys, tile.visit)
+    own = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
+    (dbias,) = launch(
+        bias_kernel,
+        (record.query, record.key, record.value, visits, *operands(record), *rows),
+        [Shape(bias.shape, bias.dtype)],
+        grid=grid_of(*own),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        constants={
+            "spec": make_spec(record),
+            "Q_BLOCK": tile.visit,
+            "K_BLOCK": tile.visit,
+            "Q_TILES": q_tiles,
+            "K_TILES": k_tiles,
+            "BATCH": batch,
+            "SIZES": bias.shape,
+            "VISIT_ROWS": visits.shape[0],
+        },
+    )
+    return dbias
+
+
+def _of_sinks(pullback: Pullback, delta: jax.Array) -> jax.Array:
+    sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
+    if not pullback.record.normalize_output:
+        return jnp.zeros_like(sinks)
+    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * delta
+    return -share.sum(axis=(0, 2))

@@ -1,0 +1,229 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""The backward kernels, by recomputation of the scores (Dao et al. 2022): one for keys and values, one for queries.
+
+Each program owns the gradient that it writes, so nothing is added atomically and two runs agree to the bit.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.tiled_attention.backward_tile import load_queries, query_bases, score_gradient, weights_of
+from ejkernel_triton.tiled_attention.tile import (
+    across,
+    add_product,
+    down,
+    drop,
+    keys_at,
+    load_tile,
+    of_head,
+    product,
+    queries_at,
+    store_tile,
+)
+
+
+@triton.jit
+def keys_kernel(
+    query,
+    key,
+    value,
+    visits,
+    q_ids,
+    k_ids,
+    q_positions,
+    k_positions,
+    bias,
+    mask,
+    sinks,
+    seed,
+    origin,
+    cotangent,
+    shift,
+    delta,
+    argmax,
+    dkey,
+    dvalue,
+    spec: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    VISIT_ROWS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """A program owns K_BLOCK keys of one KV head and sums over its query heads; tiles are [keys, queries].
+
+    It computes the gradient of the keys if DK and that of the values if DV: both, where registers hold both.
+    """
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    program = tl.program_id(0)
+    tile = program % TILES
+    kv_head = (program // TILES) % spec.HK
+    batch = program // (TILES * spec.HK)
+    start = tile * K_BLOCK
+    described = keys_at(start, batch, k_ids, k_positions, origin, spec, K_BLOCK)
+    _, real, _, _, _ = described
+    row = tl.cast(batch, tl.int64)
+    k_at = (row * spec.S * spec.HK + kv_head) * spec.D
+    v_at = (row * spec.S * spec.HK + kv_head) * spec.DV
+    k = load_tile(key + k_at, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
+    v = k
+    if DK:
+        v = load_tile(value + v_at, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
+    dk = tl.zeros([K_BLOCK, BD], tl.float32)
+    dv = tl.zeros([K_BLOCK, BV], tl.float32)
+    table = visits + ((batch % VISIT_ROWS) * TILES + tile) * 4
+    first, clear = tl.load(table), tl.load(table + 1)
+    unclear, last = tl.load(table + 2), tl.load(table + 3)
+    before = clear - first
+    for member in range(spec.G):
+        head = kv_head * spec.G + member
+        bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec)
+        bias_at, mask_at = of_head(bias, mask, batch, head, spec)
+        about = (q_ids, q_positions, seed, origin, bias_at, mask_at)
+        for n in tl.range(clear, unclear):
+            dk, dv = _visit_queries(
+                n, k, v, described, batch, head, bases, about, dk, dv, spec, Q_BLOCK, DK, DV, MASKED=False
+            )
+        for n in tl.range(0, before + last - unclear):
+            at = tl.where(n < before, first + n, unclear + n - before)
+            dk, dv = _visit_queries(
+                at, k, v, described, batch, head, bases, about, dk, dv, spec, Q_BLOCK, DK, DV, MASKED=True
+            )
+    if DK:
+        store_tile(dkey + k_at, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, K_BLOCK, BD)
+    if DV:
+        store_tile(dvalue + v_at, start, dv * spec.KEPT, spec.HK * spec.DV, spec.S, spec.DV, K_BLOCK, BV)
+
+
+@triton.jit
+def _visit_queries(
+    n,
+    k,
+    v,
+    keys,
+    batch,
+    head,
+    bases,
+    about,
+    dk,
+    dv,
+    spec: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds what query tile n contributes to dk [K, BD] and dv [K, BV]."""
+    q_ids, q_positions, seed, origin, bias, mask = about
+    start = n * Q_BLOCK
+    described = queries_at(start, batch, head, q_ids, q_positions, seed, origin, spec, Q_BLOCK)
+    queries, rows = across(described), down(keys)
+    q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
+    products = product(k, tl.trans(q), spec)
+    weights, slope, pairs = weights_of(products, queries, rows, row_shift[None, :], bias, mask, spec, MASKED)
+    if DV:
+        dv = add_product(dv, drop(weights, queries, rows, spec).to(do.dtype), do, spec)
+    if DK:
+        dweights = product(v, tl.trans(do), spec)
+        gradient = score_gradient(
+            weights, slope, pairs, dweights, queries, rows, row_delta[None, :], row_argmax[None, :], spec, MASKED
+        )
+        dk = add_product(dk, gradient.to(q.dtype), q, spec)
+    return dk, dv
+
+
+@triton.jit
+def queries_kernel(
+    query,
+    key,
+    value,
+    visits,
+    q_ids,
+    k_ids,
+    q_positions,
+    k_positions,
+    bias,
+    mask,
+    sinks,
+    seed,
+    origin,
+    cotangent,
+    shift,
+    delta,
+    argmax,
+    dquery,
+    spec: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    VISIT_ROWS: tl.constexpr,
+    REVERSED: tl.constexpr,
+):
+    """A program owns Q_BLOCK queries of one head; tiles are [queries, keys]."""
+    BD: tl.constexpr = spec.BD
+    program = tl.program_id(0)
+    tile = program % TILES
+    if REVERSED:  # later queries see more keys: they begin first
+        tile = TILES - 1 - tile
+    head = (program // TILES) % spec.H
+    batch = program // (TILES * spec.H)
+    start = tile * Q_BLOCK
+    described = queries_at(start, batch, head, q_ids, q_positions, seed, origin, spec, Q_BLOCK)
+    bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec)
+    rows = load_queries(start, described, bases, spec, Q_BLOCK, True)
+    row = tl.cast(batch, tl.int64)
+    kv_head = head // spec.G
+    bias_at, mask_at = of_head(bias, mask, batch, head, spec)
+    keys = (
+        key + (row * spec.S * spec.HK + kv_head) * spec.D,
+        value + (row * spec.S * spec.HK + kv_head) * spec.DV,
+        k_ids,
+        k_positions,
+        bias_at,
+        mask_at,
+        origin,
+    )
+    dq = tl.zeros([Q_BLOCK, BD], tl.float32)
+    table = visits + ((batch % VISIT_ROWS) * TILES + tile) * 4
+    first, clear = tl.load(table), tl.load(table + 1)
+    unclear, last = tl.load(table + 2), tl.load(table + 3)
+    for n in tl.range(clear, unclear):
+        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, K_BLOCK, MASKED=False)
+    before = clear - first
+    for n in tl.range(0, before + last - unclear):
+        at = tl.where(n < before, first + n, unclear + n - before)
+        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, K_BLOCK, MASKED=True)
+    base = dquery + (row * spec.T * spec.H + head) * spec.D
+    store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
+
+
+@triton.jit
+def _visit_keys(n, rows, queries, keys, batch, dq, spec: tl.constexpr, K_BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Adds what key tile n contributes to dq [Q, BD]."""
+    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, K_BLOCK, MASKED)
+    return add_product(dq, gradient.to(k.dtype), k, spec)
+
+
+@triton.jit
+def tile_gradient(n, rows, queries, keys, batch, spec: tl.constexpr, K_BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    q, do, row_shift, row_delta, row_argmax = rows
+    k_base, v_base, k_ids, k_positions, bias, mask, origin = keys
+    start = n * K_BLOCK
+    described = keys_at(start, batch, k_ids, k_positions, origin, spec, K_BLOCK)
+    _, real, _, _, _ = described
+    left, columns = down(queries), across(described)
+    k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
+    v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    products = product(q, tl.trans(k), spec)
+    weights, slope, pairs = weights_of(products, left, columns, row_shift[:, None], bias, mask, spec, MASKED)
+    dweights = product(do, tl.trans(v), spec)
+    gradient = score_gradient(
+        weights, slope, pairs, dweights, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED
+    )
+    return k, gradient

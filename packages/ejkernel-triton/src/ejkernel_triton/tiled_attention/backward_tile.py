@@ -1,0 +1,75 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""What the backward kernels share: one tile pair's weights and the gradient of its scores."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.tiled_attention.tile import allowed, drop, load_tile, transform
+
+
+@triton.jit
+def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """A query tile: queries [Q, BD], cotangents [Q, BV], and by row the shift of its scores, delta and argmax."""
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    q_base, do_base, shift, delta, argmax = bases
+    index, real, _, _, _ = described
+    q = load_tile(q_base, start, real, spec.H * spec.D, spec.D, BLOCK, BD, MASKED)
+    do = load_tile(do_base, start, real, spec.H * spec.DV, spec.DV, BLOCK, BV, MASKED)
+    if MASKED:
+        row_shift = tl.load(shift + index, mask=real, other=0.0)
+        row_delta = tl.load(delta + index, mask=real, other=0.0)
+    else:
+        row_shift = tl.load(shift + index)
+        row_delta = tl.load(delta + index)
+    row_argmax = index
+    if spec.NORMALIZE:
+        pass
+    else:
+        row_argmax = tl.load(argmax + index, mask=real, other=0)
+    return q, do, row_shift, row_delta, row_argmax
+
+
+@triton.jit
+def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.constexpr):
+    """Where a head's queries begin in each of the arrays that `load_queries` reads."""
+    row = tl.cast(batch, tl.int64)
+    rows = (row * spec.H + head) * spec.T
+    q_base = query + (row * spec.T * spec.H + head) * spec.D
+    do_base = cotangent + (row * spec.T * spec.H + head) * spec.DV
+    return q_base, do_base, shift + rows, delta + rows, argmax + rows
+
+
+@triton.jit
+def weights_of(products, queries, keys, shift, bias, mask, spec: tl.constexpr, MASKED: tl.constexpr):
+    """Softmax weights of a tile from its products, the slope of the soft cap, and which pairs attend."""
+    scores, slope = transform(products, queries, keys, bias, spec)
+    weights = tl.exp2(scores * spec.FACTOR - shift)
+    pairs = weights > 0.0
+    if MASKED:
+        pairs = allowed(queries, keys, mask, spec)
+        weights = tl.where(pairs, weights, 0.0)
+    return weights, slope, pairs
+
+
+@triton.jit
+def score_gradient(
+    weights, slope, pairs, dweights, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr
+):
+    """Gradient of the scaled and biased scores, from that of the dropped weights; delta is finite, in padding too."""
+    if spec.DROPOUT:
+        dweights = drop(dweights, queries, keys, spec) * spec.KEPT
+    if spec.NORMALIZE:
+        gradient = weights * (dweights - delta)
+    else:
+        k, _, _, _, _ = keys
+        gradient = weights * dweights - tl.where(k == argmax, delta, 0.0)
+    if spec.CAP is not None:
+        gradient = gradient * slope
+    if MASKED:
+        if spec.NORMALIZE:  # weights of 0 leave nothing
+            pass
+        else:
+            gradient = tl.where(pairs, gradient, 0.0)
+    return gradient

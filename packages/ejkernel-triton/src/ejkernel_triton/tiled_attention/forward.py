@@ -1,0 +1,57 @@
+"""Forward pass of tiled softmax attention in Triton."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.config.params import FwdParams
+from ejkernel_triton.launch import Shape, grid_of, launch
+from ejkernel_triton.tiled_attention.operands import canonical, operands
+from ejkernel_triton.tiled_attention.spec import make_spec
+from ejkernel_triton.tiled_attention.tiles import forward_tile
+from ejkernel_triton.tiled_attention.visits import key_visits, tiles
+
+
+def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes, warps and stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    from ejkernel_triton.tiled_attention.forward_kernel import forward_kernel
+
+    tile, record = forward_tile(params), canonical(record)
+    (b, t, h, _), dv = record.query.shape, record.value.shape[3]
+    visits, q_tiles = jnp.asarray(key_visits(record, tile.own, tile.visit)), tiles(t, tile.own)
+    outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
+    constants = {
+        "spec": make_spec(record),
+        "Q_BLOCK": tile.own,
+        "K_BLOCK": tile.visit,
+        "TILES": q_tiles,
+        "VISIT_ROWS": visits.shape[0],
+        "REVERSED": record.causal,
+    }
+    if record.normalize_output:
+        constants |= {"row_max": None, "row_argmax": None}
+    else:
+        outputs += [Shape((b, h, t), jnp.float32), Shape((b, h, t), jnp.int32)]
+    made = launch(
+        forward_kernel,
+        (record.query, record.key, record.value, visits, *operands(record)),
+        outputs,
+        grid=grid_of(q_tiles, h, b),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        constants=constants,
+    )
+    output, lse = made[:2]
+    row_max, row_argmax = made[2:] or (None, None)
+    return output, SoftmaxResiduals(lse=lse, row_max=row_max, row_argmax=row_argmax)

@@ -1,0 +1,153 @@
+"""What a tiled-attention kernel is compiled for: all about a record that is neither an array nor a tile size."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.ops.device import current_device
+from ejkernel_triton.launch import interpreting
+
+LOG2E = math.log2(math.e)
+
+Strides = tuple[int, int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Constants of a kernel; the letters are those of the record.
+
+    Attributes:
+        T: Queries.
+        S: Keys.
+        H: Query heads.
+        HK: KV heads.
+        G: Query heads a KV head.
+        D: Size of queries and keys.
+        DV: Size of values.
+        BD: D, padded to what a matrix product takes.
+        BV: DV, likewise.
+        SCALE: Factor on the scores.
+        PLAIN: Whether a score is nothing but a product and a positive factor, which then joins `FACTOR`.
+        FACTOR: What makes a score a power of two.
+        LEFT: Band: `-LEFT <= k - q`; None is open.
+        RIGHT: Band: `k - q <= RIGHT`; None is open.
+        Q_POSITIONS: Whether there are query positions; their stride over batch rows is Q_POSITION_ROW.
+        K_POSITIONS: Likewise for keys.
+        Q_POSITION_ROW: 0 for positions that all batch rows share.
+        K_POSITION_ROW: Likewise.
+        SEGMENTS: Whether there are segment ids.
+        BIAS: Strides of the bias over batch, head, query and key, 0 where it broadcasts; None without it.
+        MASK: Likewise for the mask.
+        CAP: Soft cap, or None.
+        FAST_TANH: Whether the device's approximate tanh is precise enough and there.
+        ROUND: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
+        DROPOUT: Whether weights are dropped: where a hash is below THRESHOLD.
+        THRESHOLD: Dropout probability times 2 ** 32.
+        KEPT: What kept weights are multiplied with.
+        NORMALIZE: Whether outputs are normalised.
+        SINKS: Whether there are sinks.
+        PRECISION: Of products of float32.
+        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+    """
+
+    T: int
+    S: int
+    H: int
+    HK: int
+    G: int
+    D: int
+    DV: int
+    BD: int
+    BV: int
+    SCALE: float
+    PLAIN: bool
+    FACTOR: float
+    LEFT: int | None
+    RIGHT: int | None
+    Q_POSITIONS: bool
+    K_POSITIONS: bool
+    Q_POSITION_ROW: int
+    K_POSITION_ROW: int
+    SEGMENTS: bool
+    BIAS: Strides | None
+    MASK: Strides | None
+    CAP: float | None
+    FAST_TANH: bool
+    ROUND: str | None
+    DROPOUT: bool
+    THRESHOLD: int
+    KEPT: float
+    NORMALIZE: bool
+    SINKS: bool
+    PRECISION: str
+    WIDEN: bool
+
+
+def make_spec(record: TiledAttention) -> Spec:
+    """The constants of a record's kernels on the device that is in use."""
+    (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
+    left, right = band(record)
+    rounded = record.logits_dtype if record.logits_dtype != jnp.float32 else None
+    plain = record.bias is None and record.logits_soft_cap is None and rounded is None and record.softmax_scale > 0
+    vendor, half = current_device().vendor, record.query.dtype != jnp.float32
+    return Spec(
+        T=t,
+        S=s,
+        H=h,
+        HK=hk,
+        G=h // hk,
+        D=d,
+        DV=dv,
+        BD=padded(d),
+        BV=padded(dv),
+        SCALE=record.softmax_scale,
+        PLAIN=plain,
+        FACTOR=record.softmax_scale * LOG2E if plain else LOG2E,
+        LEFT=left,
+        RIGHT=right,
+        Q_POSITIONS=record.q_positions is not None,
+        K_POSITIONS=record.kv_positions is not None,
+        Q_POSITION_ROW=_row(record.q_positions),
+        K_POSITION_ROW=_row(record.kv_positions),
+        SEGMENTS=record.q_segment_ids is not None,
+        BIAS=_strides(record.bias),
+        MASK=_strides(record.mask),
+        CAP=record.logits_soft_cap,
+        FAST_TANH=vendor == "nvidia" and half and not interpreting(),
+        ROUND=None if rounded is None else jnp.dtype(rounded).name,
+        DROPOUT=record.dropout_prob > 0.0,
+        THRESHOLD=min(round(record.dropout_prob * 2**32), 2**32 - 1),
+        KEPT=1.0 / (1.0 - record.dropout_prob),
+        NORMALIZE=record.normalize_output,
+        SINKS=record.softmax_aux is not None,
+        PRECISION=_precision(record, vendor),
+        WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
+    )
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a matrix product takes for a head size."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _precision(record: TiledAttention, vendor: str) -> str:
+    """float32 keeps its digits: on tensor cores in three products, or without them where all are asked for."""
+    return "tf32x3" if vendor == "nvidia" and record.precision != lax.Precision.HIGHEST else "ieee"
+
+
+def _row(positions: jax.Array | None) -> int:
+    return 0 if positions is None or positions.shape[0] == 1 else positions.shape[1]
+
+
+def _strides(pairs: Any) -> Strides | None:
+    """Strides of an array [B|1, H|1, T|1, S|1], with 0 for what broadcasts."""
+    if pairs is None:
+        return None
+    _, h, t, s = pairs.shape
+    strides = (h * t * s, t * s, s, 1)
+    return tuple(0 if n == 1 else stride for n, stride in zip(pairs.shape, strides, strict=True))  # type: ignore[return-value]

@@ -1,0 +1,237 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""One tile of the score matrix, in Triton: loading its operands, its scores, what the masks allow, and dropout.
+
+Queries and keys of a tile are each described by a tuple of vectors (index, whether it is there and no padding, segment
+id, position, dropout counter). Everything elementwise broadcasts, so that a tile may have queries along either axis:
+`across` and `down` turn a description into columns [1, n] and rows [n, 1].
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+GOLDEN = tl.constexpr(0x9E3779B1)
+
+
+@triton.jit
+def load_tile(
+    base,
+    start,
+    keep,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[ROWS, COLUMNS] from row `start` on; 0 in columns from WIDTH on and, if MASKED, in rows that are not kept."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    # 64 bits for where the tile begins, 32 for where an element is in it.
+    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
+    if MASKED:
+        if COLUMNS != WIDTH:
+            return tl.load(at, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        else:
+            return tl.load(at, mask=keep[:, None], other=0.0)
+    else:
+        if COLUMNS != WIDTH:
+            return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def store_tile(
+    base,
+    start,
+    tile,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Writes [ROWS, COLUMNS] to rows `start` to LENGTH and columns to WIDTH."""
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
+    keep = (start + rows < LENGTH)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def product(a, b, spec: tl.constexpr):
+    """a b, in float32."""
+    if spec.WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=spec.PRECISION)
+    else:
+        return tl.dot(a, b, input_precision=spec.PRECISION)
+
+
+@triton.jit
+def add_product(sum, a, b, spec: tl.constexpr):
+    """sum + a b, in float32."""
+    if spec.WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sum, input_precision=spec.PRECISION)
+    else:
+        return tl.dot(a, b, sum, input_precision=spec.PRECISION)
+
+
+@triton.jit
+def queries_at(start, batch, head, ids, positions, seed, origin, spec: tl.constexpr, BLOCK: tl.constexpr):
+    """Describes the queries `start` to `start + BLOCK`."""
+    index = start + tl.arange(0, BLOCK)
+    real = index < spec.T
+    id = index
+    position = index
+    counter = index
+    if spec.Q_POSITIONS:
+        position = tl.load(positions + batch * spec.Q_POSITION_ROW + index, mask=real, other=0)
+    if spec.SEGMENTS:
+        id = tl.load(ids + tl.cast(batch, tl.int64) * spec.T + index, mask=real, other=-1)
+        real = real & (id >= 0)
+        id = tl.where(real, id, -1)
+    if spec.DROPOUT:
+        state = _mix(tl.load(seed).to(tl.uint32))
+        state = _mix((batch + tl.load(origin)).to(tl.uint32) + state)
+        state = _mix((head + tl.load(origin + 1)).to(tl.uint32) + state)
+        counter = _folded(_mix((index + tl.load(origin + 2)).to(tl.uint32) + state))
+    return index, real, id, position, counter
+
+
+@triton.jit
+def keys_at(start, batch, ids, positions, origin, spec: tl.constexpr, BLOCK: tl.constexpr):
+    """Describes the keys `start` to `start + BLOCK`."""
+    index = start + tl.arange(0, BLOCK)
+    real = index < spec.S
+    id = index
+    position = index
+    counter = index
+    if spec.K_POSITIONS:
+        position = tl.load(positions + batch * spec.K_POSITION_ROW + index, mask=real, other=0)
+    if spec.SEGMENTS:
+        id = tl.load(ids + tl.cast(batch, tl.int64) * spec.S + index, mask=real, other=-1)
+        real = real & (id >= 0)
+        id = tl.where(real, id, -2)  # equals no query's, padding or not
+    if spec.DROPOUT:
+        counter = _folded((index + tl.load(origin + 3)).to(tl.uint32) * GOLDEN)
+    return index, real, id, position, counter
+
+
+@triton.jit
+def down(described):
+    """A description along the first axis of a tile, [n, 1] each."""
+    index, real, id, position, counter = described
+    return index[:, None], real[:, None], id[:, None], position[:, None], counter[:, None]
+
+
+@triton.jit
+def across(described):
+    """A description along the second axis of a tile, [1, n] each."""
+    index, real, id, position, counter = described
+    return index[None, :], real[None, :], id[None, :], position[None, :], counter[None, :]
+
+
+@triton.jit
+def allowed(queries, keys, mask, spec: tl.constexpr):
+    """Which pairs attend; `mask` points at this batch row and head."""
+    q, q_real, q_id, q_position, _ = queries
+    k, k_real, k_id, k_position, _ = keys
+    pairs = q_real & k_real
+    if spec.LEFT is not None:
+        pairs = pairs & (k_position >= q_position - spec.LEFT)
+    if spec.RIGHT is not None:
+        pairs = pairs & (k_position <= q_position + spec.RIGHT)
+    if spec.SEGMENTS:
+        pairs = pairs & (q_id == k_id)
+    if spec.MASK is not None:
+        at = mask + (tl.cast(q, tl.int64) * spec.MASK[2] + k * spec.MASK[3])
+        pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
+    return pairs
+
+
+@triton.jit
+def of_head(bias, mask, batch, head, spec: tl.constexpr):
+    """Where a head of a batch row begins in the bias and in the mask; the pointers themselves without them."""
+    row = tl.cast(batch, tl.int64)
+    if spec.BIAS is not None:
+        bias = bias + row * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
+    if spec.MASK is not None:
+        mask = mask + row * spec.MASK[0] + tl.cast(head, tl.int64) * spec.MASK[1]
+    return bias, mask
+
+
+@triton.jit
+def transform(scores, queries, keys, bias, spec: tl.constexpr):
+    """From products of queries and keys to what is times FACTOR a power of two; and the derivative of the soft cap."""
+    slope = 1.0
+    if spec.PLAIN:
+        return scores, slope
+    else:
+        scores = scores * spec.SCALE
+        if spec.BIAS is not None:
+            q, q_real, _, _, _ = queries
+            k, k_real, _, _, _ = keys
+            at = bias + (tl.cast(q, tl.int64) * spec.BIAS[2] + k * spec.BIAS[3])
+            scores += tl.load(at, mask=q_real & k_real, other=0.0).to(tl.float32)
+        if spec.CAP is not None:
+            bounded = _tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
+            slope = 1.0 - bounded * bounded
+            scores = bounded * spec.CAP
+        if spec.ROUND == "bfloat16":
+            # To the nearest, ties to even, which not every way of running Triton does on its own.
+            bits = scores.to(tl.uint32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            scores = bits.to(tl.float32, bitcast=True)
+        if spec.ROUND == "float16":
+            scores = scores.to(tl.float16).to(tl.float32)
+        return scores, slope
+
+
+@triton.jit
+def drop(weights, queries, keys, spec: tl.constexpr):
+    """Weights with those that are dropped at 0; the others are not scaled up."""
+    if spec.DROPOUT:
+        _, _, _, _, row = queries
+        _, _, _, _, column = keys
+        # mix(row ^ column), whose first step is linear and so was taken once a row and once a column.
+        return tl.where(_mix_folded(row ^ column) >= spec.THRESHOLD, weights, 0.0)
+    else:
+        return weights
+
+
+@triton.jit
+def finite(x):
+    """x with 0 for -inf: rows that have seen nothing keep weights of exp2(-inf - 0) = 0 instead of NaN."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def _tanh(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def _mix(x):
+    """MurmurHash3's 32-bit finaliser, as `ejkernel.families.dropout.mix`."""
+    return _mix_folded(_folded(x))
+
+
+@triton.jit
+def _folded(x):
+    """The first step of `_mix`."""
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _mix_folded(x):
+    """All other steps of `_mix`."""
+    x = x * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)

@@ -1,0 +1,90 @@
+"""The Triton kernels, with the tiles that are used when nobody chose, compiled to machine code for chips not here."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton import ahead, launch
+from ejkernel_triton.tiled_attention import tiles
+from ejkernel_triton.tiled_attention.backward import backward
+from ejkernel_triton.tiled_attention.forward import forward
+
+CHIPS = {
+    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
+    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
+    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
+    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
+    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
+}
+BATCH, LENGTH, HEADS = 2, 2048, 4
+IDS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+FEATURES = {
+    "causal": {},
+    "everything": {
+        "q_segment_ids": IDS,
+        "kv_segment_ids": IDS,
+        "bias": jax.ShapeDtypeStruct((1, HEADS, LENGTH, LENGTH), jnp.bfloat16),
+        "softmax_aux": jax.ShapeDtypeStruct((HEADS,), jnp.float32),
+        "logits_soft_cap": 30.0,
+        "dropout_prob": 0.1,
+        "dropout_seed": jax.ShapeDtypeStruct((), jnp.uint32),
+    },
+}
+
+
+def launches(chip, head_size, features, dtype=jnp.bfloat16):
+    """What a call and its gradients launch on a chip."""
+    device, array = CHIPS[chip], jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, head_size), dtype)
+    record = TiledAttention(query=array, key=array, value=array, softmax_scale=0.1, causal=True, **features)
+    wanted = frozenset(x for x in ("query", "key", "value", "bias", "softmax_aux") if getattr(record, x) is not None)
+
+    def run(record):
+        output, residuals = forward(record, tiles.heuristic(record, device, "forward"))
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        return backward(saved, tiles.heuristic(record, device, "backward"))
+
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(run, record)
+    return calls
+
+
+@pytest.mark.parametrize(("chip", "head_size"), list(itertools.product(CHIPS, (64, 128, 256))))
+def test_default_tiles_fit_the_chip_and_spill_nothing(chip, head_size):
+    calls = launches(chip, head_size, FEATURES["causal"])
+    assert {call.kernel.__name__ for call in calls} == {"forward_kernel", "keys_kernel", "queries_kernel"}
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.binary[:4] == b"\x7fELF"
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= ahead.SHARED_MEMORY[chip], (took.kernel, took.shared)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_feature_at_once_compiles_and_fits(chip):
+    calls = launches(chip, 64, FEATURES["everything"])
+    assert "bias_kernel" in {call.kernel.__name__ for call in calls}
+    for call in calls:
+        assert ahead.compile_for(call, chip).shared <= ahead.SHARED_MEMORY[chip]
+
+
+def test_float32_fits_shared_memory():
+    for call in launches("sm_90", 64, FEATURES["causal"], jnp.float32):
+        assert ahead.compile_for(call, "sm_90").shared <= ahead.SHARED_MEMORY["sm_90"]
+
+
+def test_hopper_multiplies_on_its_own_matrix_unit():
+    for call in launches("sm_90", 128, FEATURES["causal"]):
+        assert "wgmma" in ahead.compile_for(call, "sm_90").assembly
+
+
+def test_an_unknown_chip_is_named():
+    call = launches("sm_90", 64, FEATURES["causal"])[0]
+    with pytest.raises(ValueError, match="chip: got 'sm_1', wants one of sm_80"):
+        ahead.compile_for(call, "sm_1")

@@ -1,0 +1,133 @@
+"""What is decided before a Triton kernel starts: which tiles it visits, and which sizes they have. Needs no Triton."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules import FlashAttentionConfig, flash_attention
+from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.tiled_attention import implementations, tiles
+from ejkernel_triton.tiled_attention.operands import canonical
+from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+
+
+def record(queries, keys, size=16, dtype=jnp.bfloat16, **features):
+    shapes = ((2, queries, 4, size), (2, keys, 2, size), (2, keys, 2, size))
+    q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return TiledAttention(query=q, key=k, value=v, softmax_scale=0.25, **features)
+
+
+def attended(call) -> np.ndarray:
+    """Which pairs attend, bool [2, T, S], told pair by pair."""
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    left, right = call.sliding_window or (None, None)
+    pairs = np.zeros((2, queries, keys), bool)
+    for b, i, j in np.ndindex(pairs.shape):
+        q = i if call.q_positions is None else int(call.q_positions[b, i])
+        near = (left is None or j >= q - left) and (right is None or j <= q + right) and (not call.causal or j <= q)
+        ids = (0, 0) if call.q_segment_ids is None else (call.q_segment_ids[b, i], call.kv_segment_ids[b, j])
+        pairs[b, i, j] = near and ids[0] == ids[1] >= 0
+    return pairs
+
+
+@st.composite
+def calls(draw):
+    queries, keys = draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    sides = st.none() | st.integers(0, 12)
+    features = {"causal": draw(st.booleans()), "sliding_window": draw(st.none() | st.tuples(sides, sides))}
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    if draw(st.booleans()):
+        for name, n in (("q_segment_ids", queries), ("kv_segment_ids", keys)):
+            features[name] = jnp.asarray(np.sort(rng.integers(-1, 3, (2, n)), axis=1), jnp.int32)
+    if draw(st.booleans()):
+        features["q_positions"] = jnp.asarray(rng.integers(0, keys, (2, queries)), jnp.int32)
+    return record(queries, keys, **features)
+
+
+@settings(max_examples=25, deadline=None)
+@given(calls(), st.sampled_from([(4, 8), (8, 4), (16, 16)]))
+def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
+    pairs = attended(call)
+    tables = (
+        (key_visits(call, *blocks), pairs, blocks),
+        (query_visits(call, *blocks), pairs.swapaxes(1, 2), blocks[::-1]),
+    )
+    for table, wanted, (own, other) in tables:
+        table = np.broadcast_to(np.asarray(table), (2, *table.shape[1:]))
+        for b, tile in np.ndindex(table.shape[:2]):
+            first, clear, unclear, last = table[b, tile]
+            assert first <= clear <= unclear <= last
+            rows = wanted[b, tile * own : (tile + 1) * own]
+            assert not rows[:, : first * other].any()
+            assert not rows[:, last * other :].any()
+            full = rows[:, clear * other : unclear * other]
+            assert full.all()
+            assert full.size == rows.shape[0] * (unclear - clear) * other  # no tile that ends beyond the last key
+            assert rows.shape[0] == own or clear == unclear
+
+
+def test_a_mask_of_padding_becomes_segments():
+    real = jnp.arange(40) < jnp.array([30, 40])[:, None]
+    call = canonical(record(24, 40, mask=real[:, None, None]))
+    assert call.mask is None
+    assert (np.asarray(call.kv_segment_ids) == np.where(real, 0, -1)).all()
+    assert (np.asarray(call.q_segment_ids) == 0).all()
+    assert np.asarray(key_visits(call, 8, 8))[0, 0].tolist() == [0, 0, 3, 4]
+
+
+def test_ids_of_one_side_restrict_nothing():
+    assert canonical(record(8, 8, q_segment_ids=jnp.zeros((2, 8), jnp.int32))).q_segment_ids is None
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])
+@pytest.mark.parametrize("size", [60, 128, 256])
+def test_candidates_are_different_and_small_enough(capability, size):
+    device = DeviceInfo(platform="gpu", vendor="nvidia", kind="some", compute_capability=capability)
+    for direction in ("forward", "backward"):
+        found = tiles.candidates(record(4096, 4096, size, causal=True), device, direction)
+        assert len(set(found)) == len(found) > 0
+        assert found[0] == tiles.heuristic(record(4096, 4096, size, causal=True), device, direction)
+        for part in found:
+            chosen = [tiles.forward_tile(part)] if direction == "forward" else tiles.backward_tiles(part)
+            assert all(tile.own * tile.visit // tile.warps <= 2048 for tile in chosen)
+
+
+def test_tiles_are_no_longer_than_what_there_is():
+    part = tiles.heuristic(record(1, 100), H200, "forward")
+    assert (part.q_blocksize, part.kv_blocksize) == (16, 128)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (FwdParams(q_blocksize=100, kv_blocksize=64, num_warps=4, num_stages=2), "cfg: got q_blocksize=100"),
+        (FwdParams(q_blocksize=64, kv_blocksize=8, num_warps=4, num_stages=2), "cfg: got kv_blocksize=8"),
+        (FwdParams(q_blocksize=64, kv_blocksize=64, num_warps=3, num_stages=2), "cfg: got num_warps=3"),
+        (FwdParams(q_blocksize=64, kv_blocksize=64, num_warps=4), "cfg: got num_stages=None"),
+    ],
+)
+def test_what_no_kernel_can_have_is_named(part, message):
+    with pytest.raises(ValueError, match=message):
+        tiles.forward_tile(part)
+
+
+def test_backward_configurations_are_checked_for_both_kernels():
+    whole = tiles.heuristic(record(64, 64), H200, "backward")
+    assert whole.blocksize_m is not None
+    with pytest.raises(ValueError, match="cfg: got blocksize_m=None"):
+        tiles.backward_tiles(BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=4, num_stages=2))
+
+
+def test_without_its_toolchain_or_device_it_is_refused_by_name():
+    array = jax.ShapeDtypeStruct((1, 16, 2, 16), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"triton .* refused .*needs amd or nvidia"):
+        jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton", cfg=FlashAttentionConfig()), array)
+    (implementation,) = implementations()
+    assert implementation.requires.modules == ("triton", "jax_triton")
