@@ -6,7 +6,7 @@ from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.modules.operations.configs import MeanPoolingConfig
 from ejkernel.ops.config.params import Direction
 
-SIZES = (16, 64, 256)
+SIZES = (16, 32, 64, 256)
 
 
 def block_size(record: SegmentPooling, config: MeanPoolingConfig) -> int:
@@ -15,8 +15,9 @@ def block_size(record: SegmentPooling, config: MeanPoolingConfig) -> int:
 
 
 def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> MeanPoolingConfig:
-    """The tile for a record on a device, not measured."""
-    return MeanPoolingConfig(block_size=_typical(record))
+    """The tile for a record on a device, not measured; what a CPU sums in one go fits its first cache."""
+    size = _typical(record)
+    return MeanPoolingConfig(block_size=min(32, size) if device.platform == "cpu" else size)
 
 
 def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tuple[MeanPoolingConfig, ...]:
