@@ -133,12 +133,12 @@ def _gathered(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tuple[
     page = jnp.where(present, page, paged_cache.page_count(record))
     head = jnp.arange(heads, dtype=jnp.int32) // (heads // kv_heads)
     keys, values = paged_cache.load(record, page[..., None], slot[..., None], head)
-    return _rounded(keys, record).astype(dtype), _rounded(values, record).astype(dtype), present
+    return as_computed(keys, record).astype(dtype), as_computed(values, record).astype(dtype), present
 
 
 def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, position: jax.Array, dtype: Any) -> jax.Array:
     """Scores before masking, [T, H, K]."""
-    query = _rounded(record.query, record).astype(dtype)
+    query = as_computed(record.query, record).astype(dtype)
     scores = jnp.einsum("thd,tkhd->thk", query, keys, precision=lax.Precision.HIGHEST) * record.softmax_scale
     context = _contexts(record)[jnp.maximum(sequence, 0)]
     column = jnp.arange(scores.shape[-1], dtype=jnp.int32) - context[:, None]
@@ -173,7 +173,8 @@ def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
     return allowed if right is None else allowed & (key <= position + right)
 
 
-def _rounded(x: jax.Array, record: PagedAttention) -> jax.Array:
+def as_computed(x: jax.Array, record: PagedAttention) -> jax.Array:
+    """Queries, keys or values rounded to `compute_dtype`, in their own dtype."""
     return x if record.compute_dtype is None else rounded(x, record.compute_dtype)
 
 

@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import dropout, precision
+from ejkernel.families import dropout
+from ejkernel.families.precision import rounded
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 from ejkernel.types.sparse_masks import Mask
@@ -169,19 +170,19 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     if record.logits_soft_cap is not None:
         scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
     if record.logits_dtype != jnp.float32:
-        scores = rounded(record.logits_dtype, scores)
+        scores = coarse(record.logits_dtype, scores)
     return scores, _allowed(record)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def rounded(dtype: Any, scores: jax.Array) -> jax.Array:
+def coarse(dtype: Any, scores: jax.Array) -> jax.Array:
     """Scores with the digits of a narrower dtype, in their own; derivative 1."""
-    return precision.rounded(scores, dtype)
+    return rounded(scores, dtype)
 
 
-@rounded.defjvp
-def _rounded_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return rounded(dtype, *primals), tangents[0]
+@coarse.defjvp
+def _coarse_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return coarse(dtype, *primals), tangents[0]
 
 
 def _allowed(record: TiledAttention) -> jax.Array:
@@ -251,3 +252,11 @@ FAMILY = Family(
     localise=localise,
     reference=reference,
 )
+
+MASKS = frozenset(
+    {"mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "causal", "sliding_window"}
+)
+SOFTMAX = frozenset({"softmax_aux", "logits_soft_cap"})
+DROPOUT = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
+ROUNDING = frozenset({"normalize_output", "precision", "logits_dtype"})
+"""Groups of optional fields, for backends to say which they handle."""

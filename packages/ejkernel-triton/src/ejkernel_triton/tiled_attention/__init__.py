@@ -3,23 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.tiled_attention import tiles
-
-MASKS = frozenset(
-    {"mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "causal", "sliding_window"}
-)
-SOFTMAX = frozenset({"softmax_aux", "logits_soft_cap"})
-DROPOUT = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
-ROUNDING = frozenset({"normalize_output", "precision", "logits_dtype"})
 
 OPS: dict[str, frozenset[str]] = {
     "flash_attention": MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias"},
 }
 """For every operation, the optional fields that its records can have and the kernels honour."""
-
-DIFFERENTIABLE = frozenset({"query", "key", "value", "bias", "softmax_aux"})
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -43,7 +35,7 @@ def _implementation(op: str, handles: frozenset[str], interpreted: bool) -> Impl
         backend="gpu",
         forward="ejkernel_triton.tiled_attention.forward:forward",
         backward="ejkernel_triton.tiled_attention.backward:backward",
-        gradients=DIFFERENTIABLE & (handles | {"query", "key", "value"}),
+        gradients=frozenset(FAMILY.differentiable) & (handles | {"query", "key", "value"}),
         requires=Requires(
             devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
             modules=("triton",) if interpreted else ("triton", "jax_triton"),

@@ -1,8 +1,8 @@
 """Softmax attention with its weights in XLA: whole rows of the weights at a time, each made once."""
 
+from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_xla.attention_weights import tiles
-from ejkernel_xla.tiled_attention import DIFFERENTIABLE, DROPOUT, MASKS, SOFTMAX
 
 IMPLEMENTATIONS = (
     Implementation(
@@ -12,7 +12,7 @@ IMPLEMENTATIONS = (
         backend="any",
         forward="ejkernel_xla.attention_weights.forward:forward",
         backward="ejkernel_xla.attention_weights.backward:backward",
-        gradients=DIFFERENTIABLE,
+        gradients=frozenset(FAMILY.differentiable),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),

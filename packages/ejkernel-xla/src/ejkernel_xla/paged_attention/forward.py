@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families import paged_cache
-from ejkernel.families.paged_attention import PagedAttention, band, qq_terms
-from ejkernel.families.precision import product_precision, rounded
+from ejkernel.families.paged_attention import PagedAttention, as_computed, band, qq_terms
+from ejkernel.families.precision import product_precision
 from ejkernel.modules.operations.configs import PagedAttentionConfig
 from ejkernel_xla.paged_attention.tiles import Tiles, tiles
 from ejkernel_xla.paged_attention.work import Work, find_work, take
@@ -96,7 +96,7 @@ def _load_queries(record: PagedAttention, cut: Tiles, at: Work) -> tuple[jax.Arr
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
     rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, total)
     kv_heads = paged_cache.kv_heads(record)
-    query = _rounded(record, record.query.at[rows].get(mode="fill", fill_value=0))
+    query = as_computed(record.query.at[rows].get(mode="fill", fill_value=0), record)
     query = query.astype(_operand(record, record.key_pages)).reshape(
         cut.stack, cut.queries, kv_heads, heads // kv_heads, size
     )
@@ -108,14 +108,10 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
     wanted = positions < at.high[:, None]
     page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(wanted, positions, -1))
     head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
-    keys, values = (_rounded(record, x) for x in paged_cache.load(record, page[:, None], slot[:, None], head))
+    keys, values = (as_computed(x, record) for x in paged_cache.load(record, page[:, None], slot[:, None], head))
     stored = record.key_pages if record.value_pages is None else record.value_pages
     values = values.astype(_promoted(record.query.dtype, stored.dtype))
     return keys.astype(_operand(record, record.key_pages)), values, page < paged_cache.page_count(record)
-
-
-def _rounded(record: PagedAttention, x: jax.Array) -> jax.Array:
-    return x if record.compute_dtype is None else rounded(x, record.compute_dtype)
 
 
 def _operand(record: PagedAttention, pages: jax.Array) -> Any:

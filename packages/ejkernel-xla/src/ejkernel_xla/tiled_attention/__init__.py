@@ -1,14 +1,8 @@
 """Tiled softmax attention in XLA: forward and backward passes that visit only the tiles that are not masked."""
 
+from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_xla.tiled_attention import tiles
-
-MASKS = frozenset(
-    {"mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "causal", "sliding_window"}
-)
-SOFTMAX = frozenset({"softmax_aux", "logits_soft_cap"})
-DROPOUT = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
-ROUNDING = frozenset({"normalize_output", "precision", "logits_dtype"})
 
 OPS: dict[str, frozenset[str]] = {
     "flash_attention": MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias"},
@@ -19,8 +13,6 @@ OPS: dict[str, frozenset[str]] = {
 }
 """For every operation, the optional fields that its records can have; the kernels honour all of them."""
 
-DIFFERENTIABLE = frozenset({"query", "key", "value", "bias", "softmax_aux"})
-
 
 def _implementation(op: str, handles: frozenset[str]) -> Implementation:
     return Implementation(
@@ -30,7 +22,7 @@ def _implementation(op: str, handles: frozenset[str]) -> Implementation:
         backend="any",
         forward="ejkernel_xla.tiled_attention.forward:forward",
         backward="ejkernel_xla.tiled_attention.backward:backward",
-        gradients=DIFFERENTIABLE & (handles | {"query", "key", "value"}),
+        gradients=frozenset(FAMILY.differentiable) & (handles | {"query", "key", "value"}),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),

@@ -12,7 +12,7 @@ from jax import lax
 
 from ejkernel.families import dropout
 from ejkernel.families.precision import product_precision
-from ejkernel.families.tiled_attention import FAR, TiledAttention, band, rounded
+from ejkernel.families.tiled_attention import FAR, TiledAttention, band, coarse
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan, take
 
@@ -113,7 +113,7 @@ def score(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array, query
         bounded = jnp.tanh(scores / record.logits_soft_cap)
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
     if record.logits_dtype != jnp.float32:
-        scores = rounded(record.logits_dtype, scores)
+        scores = coarse(record.logits_dtype, scores)
     return Scores(scores, slope, None)
 
 
