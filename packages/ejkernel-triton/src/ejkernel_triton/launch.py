@@ -10,7 +10,6 @@ Outputs are written by the kernel alone: what it leaves out is undefined on a de
 import contextlib
 import contextvars
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -139,8 +138,3 @@ def _interpreted(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
         return jax.pure_callback(callback, call.outputs, *arrays, vmap_method="sequential")
 
     return run
-
-
-def grid_of(*axes: int) -> int:
-    """The number of programs of a grid with these axes."""
-    return math.prod(axes)

@@ -13,6 +13,7 @@ An output that is not normalised has p = exp(s - row_max) instead, ds_ij = p_ij 
 gradient of the sink. Delta and the sink's gradient are sums over rows that XLA is left to do.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
-from ejkernel_triton.launch import Shape, grid_of, launch
+from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.operands import canonical, operands
 from ejkernel_triton.tiled_attention.spec import LOG2E, make_spec
 from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles, splits
@@ -90,7 +91,7 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
         keys_kernel,
         (record.query, record.key, record.value, visits, *operands(record), *rows),
         outputs,
-        grid=grid_of(count, record.key.shape[2], record.key.shape[0]),
+        grid=count * record.key.shape[2] * record.key.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
@@ -115,7 +116,7 @@ def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> ja
         queries_kernel,
         (record.query, record.key, record.value, visits, *operands(record), *rows),
         [Shape(record.query.shape, record.query.dtype)],
-        grid=grid_of(count, record.query.shape[2], record.query.shape[0]),
+        grid=count * record.query.shape[2] * record.query.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
@@ -142,7 +143,7 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
         bias_kernel,
         (record.query, record.key, record.value, visits, *operands(record), *rows),
         [Shape(bias.shape, bias.dtype)],
-        grid=grid_of(*own),
+        grid=math.prod(own),
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
-from ejkernel_triton.launch import Shape, grid_of, launch
+from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.operands import canonical, operands
 from ejkernel_triton.tiled_attention.spec import make_spec
 from ejkernel_triton.tiled_attention.tiles import forward_tile
@@ -47,7 +47,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         forward_kernel,
         (record.query, record.key, record.value, visits, *operands(record)),
         outputs,
-        grid=grid_of(q_tiles, h, b),
+        grid=q_tiles * h * b,
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants=constants,
