@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, spans
-from ejkernel_xla.segment_pooling.tiles import block_size
+from ejkernel_xla.segment_pooling.tiles import block_size, rows_at_once
 
 
 def forward(record: SegmentPooling, config: Any) -> tuple[jax.Array, tuple[()]]:
@@ -50,24 +50,39 @@ def _chunk_sums(record: SegmentPooling) -> jax.Array:
 
 
 def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Array:
-    """Sums over runs of any length, `size` tokens at a time, [1, M, H, D]."""
+    """Sums over runs of any length, [1, M, H, D].
+
+    Tiles of `size` tokens are summed all at once, wherever pools begin and end. A pool is then the sum of the tiles
+    that are wholly its own and of the tokens before and after them, fewer than `size` on either side.
+    """
     _, tokens, *channels = record.values.shape
     values = record.values.reshape(tokens, -1)
+    whole, step = tokens // size, rows_at_once(size)
+    tiles = jnp.sum(values[: whole * size].reshape(whole, size, -1), axis=1, dtype=accumulator(record))
 
     def pool(m: jax.Array, sums: jax.Array) -> jax.Array:
         first, end = ranges[m, 0], ranges[m, 1]
-
-        def tile(n: jax.Array, total: jax.Array) -> jax.Array:
-            start = first + n * size
-            at = jnp.minimum(start, tokens - size)  # the last tile is moved back into the array
-            token = at + jnp.arange(size, dtype=jnp.int32)
-            part = lax.dynamic_slice_in_dim(values, at, size).astype(sums.dtype)
-            return total + jnp.sum(jnp.where(((token >= start) & (token < end))[:, None], part, 0), axis=0)
-
-        tiles = -(-(end - first) // size)
-        total = lax.fori_loop(jnp.int32(0), tiles, tile, jnp.zeros(values.shape[1], sums.dtype))
+        first_tile = -(-first // size)
+        end_tile = jnp.maximum(end // size, first_tile)
+        total = _add_rows(sums[m], values, first, jnp.minimum(first_tile * size, end), step)
+        total = _add_rows(total, tiles, first_tile, end_tile, step)
+        total = _add_rows(total, values, jnp.minimum(end_tile * size, end), end, step)
         return lax.dynamic_update_index_in_dim(sums, total, m, 0)
 
-    sums = jnp.zeros((ranges.shape[0], values.shape[1]), accumulator(record))
+    sums = jnp.zeros((ranges.shape[0], values.shape[1]), tiles.dtype)
     sums = lax.fori_loop(jnp.int32(0), jnp.int32(ranges.shape[0]), pool, sums)
     return sums.reshape(1, -1, *channels)
+
+
+def _add_rows(total: jax.Array, rows: jax.Array, first: jax.Array, end: jax.Array, step: int) -> jax.Array:
+    """`total` [C] and the sum of the rows [N, C] from `first` up to `end`, `step` of them at a time."""
+    step = min(step, rows.shape[0])
+
+    def add(n: jax.Array, total: jax.Array) -> jax.Array:
+        start = first + n * step
+        at = jnp.minimum(start, rows.shape[0] - step)  # the last slice is moved back into the array
+        row = at + jnp.arange(step, dtype=jnp.int32)
+        part = lax.dynamic_slice_in_dim(rows, at, step).astype(total.dtype)
+        return total + jnp.sum(jnp.where(((row >= start) & (row < end))[:, None], part, 0), axis=0)
+
+    return lax.fori_loop(jnp.int32(0), -(-(end - first) // step), add, total)
