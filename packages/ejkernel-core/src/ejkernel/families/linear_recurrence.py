@@ -3,10 +3,10 @@
 Every head of every row (or packed sequence) carries a state S of shape [K, V]. For each token t, in order:
 
     S   = S * exp(decay_t)[:, None] * exp(value_decay_t)[None, :]      log-space gates
-    u_t = v_t                                                          without beta
+    u_t = dt_t * v_t                                                   without beta; dt is 1 if not given
     u_t = beta_t * (v_t - S^T k_t)                                     with beta (the delta rule)
     S   = S + k_t u_t^T
-    o_t = softmax_scale * S^T q_t                                      read after write
+    o_t = softmax_scale * S^T q_t + skip * v_t                         read after write; skip is 0 if not given
 
 So the order is: decay, write, read. A gate of -inf forgets. Tokens with a negative segment id, and tokens of no packed
 sequence, leave the state alone and have output 0.
@@ -43,6 +43,8 @@ class LinearRecurrence:
         decay: [B|1, T|1, H, K|1] floating, log of the factor on the state's rows.
         value_decay: [B, T, H, V] floating, log of the factor on the state's columns.
         beta: [B, T, H] floating; its presence makes the recurrence a delta rule.
+        dt: [B, T, H] floating, factor on what a token writes; not with beta.
+        skip: [1, 1, H] floating, factor on what a token's own value adds to its output.
         initial_state: [B, H, K, V] floating, the state before the first token of every row; None is zeros.
         cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and each has a
             state of its own. Empty sequences are allowed.
@@ -59,11 +61,17 @@ class LinearRecurrence:
     decay: jax.Array | None = None
     value_decay: jax.Array | None = None
     beta: jax.Array | None = None
+    dt: jax.Array | None = None
+    skip: jax.Array | None = None
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     sequence_state: jax.Array | None = None
     segment_ids: jax.Array | None = None
     precision: lax.Precision | None = static(default=None)
+
+
+TOKEN_FIELDS = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "skip")
+"""What every token brings, [B|1, T|1, heads, ...]."""
 
 
 def accumulator(record: LinearRecurrence) -> Any:
@@ -125,19 +133,21 @@ def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple
         state = state * jnp.exp(token["decay"])[..., :, None]
     if "value_decay" in token:
         state = state * jnp.exp(token["value_decay"])[..., None, :]
-    write = token["value"]
+    write = token["value"] * token["dt"][..., None] if "dt" in token else token["value"]
     if "beta" in token:
         known = jnp.einsum("bhkv,bhk->bhv", state, token["key"], precision=highest)
         write = token["beta"][..., None] * (write - known)
     state = state + token["key"][..., :, None] * write[..., None, :]
     output = scale * jnp.einsum("bhkv,bhk->bhv", state, token["query"], precision=highest)
+    if "skip" in token:
+        output = output + token["skip"][..., None] * token["value"]
     return state, jnp.where(token["real"][:, None, None], output, 0)
 
 
 def _tokens(record: LinearRecurrence) -> dict[str, jax.Array]:
     """What each token brings, each [T, B, ...] with all heads."""
     (rows, length), heads, dtype = record.query.shape[:2], head_count(record), accumulator(record)
-    fields = {name: getattr(record, name) for name in ("query", "key", "value", "decay", "value_decay", "beta")}
+    fields = {name: getattr(record, name) for name in TOKEN_FIELDS}
     tokens = {name: x.astype(dtype) for name, x in fields.items() if x is not None}
     tokens = {name: jnp.repeat(x, heads // x.shape[2], axis=2) for name, x in tokens.items()}
     tokens = {name: jnp.broadcast_to(x, (rows, length, *x.shape[2:])) for name, x in tokens.items()}
@@ -160,7 +170,7 @@ def localise(record: LinearRecurrence, offsets: Mapping[str, jax.Array]) -> Line
 FAMILY = Family(
     name="chunked linear recurrence",
     record=LinearRecurrence,
-    differentiable=("query", "key", "value", "decay", "value_decay", "beta", "initial_state", "sequence_state"),
+    differentiable=(*TOKEN_FIELDS, "initial_state", "sequence_state"),
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
     axes={
@@ -170,6 +180,8 @@ FAMILY = Family(
         "decay": "b t h k",
         "value_decay": "b t h v",
         "beta": "b t h",
+        "dt": "b t h",
+        "skip": "b t h",
         "initial_state": "b h k v",
         "cu_seqlens": "n",
         "sequence_state": "n h k v",

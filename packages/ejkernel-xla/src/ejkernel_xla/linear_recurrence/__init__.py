@@ -18,11 +18,11 @@ OPS: dict[str, tuple[type[configs.BaseOperationConfig], frozenset[str]]] = {
     "kernel_delta_attention": (configs.KernelDeltaAttentionConfig, _DELTA | _STATES),
     "gated_delta_rule": (configs.GatedDeltaRuleConfig, _DELTA | _STATES | {"segment_ids"}),
     "ragged_gated_delta_rule": (configs.RaggedGatedDeltaRuleConfig, _DELTA | _PACKED),
-    "state_space_v2": (configs.StateSpaceV2Config, _GATES | _STATES | {"precision"}),
+    "state_space_v2": (configs.StateSpaceV2Config, _GATES | _STATES | {"dt", "skip", "precision"}),
 }
 """Each operation's configuration and the optional record fields it can give."""
 
-DIFFERENTIABLE = frozenset({"decay", "value_decay", "beta", "initial_state", "sequence_state"})
+DIFFERENTIABLE = frozenset({"decay", "value_decay", "beta", "dt", "skip", "initial_state", "sequence_state"})
 
 
 def _implementation(op: str, config: type[configs.BaseOperationConfig], handles: frozenset[str]) -> Implementation:

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator
+from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.linear_recurrence.chunk import next_state, precision
 from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
 from ejkernel_xla.linear_recurrence.singles import read_singles
 from ejkernel_xla.linear_recurrence.tiles import chunk_length
-from ejkernel_xla.linear_recurrence.walk import FIELDS, Walk, assemble, cut, loop, make_walk, paste, slices
+from ejkernel_xla.linear_recurrence.walk import Walk, assemble, cut, loop, make_walk, paste, slices
 
 Gradients = dict[str, jax.Array]
 
@@ -59,7 +59,7 @@ def _sweep(pullback: Pullback, walk: Walk, boundaries: jax.Array) -> Gradients:
     """Through the chunks in reverse; the table holds the cotangents of the states behind the chunks seen so far."""
     record, (outputs, finals) = pullback.record, pullback.cotangent
     table = finals.reshape(-1, *finals.shape[2:])
-    names = [name for name in FIELDS if name in pullback.wanted]
+    names = [name for name in TOKEN_FIELDS if name in pullback.wanted]
     grads = {name: _zeros(getattr(record, name), record) for name in names}
 
     def step(n: jax.Array, carry: tuple[Gradients, jax.Array]) -> tuple[Gradients, jax.Array]:

@@ -2,7 +2,7 @@
 
 With weights w_ij = exp(sum of the gates of tokens j+1..i), S_0 the state before the chunk and u_j what token j writes:
 
-    o_i = scale ((q_i * w_i0)^T S_0 + sum_{j <= i} <q_i, w_ij k_j> u_j)
+    o_i = scale ((q_i * w_i0)^T S_0 + sum_{j <= i} <q_i, w_ij k_j> u_j) + skip v_i
     S_C = w_C0 S_0 + sum_j (w_Cj k_j) u_j^T
 
 The delta rule's u solves a unit lower triangular system (the UT transform; Yang et al. 2024, arXiv:2412.06464):
@@ -41,6 +41,8 @@ class Chunk:
         decay: [n, C, K|1] log gates, or None.
         value_decay: [n, C, V] log gates, or None.
         beta: [n, C], or None.
+        dt: [n, C], or None.
+        skip: [n, C], alike for all tokens, or None.
     """
 
     query: jax.Array
@@ -49,19 +51,30 @@ class Chunk:
     decay: jax.Array | None
     value_decay: jax.Array | None
     beta: jax.Array | None
+    dt: jax.Array | None
+    skip: jax.Array | None
 
 
 def advance(state: jax.Array, chunk: Chunk, scale: float, precision: Any) -> tuple[jax.Array, jax.Array]:
     """Outputs [n, C, V] and the states [n, K, V] after a chunk, from the states before it."""
-    count, keys, values = state.shape[0], key_gates(chunk.decay), _value_levels(chunk)
+    count, keys = state.shape[0], key_gates(chunk.decay)
     write = _writes(state, chunk, keys, precision)
-    before = keys.read(chunk.query, state, precision)
-    if values is None:
-        own = multiply(keys.pairs(chunk.query, chunk.key, count, precision), write, precision)
+    after = _after(state, chunk, write, keys, precision)
+    if write.shape[-2] == 1:  # one token reads what it has just written, as the formula says
+        output = scale * multiply(expand(chunk.query, count), after, precision)
     else:
-        before = before * jnp.exp(values[-1].since[..., 0, :, :])
-        own = _own_faded(chunk, write, values, precision)
-    return scale * (before + own), _after(state, chunk, write, keys, precision)
+        output = scale * _read(state, chunk, write, keys, precision)
+    if chunk.skip is not None:
+        output = output + weigh(expand(chunk.value, count), chunk.skip)
+    return output, after
+
+
+def _read(state: jax.Array, chunk: Chunk, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
+    """What the tokens find: of the states before the chunk, and of what they wrote themselves, [n, C, V]."""
+    before = keys.read(chunk.query, state, precision)
+    if (values := _value_levels(chunk)) is None:
+        return before + multiply(keys.pairs(chunk.query, chunk.key, state.shape[0], precision), write, precision)
+    return before * jnp.exp(values[-1].since[..., 0, :, :]) + _own_faded(chunk, write, values, precision)
 
 
 def next_state(state: jax.Array, chunk: Chunk, precision: Any) -> jax.Array:
@@ -82,7 +95,7 @@ def _writes(state: jax.Array, chunk: Chunk, keys: KeyGates, precision: Any) -> j
     count = state.shape[0]
     value = expand(chunk.value, count)
     if chunk.beta is None:
-        return value
+        return value if chunk.dt is None else weigh(value, chunk.dt)
     wanted = weigh(value - keys.read(chunk.key, state, precision), chunk.beta)
     if value.shape[-2] == 1:
         return wanted

@@ -20,7 +20,6 @@ from ejkernel_xla.linear_recurrence.products import (
     multiply,
     multiply_columns,
     multiply_rows,
-    multiply_shared,
     multiply_shared_columns,
     weigh,
 )
@@ -45,7 +44,7 @@ class HeadGates:
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """What tokens find in the states before the chunk, once these have faded: [n, C, V]."""
-        return weigh(multiply_shared(left, state, precision), self.since)
+        return weigh(multiply(expand(left, state.shape[0]), state, precision), self.since)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """<left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
@@ -91,7 +90,7 @@ class NoGates:
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """As of `HeadGates`."""
-        return multiply_shared(left, state, precision)
+        return multiply(expand(left, state.shape[0]), state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """As of `HeadGates`."""

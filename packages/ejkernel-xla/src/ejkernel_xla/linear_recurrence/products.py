@@ -77,13 +77,8 @@ multiply_rows.defvjp(_saving(multiply_rows), _rows_gradients)
 multiply_columns.defvjp(_saving(multiply_columns), _columns_gradients)
 
 
-def multiply_shared(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """`multiply` of [m, a, b] and [n, b, d], where n / m in turn share their left matrix: [n, a, d]."""
-    return in_turn(multiply(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
-
-
 def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """`multiply_columns` likewise, of [m, a, b] and [n, a, d]: [n, b, d]."""
+    """`multiply_columns` of [m, a, b] and [n, a, d], where n / m in turn share their left matrix: [n, b, d]."""
     return in_turn(multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
 
 

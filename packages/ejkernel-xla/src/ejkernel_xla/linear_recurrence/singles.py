@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, head_count
+from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator, head_count
 from ejkernel_xla.linear_recurrence.chunk import Chunk, advance, precision
-from ejkernel_xla.linear_recurrence.walk import FIELDS
 
 
 def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +30,7 @@ def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array,
         token = jnp.where(alone.reshape(-1, *(1,) * (token.ndim - 1)), token, 0)
         return token.reshape(-1, 1, *token.shape[2:])
 
-    picked: dict[str, Any] = {name: pick(getattr(record, name)) for name in FIELDS}
+    picked: dict[str, Any] = {name: pick(getattr(record, name)) for name in TOKEN_FIELDS}
     chunk = Chunk(**picked)
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
     read = read.reshape(-1, head_count(record), read.shape[2])

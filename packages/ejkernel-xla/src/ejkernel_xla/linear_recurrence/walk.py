@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, head_count, segment_roles
+from ejkernel.families.linear_recurrence import (
+    TOKEN_FIELDS,
+    LinearRecurrence,
+    accumulator,
+    head_count,
+    segment_roles,
+)
 from ejkernel_xla.linear_recurrence.chunk import Chunk
 from ejkernel_xla.tiled_attention.blocks import add, put, take
-
-FIELDS = ("query", "key", "value", "decay", "value_decay", "beta")
-"""What a chunk takes from a record."""
 
 
 class Place(NamedTuple):
@@ -92,7 +95,7 @@ def make_walk(record: LinearRecurrence, length: int) -> Walk:
 
 def slices(record: LinearRecurrence, walk: Walk, at: Place) -> dict[str, jax.Array]:
     """The parts of a record's arrays that a chunk covers, as they lie: [B|1, C|1, heads, ...]."""
-    arrays = {name: getattr(record, name) for name in FIELDS}
+    arrays = {name: getattr(record, name) for name in TOKEN_FIELDS}
     return {name: cut(x, walk, at) for name, x in arrays.items() if x is not None}
 
 
@@ -134,7 +137,7 @@ def assemble(record: LinearRecurrence, walk: Walk, at: Place, parts: dict[str, j
         heads = head_count(record) if name == "decay" else x.shape[2]
         return together(jnp.broadcast_to(x, (rows, walk.length, heads, *x.shape[3:])))
 
-    made: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in FIELDS}
+    made: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in TOKEN_FIELDS}
     if walk.roles is not None and real is not None:  # to restart from a zero state is to forget everything
         restart = jnp.repeat(cut(walk.roles[1], walk, at) & real, head_count(record), axis=0)[..., None]
         made["decay"] = jnp.where(restart, -jnp.inf, 0 if made["decay"] is None else made["decay"]).astype(dtype)

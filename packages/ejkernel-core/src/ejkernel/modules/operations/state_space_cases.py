@@ -26,7 +26,7 @@ class Sizes:
 
 # name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
 _TABLE: tuple[tuple[str, Sizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]], ...] = (
-    ("one group", Sizes(g=1), (), {}, ("decay",), ()),
+    ("one group", Sizes(g=1), (), {}, ("decay", "dt", "skip"), ()),
     ("one token with a state", Sizes(t=1), ("initial_state",), {}, ("initial_state",), ("awkward",)),
     ("grouped, with a state", Sizes(), ("initial_state", "conv_state"), {"n_groups": 2}, ("initial_state",), ()),
     ("gated", Sizes(t=7), ("gate",), {"act_fn": jax.nn.gelu, "precision": "highest"}, ("decay", "precision"), ()),

@@ -187,9 +187,11 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
     return LinearRecurrence(
         query=args.C,
         key=args.B,
-        value=wide(args.x) * dt[..., None],
+        value=args.x,
         softmax_scale=1.0,
         decay=(wide(args.A) * dt)[..., None],
+        dt=dt,
+        skip=wide(args.D)[None, None],
         initial_state=None if state is None else state.swapaxes(2, 3),
         precision=args.precision,
     )
@@ -198,7 +200,7 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
 def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, Any]:
     """The public results: with the skip connection, the normalisation and the gate."""
     read, state = output
-    y = wide(read) + wide(args.D)[:, None] * wide(args.x)
+    y = wide(read)
     rows, tokens, heads, size = y.shape
     y = y.reshape(rows, tokens, heads * size)
     if args.use_gated_rmsnorm:
