@@ -21,9 +21,14 @@ def rows_at_once(size: int) -> int:
 
 
 def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> MeanPoolingConfig:
-    """The tile for a record on a device, not measured; CPUs are fastest at 32, whatever the pools."""
-    size = _typical(record)
-    return MeanPoolingConfig(block_size=min(32, size) if device.platform == "cpu" else size)
+    """The tile for a record on a device, not measured.
+
+    A pool of n tokens adds about n / size tiles and size tokens at its ends: fewest rows for the root of n, which a CPU
+    adds one by one.
+    """
+    if device.platform != "cpu":
+        return MeanPoolingConfig(block_size=_typical(record))
+    return MeanPoolingConfig(block_size=min(32, 1 << _mean_length(record).bit_length() // 2))
 
 
 def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tuple[MeanPoolingConfig, ...]:
@@ -35,5 +40,9 @@ def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tup
 
 def _typical(record: SegmentPooling) -> int:
     """About the length of a pool, so that short ones are not padded with a multiple of what they have."""
-    tokens, pools = record.values.shape[1], 1 if record.ranges is None else record.ranges.shape[0]
-    return min(256, max(8, 1 << (tokens // pools).bit_length()))
+    return min(256, max(8, 1 << _mean_length(record).bit_length()))
+
+
+def _mean_length(record: SegmentPooling) -> int:
+    """Tokens a pool, on average."""
+    return record.values.shape[1] // (1 if record.ranges is None else record.ranges.shape[0])

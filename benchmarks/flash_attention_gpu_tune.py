@@ -1,0 +1,77 @@
+"""Measures flash attention's tiles on a GPU, into the table that `ejkernel-triton` ships for the chip.
+
+    python benchmarks/flash_attention_gpu_tune.py --export packages/ejkernel-triton/src/ejkernel_triton/tuned
+    python benchmarks/flash_attention_gpu_tune.py --quick       # one call, no table
+
+Each line is one `ejkernel tune`, which measures both passes; a call stands for all of its kind: dtype, head sizes,
+lengths in coarse steps, mask, and what else there is to compute of a score. An interrupted run leaves the lines that
+it finished.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from flash_attention_gpu import Cell
+
+from ejkernel.cli import main as ejkernel
+
+
+def calls(quick: bool) -> Iterator[tuple[Cell, tuple[str, ...]]]:
+    """The calls, with arguments of `ejkernel tune` that a `Cell` has no word for."""
+    yield Cell(), ()
+    if quick:
+        return
+    dropout = ("-o", "dropout_prob=0.1", "--shape", "dropout_seed=:uint32")
+    yield Cell(causal=False), ()
+    yield Cell(length=32768, packed=22), ()
+    yield Cell(window=1024), ()
+    for length in (32768, 2048):
+        for causal in (True, False):
+            yield Cell(length=length, causal=causal), ()
+        yield Cell(length=length, window=1024), ()
+    yield Cell(cap=30.0), ()
+    yield Cell(), dropout
+    for causal in (True, False):
+        for length in (8192, 32768):
+            yield Cell(heads=32, kv_heads=32, size=64, length=length, causal=causal), ()
+            yield Cell(heads=8, kv_heads=8, size=256, length=length, causal=causal), ()
+        yield Cell(causal=causal), ("--dtype", "float32")
+
+
+def arguments(cell: Cell, extra: tuple[str, ...]) -> list[str]:
+    """What follows `ejkernel tune`."""
+    query = f"{cell.batch},{cell.length},{cell.heads},{cell.size}"
+    given = ["flash_attention", "--platform", "triton", "--shape", query, "-o", f"causal={cell.causal}", *extra]
+    if "--dtype" not in extra:
+        given += ["--dtype", "bfloat16"]
+    if cell.window:
+        given += ["-o", f"sliding_window=({cell.window - 1}, 0)"]
+    if cell.cap:
+        given += ["-o", f"logits_soft_cap={cell.cap}"]
+    if cell.packed:
+        given += ["--shape", f"cum_seqlens_q={cell.packed + 1}:int32"]
+    return given
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one call")
+    parser.add_argument("--export", type=Path, help="folder of tables")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print("flash_attention_gpu_tune.py needs a GPU: nothing was measured")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = ["--store", str(Path(folder, "store.json"))]
+        export = ["--export", str(options.export)] if options.export else []
+        for cell, extra in calls(options.quick):
+            given = arguments(cell, extra)
+            print(f"\n$ ejkernel tune {' '.join(given)}", flush=True)
+            ejkernel(["tune", *given, *store, *export], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    main()
