@@ -120,7 +120,7 @@ def real_tokens(record: RecurrentNetwork) -> jax.Array | None:
     return jnp.arange(record.x.shape[1], dtype=jnp.int32) < record.seq_lengths[:, None]
 
 
-def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> jax.Array:
+def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
     """What decides about the state after a token, beside the state before it.
 
     Args:
@@ -129,13 +129,17 @@ def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> jax.Array:
         recurrent: W_hh h + b_hh, [..., G * H].
 
     Returns:
-        Their sum; for gru the sum of the first two gates, and both parts of the third, [..., 4 * H].
+        Their sum gate by gate, but both parts of gru's third; each [..., H]. Residuals have them in one array.
     """
-    if cell != "gru":
-        return inputs + recurrent
-    two = 2 * inputs.shape[-1] // 3
-    parts = (inputs[..., :two] + recurrent[..., :two], inputs[..., two:], recurrent[..., two:])
-    return jnp.concatenate(parts, axis=-1)
+    count = GATES[cell]
+    pairs = list(zip(gates_of(inputs, count), gates_of(recurrent, count), strict=True))
+    sums = tuple(x + y for x, y in (pairs[:2] if cell == "gru" else pairs))
+    return (*sums, *pairs[2]) if cell == "gru" else sums
+
+
+def gates_of(joined: jax.Array, count: int) -> State:
+    """The gates [..., H] that stand side by side in an array."""
+    return tuple(jnp.split(joined, count, axis=-1))
 
 
 def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +151,7 @@ def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate((sums, inputs), axis=-1), jnp.concatenate((sums, recurrent), axis=-1)
 
 
-def after_token(cell: str, gates: jax.Array, state: State) -> State:
+def after_token(cell: str, gates: State, state: State) -> State:
     """The state after a token, entry by entry.
 
     Args:
@@ -156,14 +160,14 @@ def after_token(cell: str, gates: jax.Array, state: State) -> State:
         state: The state before it.
     """
     if cell == "gru":
-        r, z, inputs, recurrent = jnp.split(gates, 4, axis=-1)
+        r, z, inputs, recurrent = gates
         z = jax.nn.sigmoid(z)
         return ((1 - z) * jnp.tanh(inputs + jax.nn.sigmoid(r) * recurrent) + z * state[0],)
     if cell == "lstm":
-        i, f, g, o = jnp.split(gates, 4, axis=-1)
+        i, f, g, o = gates
         memory = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(memory), memory
-    return (jnp.tanh(gates) if cell == "tanh" else jnp.maximum(gates, 0),)
+    return (jnp.tanh(gates[0]) if cell == "tanh" else jnp.maximum(gates[0], 0),)
 
 
 def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
@@ -207,10 +211,10 @@ def _reference_direction(
         x, is_real = parts
         projected = jnp.matmul(x, weight_ih.T, precision=highest) + biases[0]
         recurrent = jnp.matmul(state[0], weight_hh.T, precision=highest) + biases[1]
-        gates = jnp.where(is_real[:, None], combined(record.cell, projected, recurrent), 0)
+        gates = tuple(jnp.where(is_real[:, None], x, 0) for x in combined(record.cell, projected, recurrent))
         after = after_token(record.cell, gates, state)
         after = tuple(jnp.where(is_real[:, None], new, old) for new, old in zip(after, state, strict=True))
-        return after, (gates, *after)
+        return after, (jnp.concatenate(gates, axis=-1), *after)
 
     start = first_state(record, layer * shape(record)[1] + direction)
     tokens = (jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(real, 1, 0))

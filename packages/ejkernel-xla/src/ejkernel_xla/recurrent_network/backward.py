@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.recurrent_network import RecurrentNetwork, State, accumulator, after_token, separated, shape
+from ejkernel.families.recurrent_network import (
+    RecurrentNetwork,
+    State,
+    accumulator,
+    after_token,
+    gates_of,
+    separated,
+    shape,
+)
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.recurrent_network.blocks import Blocks
 from ejkernel_xla.recurrent_network.layer import Direction, joined, kept, precision, product, real, time_major
@@ -89,7 +97,8 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
 
     def token(behind: State, parts: tuple[Any, ...]) -> tuple[State, jax.Array]:
         gates, state, cotangent, is_real = parts
-        _, pull = jax.vjp(lambda *values: after_token(cell, *values), gates, state)
+        count = gates.shape[-1] // state[0].shape[-1]
+        _, pull = jax.vjp(lambda gates, state: after_token(cell, gates_of(gates, count), state), gates, state)
         to_gates, direct = pull((behind[0] + cotangent, *behind[1:]))
         ahead = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)

@@ -44,18 +44,29 @@ def forward(record: RecurrentNetwork, config: Any) -> tuple[tuple[jax.Array, ...
 
 
 def _run(at: Direction, inputs: jax.Array, config: Any) -> tuple[State, State]:
-    """The final states [B, H], and the gates of every token and the states after it [T, B, ...]."""
+    """The final states [B, H], and the gates of every token and the states after it [T, B, ...].
 
-    def token(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
-        projected, is_real = parts
+    What a token gets from its inputs is handed to it by the token before: XLA's CPU backend does not vectorise what
+    is fused with the cut out of a longer array.
+    """
+
+    def token(
+        carry: tuple[State, jax.Array], parts: tuple[jax.Array, jax.Array | None]
+    ) -> tuple[tuple[State, jax.Array], State]:
+        (state, projected), (following, is_real) = carry, parts
         gates = combined(at.record.cell, projected, at.from_state(state[0]))
-        gates = gates if is_real is None else jnp.where(is_real, gates, 0)
+        gates = gates if is_real is None else tuple(jnp.where(is_real, x, 0) for x in gates)
         after = kept(is_real, after_token(at.record.cell, gates, state), state)
-        return after, (gates, *after)
+        return (after, following), (jnp.concatenate(gates, axis=-1), *after)
 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
         inputs, is_real = parts
-        return lax.scan(token, state, (at.from_inputs(inputs), is_real), reverse=at.backwards, unroll=config.unroll)
+        projected = at.from_inputs(inputs)
+        first = projected[-1 if at.backwards else 0]
+        following = jnp.roll(projected, 1 if at.backwards else -1, axis=0)
+        tokens = (following, is_real)
+        (state, _), found = lax.scan(token, (state, first), tokens, reverse=at.backwards, unroll=config.unroll)
+        return state, found
 
     blocks = Blocks.of(at.record, config.block_t, at.backwards)
     parts = (blocks.cut(inputs), blocks.real(at.record))

@@ -7,7 +7,7 @@ from ejkernel.families.recurrent_network import RecurrentNetwork
 from ejkernel.ops import ConfigSpace
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 
-ROWS = {"forward": 64, "backward": 512}
+ROWS = {"forward": 256, "backward": 512}
 """Tokens of all rows that are multiplied at once on a CPU: enough for the products to be efficient, of which the
 backward pass adds some to gradients of weights, and few enough for the results to fit a cache."""
 
