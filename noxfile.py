@@ -57,6 +57,14 @@ def install(session: nox.Session, *requirements: str, extras: str = "") -> None:
     session.install("-e", f"{part('core')}{extras}", "-e", part("xla"), "-e", ".", *requirements)
 
 
+def cuda_compiler() -> list[str]:
+    """What the CUDA sources are compiled with: the compiler that ejkernel-cuda's own builds take, where there is one."""
+    if sys.platform != "linux":
+        return []
+    builds = nox.project.load_toml("packages/ejkernel-cuda/pyproject.toml")["tool"]["scikit-build"]["overrides"]
+    return ["cmake>=3.24", "ninja", *(x for build in builds for x in build["build"]["requires"] if "nvidia" in x)]
+
+
 def install_all(session: nox.Session, *groups: str) -> None:
     """Install every backend; those for devices come without their toolchains, which run nowhere but on the device."""
     install(session, *group(*groups))
@@ -109,6 +117,7 @@ def examples(session: nox.Session) -> None:
 def suite(session: nox.Session) -> None:
     """Run the tests, and without a selection of them the documentation's examples too."""
     install_all(session, "test")
+    session.install(*cuda_compiler())
     pytest(session)
     if not session.posargs:
         examples(session)

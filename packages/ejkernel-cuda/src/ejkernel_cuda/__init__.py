@@ -1,14 +1,15 @@
-"""The CUDA backend: CUDA C++ kernels called as XLA FFI handlers on NVIDIA GPUs.
+"""The CUDA backend: CUDA C++ kernels called as XLA FFI handlers, and cuDNN's fused attention, on NVIDIA GPUs.
 
 Importing this module loads no shared library. What a kernel needs is data in its `Implementation`, so a machine
-without CUDA gets a refusal that says so, not an import error.
+without CUDA, or an installation without compiled kernels, gets a refusal that says so, not an import error.
 """
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
+from ejkernel_cuda import dense_decode, tiled_attention
 
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations this package registers; an operation it does not serve is simply absent."""
-    return ()
+    return (*tiled_attention.implementations(), *dense_decode.IMPLEMENTATIONS)

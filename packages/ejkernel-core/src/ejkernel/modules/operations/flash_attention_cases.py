@@ -59,8 +59,8 @@ def _positioned(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _bias(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
-    return {"bias": jax.random.normal(key, shape, jnp.float32)}
+def _bias(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, Any]:
+    return {"bias": jax.random.normal(key, shape, jnp.float32).astype(dtype)}
 
 
 def _sinks(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -80,6 +80,7 @@ def exact(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
 PLAIN = Sizes()
 PACKED = Sizes(b=1, t=129, s=129)
 CROSS = Sizes(t=40, s=63)
+HALF = Sizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
@@ -147,6 +148,27 @@ _TABLE: tuple[Row[Sizes], ...] = (
         Sizes(t=129, s=129, d=64, v=64, dtype=jnp.float16),
         lambda k: {"sliding_window": 30},
         ("sliding_window",),
+        (),
+    ),
+    (
+        "bfloat16, causal window and bias",
+        HALF,
+        lambda k: {**_bias(k, (1, 4, 128, 128), jnp.bfloat16), "causal": True, "sliding_window": (30, 0)},
+        ("causal", "sliding_window", "bias"),
+        (),
+    ),
+    (
+        "bfloat16, segments and soft cap",
+        HALF,
+        lambda k: {**_segmented(HALF), "logits_soft_cap": 1.5},
+        (*_SEGMENT_FIELDS, "logits_soft_cap"),
+        (),
+    ),
+    (
+        "bfloat16, causal and sinks",
+        Sizes(t=129, s=129, d=128, v=128, dtype=jnp.bfloat16),
+        lambda k: {**_sinks(k, (4, 2)), "causal": True},
+        ("softmax_aux", "causal"),
         (),
     ),
     (

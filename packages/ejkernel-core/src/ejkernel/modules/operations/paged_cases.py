@@ -224,6 +224,13 @@ def dense_cases(arguments: type) -> tuple[Case, ...]:
             ("softmax_aux",),
             (),
         ),
+        (
+            "everything, bfloat16",
+            dataclasses.replace(_half(plain), d=64, v=64),
+            lambda k: {**_shared_sinks(k), "sliding_window": (30, None)},
+            ("kv_starts", "sliding_window", "softmax_aux", "logits_soft_cap"),
+            (),
+        ),
         ("model", model, nothing, (), ("bench",)),
     )
     return table(arguments, dense_inputs, rows)

@@ -1,0 +1,152 @@
+// The XLA FFI handler of the split decoding kernels.
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "split_decode.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace ejkernel {
+namespace {
+
+ffi::Error failed(const char* what, cudaError_t error) {
+  return ffi::Error::Internal(std::string("ejkernel split decode: ") + what + ": " + cudaGetErrorString(error));
+}
+
+template <int Size, typename T>
+ffi::Error launch(cudaStream_t stream, const Decode<T>& call) {
+  using S = Shape<Size>;
+  const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
+  const int64_t blocks = int64_t(call.rows) * call.splits * call.kv_heads * parts;
+  cudaError_t error =
+      cudaFuncSetAttribute(decode_kernel<Size, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+  if (error != cudaSuccess) return failed("shared memory", error);
+  decode_kernel<Size, T><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
+  if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
+  if (call.splits > 1) {
+    merge_kernel<T><<<int64_t(call.rows) * call.heads, kMergeThreads, 0, stream>>>(call);
+    if ((error = cudaGetLastError()) != cudaSuccess) return failed("merge", error);
+  }
+  return ffi::Error::Success();
+}
+
+template <typename T>
+ffi::Error launch_for_size(cudaStream_t stream, const Decode<T>& call) {
+  const int size = std::max(call.size, call.value_size);
+  if (size <= 64) return launch<64, T>(stream, call);
+  if (size <= 128) return launch<128, T>(stream, call);
+  return launch<256, T>(stream, call);
+}
+
+struct Arguments {
+  ffi::AnyBuffer query, keys, values;
+  ffi::Buffer<ffi::S32> starts, ends;
+  ffi::Buffer<ffi::F32> sinks;
+  ffi::AnyBuffer output;
+  ffi::Buffer<ffi::F32> lse, partial, statistics;
+  int32_t splits, left, right;
+  float scale, cap;
+};
+
+// The record of a call. Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows.
+template <typename T>
+Decode<T> decode_call(const Arguments& a) {
+  const auto query = a.query.dimensions(), keys = a.keys.dimensions(), values = a.values.dimensions();
+  Decode<T> call;
+  call.query = a.query.reinterpret_data<T>();
+  call.keys = a.keys.reinterpret_data<T>();
+  call.values = a.values.reinterpret_data<T>();
+  call.starts = a.starts.typed_data();
+  call.ends = a.ends.typed_data();
+  call.output = a.output.reinterpret_data<T>();
+  call.lse = a.lse.typed_data();
+  call.partial = a.partial.typed_data();
+  call.statistics = a.statistics.typed_data();
+  call.rows = a.ends.element_count();
+  call.heads = query[query.size() - 2];
+  call.size = query[query.size() - 1];
+  call.capacity = keys[keys.size() - 3];
+  call.kv_heads = keys[keys.size() - 2];
+  call.value_size = values[values.size() - 1];
+  call.splits = a.splits;
+  call.left = a.left;
+  call.right = a.right;
+  call.scale = a.scale;
+  call.cap = a.cap;
+  const int sink_rows = a.sinks.element_count() / call.heads;
+  call.sinks = sink_rows == 0 ? nullptr : a.sinks.typed_data();
+  call.rows_a_sink = sink_rows == 0 ? 1 : call.rows / sink_rows;
+  return call;
+}
+
+// Whether the arrays are those of one call: the kernels read what the shapes promise.
+template <typename T>
+bool consistent(const Arguments& a, const Decode<T>& call) {
+  const int64_t rows = call.rows, cached = rows * call.capacity * call.kv_heads, heads = rows * call.heads;
+  const int64_t split_heads = call.splits > 1 ? call.splits * heads : 0;
+  return call.size % 8 == 0 && call.value_size % 8 == 0 && std::max(call.size, call.value_size) <= 256 &&
+         call.heads % call.kv_heads == 0 && call.splits >= 1 && call.splits <= kMostSplits &&
+         rows % call.rows_a_sink == 0 && a.query.element_count() == size_t(heads * call.size) &&
+         a.keys.element_count() == size_t(cached * call.size) &&
+         a.values.element_count() == size_t(cached * call.value_size) && a.starts.element_count() == size_t(rows) &&
+         a.output.element_count() == size_t(heads * call.value_size) && a.lse.element_count() == size_t(heads) &&
+         a.partial.element_count() >= size_t(split_heads * call.value_size) &&
+         a.statistics.element_count() >= size_t(split_heads * 2);
+}
+
+template <typename T>
+ffi::Error run(cudaStream_t stream, const Arguments& arguments) {
+  const Decode<T> call = decode_call<T>(arguments);
+  if (!consistent(arguments, call)) {
+    return ffi::Error::InvalidArgument("ejkernel split decode: the shapes of the arrays do not belong together");
+  }
+  return launch_for_size(stream, call);
+}
+
+ffi::Error split_decode(
+    cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+    ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> ends, ffi::Buffer<ffi::F32> sinks,
+    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+    ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> statistics, int32_t splits,
+    int32_t left, int32_t right, float scale, float cap) {
+  const Arguments arguments{query, keys, values,   starts,      ends,   sinks, *output, *lse,
+                            *partial, *statistics, splits, left,  right,   scale, cap};
+  if (output->element_count() == 0) return ffi::Error::Success();
+  if (query.element_type() != keys.element_type() || query.element_type() != values.element_type()) {
+    return ffi::Error::InvalidArgument("ejkernel split decode: query, keys and values differ in dtype");
+  }
+  switch (query.element_type()) {
+    case ffi::BF16: return run<__nv_bfloat16>(stream, arguments);
+    case ffi::F16: return run<__half>(stream, arguments);
+    default: return ffi::Error::InvalidArgument("ejkernel split decode: dtype is neither bfloat16 nor float16");
+  }
+}
+
+}  // namespace
+}  // namespace ejkernel
+
+// The one symbol that the library shows.
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_split_decode(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ejkernel_split_decode, ejkernel::split_decode,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<int32_t>("splits")
+        .Attr<int32_t>("left")
+        .Attr<int32_t>("right")
+        .Attr<float>("scale")
+        .Attr<float>("cap"),
+    {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,341 @@
+// Decoding over a dense cache, split over keys: one query token a batch row attends to a range of the row's keys.
+//
+// A block serves one KV head of one row, 16 of the query heads that share it, and one of the splits of the row's keys.
+// Its warps take turns at tiles of 16 keys and share nothing until they are through: each copies its own tiles into
+// its own ring of buffers, multiplies them on the tensor cores (the query heads are the rows of a product) and keeps an
+// online softmax of its own. The warps are then merged in shared memory, and the splits by a second kernel.
+//
+// Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2023, "Flash-Decoding" (splitting the keys).
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+
+#include "tensor_core.cuh"
+
+namespace ejkernel {
+
+constexpr int kHeads = 16;  // query heads a block
+constexpr int kKeys = 16;   // keys a tile
+constexpr int kMostSplits = 64;
+constexpr int kMergeThreads = 128;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+template <typename T>
+struct Decode {
+  const T* query;       // [rows, heads, size]
+  const T* keys;        // [rows, capacity, kv_heads, size]
+  const T* values;      // [rows, capacity, kv_heads, value_size]
+  const int* starts;    // [rows]
+  const int* ends;      // [rows]
+  const float* sinks;   // [sink_rows, heads] or null
+  T* output;            // [rows, heads, value_size]
+  float* lse;           // [rows, heads]
+  float* partial;       // [splits, rows, heads, value_size], numerators relative to the split's own maximum
+  float* statistics;    // [splits, rows, heads, 2], that maximum as a power of two, and the denominator
+  int rows, capacity, heads, kv_heads, size, value_size, splits, rows_a_sink;
+  int left, right;      // window around the last key
+  float scale, cap;     // cap is 0 for none
+};
+
+// Warps, stages and shared memory that a padded head size gets: 96 KiB at most, for which every chip has room.
+template <int Size>
+struct Shape {
+  static constexpr int kWarps = Size == 256 ? 2 : 4;
+  static constexpr int kStages = 3;
+  static constexpr int kChunks = Size / 8;  // 16-byte pieces of a row
+  static constexpr int kTileBytes = kKeys * Size * 2;
+  static constexpr int kWarpBytes = kStages * 2 * kTileBytes;
+  static constexpr int kBytes = kWarps * kWarpBytes;
+  static_assert(kBytes >= kWarps * kHeads * (Size + 2) * 4, "the merge fits into the buffers");
+};
+
+// Byte offset of a 16-byte piece in a tile; pieces are permuted in a row so that eight rows touch all banks.
+template <int Size>
+__device__ __forceinline__ uint32_t piece(int row, int chunk) {
+  return (row * Shape<Size>::kChunks + (chunk ^ (row & 7))) * 16;
+}
+
+// Starts copying keys `first` to `first + 15` of one head; those from `end` on, and sizes past `size`, become zeros.
+template <int Size, typename T>
+__device__ __forceinline__ void copy_tile(uint32_t to, const T* head, int first, int end, size_t stride, int size) {
+  constexpr int kChunks = Shape<Size>::kChunks, kRows = 32 / kChunks;
+  const int lane = threadIdx.x % 32, row = lane / kChunks, chunk = lane % kChunks;
+  const bool inside = chunk * 8 < size;
+  const T* from = head + chunk * 8;
+#pragma unroll
+  for (int pass = 0; pass < kKeys / kRows; ++pass) {
+    const int key = first + row + pass * kRows;
+    const bool there = inside && key < end;
+    copy_async(to + piece<Size>(row + pass * kRows, chunk), there ? from + key * stride : head, there ? 16 : 0);
+  }
+}
+
+// The block's query heads as the left operand of a product, fragment by fragment.
+template <int Size, typename T>
+__device__ __forceinline__ void load_query(uint32_t (&query)[Size / 16][4], const T* heads, int count, int size) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 0; step < Size / 16; ++step) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const int head = lane / 4 + part % 2 * 8, column = step * 16 + lane % 4 * 2 + part / 2 * 8;
+      const bool there = head < count && column < size;
+      query[step][part] = there ? *reinterpret_cast<const uint32_t*>(heads + head * size + column) : 0;
+    }
+  }
+}
+
+// Scores of 16 heads and 16 keys, as powers of two; [half of the keys][(head, key), (head, key + 1), head + 8 twice].
+template <int Size, typename T>
+__device__ __forceinline__ void score_tile(
+    float (&scores)[2][4], const uint32_t (&query)[Size / 16][4], uint32_t tile, float scale, float cap) {
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) scores[half][n] = 0.f;
+  }
+#pragma unroll
+  for (int step = 0; step < Size / 16; ++step) {
+    uint32_t keys[4];
+    load_matrices(keys, tile + piece<Size>(row, step * 2 + chunk));
+    Half<T>::multiply(scores[0], query[step], keys[0], keys[1]);
+    Half<T>::multiply(scores[1], query[step], keys[2], keys[3]);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (cap > 0.f) {  // tanh x = 1 - 2 / (exp 2x + 1)
+        const float power = exp2_fast(2.f * kLog2e / cap * scale * scores[half][n]);
+        scores[half][n] = kLog2e * cap * (1.f - __fdividef(2.f, power + 1.f));
+      } else {
+        scores[half][n] *= kLog2e * scale;
+      }
+    }
+  }
+}
+
+// The softmax of what a warp has seen so far, for heads lane / 4 and lane / 4 + 8.
+template <int Size>
+struct Softmax {
+  float peak[2] = {-INFINITY, -INFINITY};
+  float total[2] = {0.f, 0.f};  // of this lane's keys alone
+  float sums[Size / 8][4] = {};
+};
+
+// Takes scores in, makes weights of them, and rescales what was summed before where a maximum rose. With `Parts` of 1
+// the block has no heads beyond the eighth, and their weights are zeros.
+template <int Parts, int Size>
+__device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&scores)[2][4], int left) {
+  const int lane = threadIdx.x % 32;
+  float factor[2] = {1.f, 1.f};
+  bool rose = false;
+#pragma unroll
+  for (int part = 0; part < Parts; ++part) {
+    float peak = softmax.peak[part];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float& score = scores[n / 2][part * 2 + n % 2];
+      if (n / 2 * 8 + lane % 4 * 2 + n % 2 >= left) score = -INFINITY;
+      peak = fmaxf(peak, score);
+    }
+    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+    const float shift = peak == -INFINITY ? 0.f : peak;
+    factor[part] = exp2_fast(softmax.peak[part] - shift);
+    rose |= peak > softmax.peak[part];
+    softmax.peak[part] = peak;
+    softmax.total[part] *= factor[part];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      float& score = scores[n / 2][part * 2 + n % 2];
+      score = exp2_fast(score - shift);
+      softmax.total[part] += score;
+    }
+  }
+#pragma unroll
+  for (int n = 0; Parts == 1 && n < 4; ++n) scores[n / 2][2 + n % 2] = 0.f;
+  if (__any_sync(~0u, rose)) {
+#pragma unroll
+    for (int column = 0; column < Size / 8; ++column) {
+#pragma unroll
+      for (int n = 0; n < Parts * 2; ++n) softmax.sums[column][n] *= factor[n / 2];
+    }
+  }
+}
+
+// Adds the values of a tile, weighted.
+template <int Size, typename T>
+__device__ __forceinline__ void sum_tile(Softmax<Size>& softmax, const float (&weights)[2][4], uint32_t tile) {
+  const int lane = threadIdx.x % 32, row = lane % 16, chunk = lane / 16;
+  const uint32_t left[4] = {
+      Half<T>::pack(weights[0][0], weights[0][1]), Half<T>::pack(weights[0][2], weights[0][3]),
+      Half<T>::pack(weights[1][0], weights[1][1]), Half<T>::pack(weights[1][2], weights[1][3])};
+#pragma unroll
+  for (int step = 0; step < Size / 16; ++step) {
+    uint32_t values[4];
+    load_matrices_transposed(values, tile + piece<Size>(row, step * 2 + chunk));
+    Half<T>::multiply(softmax.sums[step * 2], left, values[0], values[1]);
+    Half<T>::multiply(softmax.sums[step * 2 + 1], left, values[2], values[3]);
+  }
+}
+
+// Output and lse of one head from its numerators, maximum and denominator; the sink joins the denominator.
+template <typename T>
+struct Finish {
+  float factor, lse;
+  __device__ Finish(const Decode<T>& call, int row, int head, float peak, float total) {
+    const float sink = call.sinks == nullptr
+                           ? -INFINITY
+                           : kLog2e * call.sinks[size_t(row / call.rows_a_sink) * call.heads + head];
+    const float shift = fmaxf(peak, sink);
+    const float whole = shift == -INFINITY ? 0.f : total * exp2f(peak - shift) + exp2f(sink - shift);
+    factor = whole > 0.f ? exp2f(peak - shift) / whole : 0.f;
+    lse = whole > 0.f ? kLn2 * (shift + log2f(whole)) : -INFINITY;
+  }
+};
+
+// Merges the warps of a block through shared memory and writes what they found.
+template <int Size, typename T>
+__device__ __forceinline__ void merge_warps(
+    const Decode<T>& call, Softmax<Size>& softmax, float* shared, int row, int split, int first_head, int count) {
+  constexpr int kWarps = Shape<Size>::kWarps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* sums = shared + warp * kHeads * Size;
+  float* statistics = shared + kWarps * kHeads * Size;  // [heads][warps][2]
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const int head = lane / 4 + part * 8;
+    softmax.total[part] += __shfl_xor_sync(~0u, softmax.total[part], 1);
+    softmax.total[part] += __shfl_xor_sync(~0u, softmax.total[part], 2);
+    if (lane % 4 == 0) {
+      statistics[(head * kWarps + warp) * 2] = softmax.peak[part];
+      statistics[(head * kWarps + warp) * 2 + 1] = softmax.total[part];
+    }
+#pragma unroll
+    for (int column = 0; column < Size / 8; ++column) {
+      sums[head * Size + column * 8 + lane % 4 * 2] = softmax.sums[column][part * 2];
+      sums[head * Size + column * 8 + lane % 4 * 2 + 1] = softmax.sums[column][part * 2 + 1];
+    }
+  }
+  __syncthreads();
+  for (int head = warp; head < count; head += kWarps) {
+    float peak = -INFINITY, total = 0.f, factors[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, statistics[(head * kWarps + w) * 2]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      factors[w] = peak == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - peak);
+      total += factors[w] * statistics[(head * kWarps + w) * 2 + 1];
+    }
+    const size_t place = size_t(row) * call.heads + first_head + head;
+    const size_t split_place = size_t(split) * call.rows * call.heads + place;
+    const Finish<T> finish(call, row, first_head + head, peak, total);
+    for (int column = lane; column < call.value_size; column += 32) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += factors[w] * shared[(w * kHeads + head) * Size + column];
+      if (call.splits == 1) {
+        call.output[place * call.value_size + column] = Half<T>::round(sum * finish.factor);
+      } else {
+        call.partial[split_place * call.value_size + column] = sum;
+      }
+    }
+    if (lane == 0 && call.splits == 1) call.lse[place] = finish.lse;
+    if (lane == 0 && call.splits > 1) {
+      call.statistics[split_place * 2] = peak;
+      call.statistics[split_place * 2 + 1] = total;
+    }
+  }
+}
+
+template <int Size, typename T>
+__global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const Decode<T> call) {
+  using S = Shape<Size>;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
+  const int part = blockIdx.x % parts, kv_head = blockIdx.x / parts % call.kv_heads;
+  const int split = blockIdx.x / (parts * call.kv_heads) % call.splits;
+  const int row = blockIdx.x / (parts * call.kv_heads * call.splits);
+  const int first_head = kv_head * group + part * kHeads, count = min(kHeads, group - part * kHeads);
+
+  const int last = call.ends[row] - 1;
+  const int start = max(max(call.starts[row], 0), call.left < 0 ? 0 : last - call.left);
+  const int end = min(min(last, last + call.right) + 1, call.capacity);
+  const int share = (max(end - start, 0) + call.splits - 1) / call.splits;
+  const int length = (share + S::kWarps * kKeys - 1) / (S::kWarps * kKeys) * (S::kWarps * kKeys);
+  const int warp = threadIdx.x / 32;
+  const int first = start + split * length + warp * kKeys, limit = min(start + (split + 1) * length, end);
+  const int tiles = max(limit - first + S::kWarps * kKeys - 1, 0) / (S::kWarps * kKeys);
+
+  const size_t cache = size_t(row) * call.capacity * call.kv_heads + kv_head;
+  const T* keys = call.keys + cache * call.size;
+  const T* values = call.values + cache * call.value_size;
+  const size_t key_stride = size_t(call.kv_heads) * call.size, value_stride = size_t(call.kv_heads) * call.value_size;
+  const uint32_t ring = shared_address(shared) + warp * S::kWarpBytes;
+  auto fetch = [&](int tile) {
+    if (tile < tiles) {
+      const uint32_t to = ring + tile % S::kStages * 2 * S::kTileBytes;
+      const int key = first + tile * S::kWarps * kKeys;
+      copy_tile<Size>(to, keys, key, limit, key_stride, call.size);
+      copy_tile<Size>(to + S::kTileBytes, values, key, limit, value_stride, call.value_size);
+    }
+    commit_copies();
+  };
+
+#pragma unroll
+  for (int tile = 0; tile < S::kStages - 1; ++tile) fetch(tile);
+  uint32_t query[Size / 16][4];
+  load_query<Size>(query, call.query + (size_t(row) * call.heads + first_head) * call.size, count, call.size);
+  Softmax<Size> softmax;
+  for (int tile = 0; tile < tiles; ++tile) {
+    wait_for_copies<S::kStages - 2>();
+    __syncwarp();  // all lanes' copies have arrived, and all lanes are done with the buffer that is filled next
+    fetch(tile + S::kStages - 1);
+    const uint32_t at = ring + tile % S::kStages * 2 * S::kTileBytes;
+    float scores[2][4];
+    score_tile<Size, T>(scores, query, at, call.scale, call.cap);
+    const int left = limit - first - tile * S::kWarps * kKeys;
+    if (count <= 8) {
+      weigh_tile<1>(softmax, scores, left);
+    } else {
+      weigh_tile<2>(softmax, scores, left);
+    }
+    sum_tile<Size, T>(softmax, scores, at + S::kTileBytes);
+  }
+  wait_for_copies<0>();
+  __syncthreads();
+  merge_warps<Size>(call, softmax, reinterpret_cast<float*>(shared), row, split, first_head, count);
+}
+
+// Merges the splits, a block for each head of a row.
+template <typename T>
+__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Decode<T> call) {
+  __shared__ float peaks[kMostSplits], totals[kMostSplits];
+  const size_t heads = size_t(call.rows) * call.heads, place = blockIdx.x;
+  for (int split = threadIdx.x; split < call.splits; split += kMergeThreads) {
+    peaks[split] = call.statistics[(split * heads + place) * 2];
+    totals[split] = call.statistics[(split * heads + place) * 2 + 1];
+  }
+  __syncthreads();
+  float peak = -INFINITY, total = 0.f;
+  for (int split = 0; split < call.splits; ++split) peak = fmaxf(peak, peaks[split]);
+  const float shift = peak == -INFINITY ? 0.f : peak;
+  for (int split = 0; split < call.splits; ++split) total += exp2f(peaks[split] - shift) * totals[split];
+  const Finish<T> finish(call, place / call.heads, place % call.heads, peak, total);
+  for (int column = threadIdx.x; column < call.value_size; column += kMergeThreads) {
+    const float* partial = call.partial + place * call.value_size + column;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int split = 0; split < call.splits; ++split) {
+      sum += exp2f(peaks[split] - shift) * partial[split * heads * call.value_size];
+    }
+    call.output[place * call.value_size + column] = Half<T>::round(sum * finish.factor);
+  }
+  if (threadIdx.x == 0) call.lse[place] = finish.lse;
+}
+
+}  // namespace ejkernel

@@ -1,0 +1,46 @@
+"""Decoding over a dense cache in CUDA C++: the keys of a row are split over blocks, whose softmaxes are merged."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_cuda import library
+from ejkernel_cuda.dense_decode import splits
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    query, keys, values = record.query, record.key_pages, record.value_pages
+    if record.block_tables is not None or record.query_start is not None or record.kv_layout != "pshd":
+        yield "the cache is not dense: one row of keys for each query"
+        return
+    if not (query.size and keys.size and values.size):
+        yield "an array is empty"
+    if {keys.dtype, values.dtype} != {query.dtype}:
+        yield f"query is {query.dtype}, keys are {keys.dtype} and values {values.dtype}: wants one dtype"
+    if query.shape[-1] % 8 or values.shape[-1] % 8:
+        yield f"head sizes {query.shape[-1]} and {values.shape[-1]} are not multiples of 8"
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        op="ragged_decode_attention",
+        name="cuda",
+        platform="cuda",
+        backend="gpu",
+        forward="ejkernel_cuda.dense_decode.forward:forward",
+        requires=Requires(
+            devices=frozenset({"nvidia"}),
+            modules=(library.MODULE,),
+            min_compute_capability=8.0,
+            dtypes=frozenset({"float16", "bfloat16"}),
+            head_dims=range(8, 257),
+            handles=frozenset({"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}),
+            extra=_reasons,
+        ),
+        config=ConfigSpace(
+            reads=frozenset({"num_key_splits"}), heuristic=splits.heuristic, candidates=splits.candidates
+        ),
+        priority=30,
+    ),
+)

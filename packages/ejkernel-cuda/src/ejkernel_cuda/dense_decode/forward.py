@@ -1,0 +1,50 @@
+"""The call of the split decoding kernels (csrc/split_decode.cu)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.ops.config.params import FwdParams
+from ejkernel_cuda.dense_decode.splits import MOST
+from ejkernel_cuda.library import registered
+
+FAR = 2**30
+
+
+def forward(record: PagedAttention, config: FwdParams) -> tuple[tuple[jax.Array, jax.Array], None]:
+    """Output [B, H, Dv] and lse [B, H] of a dense record.
+
+    The blocks leave their partial sums in two more outputs of the call, so that XLA owns all of its memory. Axes that
+    `jax.vmap` puts in front of all arrays are more rows to the kernels.
+    """
+    assert record.value_pages is not None  # a dense record has them
+    (rows, heads, _), size = record.query.shape, record.value_pages.shape[-1]
+    splits = min(config.num_key_splits or 1, MOST)
+    partial = splits if splits > 1 else 0
+    left, right = band(record)
+    call = jax.ffi.ffi_call(
+        registered("ejkernel_split_decode"),
+        (
+            jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),
+            jax.ShapeDtypeStruct((rows, heads), jnp.float32),
+            jax.ShapeDtypeStruct((partial, rows, heads, size), jnp.float32),
+            jax.ShapeDtypeStruct((partial, rows, heads, 2), jnp.float32),
+        ),
+        vmap_method="broadcast_all",
+    )
+    zeros = jnp.zeros_like(record.kv_lens, jnp.int32)
+    output, lse, _, _ = call(
+        record.query,
+        record.key_pages,
+        record.value_pages,
+        zeros if record.kv_starts is None else record.kv_starts.astype(jnp.int32),
+        record.kv_lens.astype(jnp.int32),
+        jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
+        splits=np.int32(splits),
+        left=np.int32(-1 if left is None else min(left, FAR)),
+        right=np.int32(0 if right is None else max(right, -FAR)),
+        scale=np.float32(record.softmax_scale),
+        cap=np.float32(record.logits_soft_cap or 0.0),
+    )
+    return (output, lse), None

@@ -1,0 +1,72 @@
+"""How many blocks share the keys of a row: which number is used when nobody chose, and which are worth measuring."""
+
+from ejkernel.families import paged_cache
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.ops.config.params import Direction, FwdParams
+from ejkernel.ops.device import DeviceInfo
+
+HEADS = 16
+"""Query heads of a KV head that a block serves."""
+
+CHIPS = {8.0: (108, 164), 8.6: (84, 100), 8.9: (142, 100), 9.0: (132, 228), 10.0: (148, 228), 12.0: (170, 100)}
+"""Multiprocessors of the largest chip of a compute capability, and the KiB of shared memory of each of them."""
+
+SHORTEST = 256
+"""Keys that a block should have at least, so that starting and merging it does not show."""
+
+LONG = 4096
+"""Keys that a block has at least where splits are there to even out the rows."""
+
+WAVES = 3
+"""Waves that even them out."""
+
+MOST = 64
+"""Splits that the kernels can merge."""
+
+
+def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> FwdParams:
+    """The fewest splits that keep the chip about as busy as it can be kept.
+
+    Blocks run in waves of as many as the chip holds, and the last wave is rarely full: the fuller, the better. Rows are
+    of other lengths than one another, which some waves even out; for rows of one length they cost little.
+    """
+    multiprocessors, shared = CHIPS.get(device.compute_capability or 9.0, CHIPS[9.0])
+    slots = multiprocessors * (shared // (_shared(record) + 1))  # of each block's, the driver keeps one for itself
+    blocks, limit = _blocks(record), most(record)
+    uneven = min(-(-WAVES * slots // blocks), _keys(record) // LONG) if record.query.shape[0] > 1 else 1
+    busy = {n: _fullness(blocks * n, slots) for n in range(max(1, min(uneven, limit)), limit + 1)}
+    enough = 0.95 * max(busy.values())
+    return FwdParams(num_key_splits=next(n for n, fullness in busy.items() if fullness >= enough))
+
+
+def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[FwdParams, ...]:
+    """Powers of two."""
+    limit = most(record)
+    return tuple(FwdParams(num_key_splits=1 << n) for n in range(limit.bit_length()))
+
+
+def most(record: PagedAttention) -> int:
+    """The most splits that make sense for a record."""
+    return max(1, min(MOST, _keys(record) // SHORTEST))
+
+
+def _keys(record: PagedAttention) -> int:
+    """The most keys that a row can attend to, as far as shape and window tell."""
+    left, _ = band(record)
+    keys = record.key_pages.shape[1]
+    return keys if left is None else min(keys, left + 1)
+
+
+def _blocks(record: PagedAttention) -> int:
+    rows, heads, _ = record.query.shape
+    kv_heads = record.key_pages.shape[2]
+    return rows * kv_heads * -(-heads // kv_heads // HEADS)
+
+
+def _shared(record: PagedAttention) -> int:
+    """KiB of shared memory that a block takes."""
+    return 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
+
+
+def _fullness(blocks: int, slots: int) -> float:
+    return blocks / (-(-blocks // slots) * slots)

@@ -1,0 +1,89 @@
+"""Tiled softmax attention by cuDNN, through the custom calls that XLA has for it.
+
+cuDNN's gradients differ from run to run in their last bits, and XLA asks for those that do not only where the whole
+process is told to, by `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true` or `--xla_gpu_deterministic_ops=true`.
+The backward pass is registered only then; otherwise gradients are left to the other backends, which take the residuals
+of this forward pass.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.tiled_attention import band
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.ops.device import DeviceInfo, current_device
+
+
+def deterministic() -> bool:
+    """Whether XLA's flags ask for operations that give the same bits in every run."""
+    names = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_deterministic_ops")
+    given = os.environ.get("XLA_FLAGS", "").split()
+    return any(flag.partition("=")[0] in names and flag.partition("=")[2] in ("", "true", "1") for flag in given)
+
+
+def _no_choice(record: Any, device: DeviceInfo, direction: Direction) -> FwdParams | BwdParams:
+    """cuDNN chooses its tiles itself."""
+    return FwdParams() if direction == "forward" else BwdParams()
+
+
+def _no_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+    return ()
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    (_, t, _, d), s = record.query.shape, record.key.shape[1]
+    left, right = band(record)
+    if not (record.query.size and record.key.size and record.value.size):
+        yield "an array is empty"
+    if record.value.shape[-1] != d:
+        yield f"values of size {record.value.shape[-1]}, queries and keys of {d}: wants one head size"
+    if d > 128 and (current_device().compute_capability or 9.0) < 9.0:
+        yield f"head size {d} needs compute capability 9.0"
+    if (left, right) != (None, None) and right != 0:
+        yield f"sliding_window: {record.sliding_window} does not end at the query's own position"
+    elif left is not None and t > s:
+        yield f"sliding_window: {t} queries are more than the {s} keys"
+    if t == s == 1:
+        yield "one query and one key"
+    if record.bias is not None:
+        yield from _bias_reasons(record)
+
+
+def _bias_reasons(record: Any) -> Iterable[str]:
+    pairs = (record.query.shape[1], record.key.shape[1])
+    if record.bias.shape[2:] != pairs:
+        yield f"bias: shape {record.bias.shape}, wants all {pairs[0]} queries and {pairs[1]} keys"
+    if record.bias.dtype != record.query.dtype:
+        yield f"bias: dtype {record.bias.dtype}, wants query's {record.query.dtype}"
+
+
+_REQUIRES = Requires(
+    devices=frozenset({"nvidia"}),
+    min_compute_capability=8.0,
+    dtypes=frozenset({"float16", "bfloat16"}),
+    head_dims=range(8, 257, 8),
+    handles=frozenset({"causal", "sliding_window", "bias"}),
+    extra=_reasons,
+)
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """cuDNN for flash attention; with its backward pass where that is deterministic."""
+    backward = deterministic()
+    return (
+        Implementation(
+            op="flash_attention",
+            name="cudnn",
+            platform="cuda",
+            backend="gpu",
+            forward="ejkernel_cuda.tiled_attention.cudnn:forward",
+            backward="ejkernel_cuda.tiled_attention.cudnn:backward" if backward else None,
+            gradients=frozenset({"query", "key", "value", "bias"}) if backward else frozenset(),
+            requires=_REQUIRES,
+            config=ConfigSpace(reads=frozenset(), heuristic=_no_choice, candidates=_no_candidates),
+            priority=5,
+        ),
+    )
