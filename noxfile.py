@@ -58,7 +58,7 @@ def install(session: nox.Session, *requirements: str, extras: str = "") -> None:
 
 
 def cuda_compiler() -> list[str]:
-    """What the CUDA sources are compiled with: the compiler that ejkernel-cuda's own builds take, where there is one."""
+    """The compiler of the CUDA sources, as the builds of ejkernel-cuda take it; nothing where there is none."""
     if sys.platform != "linux":
         return []
     builds = nox.project.load_toml("packages/ejkernel-cuda/pyproject.toml")["tool"]["scikit-build"]["overrides"]

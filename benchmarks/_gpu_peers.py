@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 def peers(cell: Any) -> dict[str, Callable[..., Any]]:
     """Functions of query, key and value by name; PyTorch's take all arrays and return both passes, ready to run."""
     found: dict[str, Callable[..., Any]] = {}
+    if cell.dropout:  # everyone draws other weights
+        return found
     plain = cell.cap is None and cell.packed is None
     if plain:
         window = {} if cell.window is None else {"local_window_size": (cell.window - 1, 0)}
@@ -24,7 +27,8 @@ def peers(cell: Any) -> dict[str, Callable[..., Any]]:
         if plain and cell.window is None:
             for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
                 found[f"torch SDPA {backend.split('_')[0].lower()}"] = functools.partial(_sdpa, cell, backend)
-        found["torch flex"] = functools.partial(_flex, cell)
+        else:  # slow to compile
+            found["torch flex"] = functools.partial(_flex, cell)
     return found
 
 
@@ -86,6 +90,9 @@ def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], 
         return score if cell.cap is None else cell.cap * torch.tanh(score / cell.cap)
 
     mask = create_block_mask(seen, None, None, cell.length, cell.length, device="cuda")
+    if not os.environ.get("TRITON_CACHE_DIR", "unset"):  # jax-triton's doing, which leaves PyTorch no folder
+        del os.environ["TRITON_CACHE_DIR"]
+    torch._dynamo.reset()  # which gives up on a function that was compiled for eight shapes
     compiled = torch.compile(flex_attention)
     score_mod = None if cell.cap is None else capped
     call = functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=cell.heads != cell.kv_heads)

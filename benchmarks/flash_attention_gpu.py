@@ -4,7 +4,8 @@
     python benchmarks/flash_attention_gpu.py --quick            # two shapes
     python benchmarks/flash_attention_gpu.py --output results   # also results/flash_attention_gpu.md and .png
 
-Peers, each where it is found: cuDNN through `jax.nn`, Tokamax, and PyTorch's SDPA (flash and cuDNN) and flex attention.
+Peers, each where it is found: cuDNN through `jax.nn`, Tokamax, and PyTorch's SDPA (flash and cuDNN) or, for calls that
+it cannot do, flex attention.
 All get the same normal bfloat16 inputs. A side is timed only if its output and gradients agree with float32 on the
 first KV head of the first row; sides take turns, and medians are printed. Only pairs that the mask leaves count, four
 operations for each of the head's numbers, and 2.5 times as many for the gradients.
@@ -16,6 +17,8 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ class Cell:
     window: int | None = None
     cap: float | None = None
     packed: int | None = None
+    dropout: float = 0.0
 
     @property
     def batch(self) -> int:
@@ -54,6 +58,7 @@ class Cell:
         mask += f", window {self.window}" if self.window else ""
         mask += f", cap {self.cap:g}" if self.cap else ""
         mask += f", {self.packed} packed" if self.packed else ""
+        mask += f", dropout {self.dropout:g}" if self.dropout else ""
         return f"B{self.batch} S{self.length} H{self.heads}/{self.kv_heads} D{self.size} {mask}"
 
     @functools.cached_property
@@ -68,7 +73,8 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `flash_attention`."""
         window = {"sliding_window": (self.window - 1, 0)} if self.window else {}
-        return {"causal": self.causal, "logits_soft_cap": self.cap, **window}
+        dropout = {"dropout_prob": self.dropout, "dropout_seed": 1} if self.dropout else {}
+        return {"causal": self.causal, "logits_soft_cap": self.cap, **window, **dropout}
 
     @property
     def operations(self) -> float:
@@ -100,6 +106,7 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(heads=32, kv_heads=8)
     yield Cell(window=1024)
     yield Cell(cap=30.0)
+    yield Cell(dropout=0.1)
     yield Cell(length=32768, packed=22)
     yield Cell(length=32768)
     yield Cell(length=32768, window=1024)
@@ -138,21 +145,19 @@ def wait(name: str, made: Any) -> None:
 
 
 def sides(cell: Cell, arrays: Arrays, wanted: Callable[[str], bool]) -> dict[str, tuple[Pass, Pass]]:
-    """Everything that can compute a cell here, of what is wanted."""
+    """Everything that can compute a cell here, of what is wanted; JAX's sides are compiled at the same time."""
+    calls = {f"ejkernel {platform}": attention(cell, platform) for platform in ("auto", "triton", "pallas", "cuda")}
+    calls = {name: call for name, call in (calls | peers(cell)).items() if wanted(name)}
     found: dict[str, tuple[Pass, Pass]] = {}
-    for platform in ("auto", "triton", "pallas", "cuda"):
-        try:
-            if wanted(f"ejkernel {platform}"):
-                found[f"ejkernel {platform}"] = passes(attention(cell, platform), arrays)
-        except NoImplementationError:
-            continue
-    for name, peer in peers(cell).items():
-        try:
-            if not wanted(name):
+    with ThreadPoolExecutor() as pool:
+        compiling = {name: pool.submit(passes, call, arrays) for name, call in calls.items() if "torch" not in name}
+        for name, call in calls.items():
+            try:
+                found[name] = compiling[name].result() if name in compiling else call(arrays)
+            except NoImplementationError:
                 continue
-            found[name] = peer(arrays) if name.startswith("torch") else passes(peer, arrays)
-        except Exception as error:  # noqa: BLE001 - whatever a peer says when it cannot do a call
-            print(f"<!-- {name} leaves out {cell}: {str(error).splitlines()[0][:120]} -->", flush=True)
+            except Exception as error:  # noqa: BLE001 - whatever a peer says when it cannot do a call
+                print(f"<!-- {name} leaves out {cell}: {str(error).splitlines()[0][:120]} -->", flush=True)
     return found
 
 
@@ -202,6 +207,18 @@ def timed(cell: Cell, rounds: int, wanted: Callable[[str], bool]) -> list[list[s
     return list(lines.values())
 
 
+def versions() -> str:
+    """Of what is compared and of what compiles it, where it is installed."""
+    names = ("ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda", "jax-triton", "triton", "torch", "tokamax")
+    found: list[str] = []
+    for name in (*names, "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
 CALLS = 5
 COLUMNS = ("shape", "side", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s")
 
@@ -238,7 +255,7 @@ def main() -> None:
     if jax.default_backend() != "gpu":
         print("flash_attention_gpu.py needs a GPU: nothing was measured")
         return
-    heading = f"{jax.devices()[0].device_kind}\n\n{_report.heading()}"
+    heading = f"{_report.heading()}\n{versions()}\n"
     print(heading)
     print(_report.markdown_table(COLUMNS, ()), flush=True)
     rows: list[list[str]] = []
@@ -247,13 +264,13 @@ def main() -> None:
         return not options.only or any(word in name for word in options.only)
 
     for cell in cells(options.quick):
-        rows += timed(cell, 7 if options.quick else 15, wanted)
+        rows += timed(cell, 7, wanted)
         print("\n".join("| " + " | ".join(row) + " |" for row in rows if row[0] == str(cell)), flush=True)
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        text = f"{heading}\n{_report.markdown_table(COLUMNS, rows)}\n"
-        (options.output / "flash_attention_gpu.md").write_text(text)
-        plot(rows, options.output / "flash_attention_gpu.png")
+        if options.output:  # anew after each shape, so that an interrupted run leaves those that it finished
+            options.output.mkdir(parents=True, exist_ok=True)
+            text = f"{heading}\n{_report.markdown_table(COLUMNS, rows)}\n"
+            (options.output / "flash_attention_gpu.md").write_text(text)
+            plot(rows, options.output / "flash_attention_gpu.png")
 
 
 if __name__ == "__main__":

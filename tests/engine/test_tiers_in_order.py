@@ -1,5 +1,6 @@
 """The seven tiers answer in order, and each says what it did."""
 
+import dataclasses
 import json
 
 import jax
@@ -130,6 +131,16 @@ def test_the_user_store_wins_over_the_shipped_table(shipping, x, store):
     PersistentCache(store).put(request.key(), tile(4), 1.0)
     other = ConfigSelectorChain(persistent=PersistentCache(store))
     assert other.choose(request).trail[-1] == "persistent: user store"
+
+
+def test_calls_of_a_kind_share_an_entry_of_the_shipped_table(shipping, use, x):
+    shipping()
+    space = dataclasses.replace(toy.implementation().config, kind=lambda record: f"x={record.x.dtype}[4,8]")
+    use(toy.plugin(toy.implementation(tuned="toy_tables:tuned", config=space)))
+
+    for other in (x, jax.numpy.ones((40, 80))):
+        selection = ConfigSelectorChain().choose(toy.request(ConfigSelectorChain(), other))
+        assert (selection.trail[-1], selection.part.q_blocksize) == ("persistent: shipped table", 5)
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"entries": {}, "format": 9}', '{"entries": 3}'])

@@ -86,6 +86,51 @@ def test_the_time_of_a_candidate_is_the_median_of_its_repeats(monkeypatch):
     assert len(runs) == 1 + 4 + 3
 
 
+@pytest.fixture
+def race(monkeypatch):
+    """Lets candidates of given seconds a call race, by a clock that only they move; what ran, in order, and results."""
+
+    def run(seconds, **options):
+        now, order = [0.0], []
+        monkeypatch.setattr(tuner_module.time, "perf_counter", lambda: now[0])
+
+        def call(name, took):
+            order.append(name)
+            now[0] += took
+
+        contenders = [
+            tuner_module._Contender(part=name, run=functools.partial(call, name, took), alone=False)
+            for name, took in seconds.items()
+        ]
+        Tuner(warmup_iterations=0, **options)._race(contenders, "race")
+        return order[len(seconds) :], [contender.measurement() for contender in contenders]
+
+    return run
+
+
+def test_candidates_take_turns(race):
+    order, measured = race({"a": 1.0, "b": 1.25, "c": 1.125}, timing_iterations=3)
+    assert order == ["a", "b", "c"] * 3
+    assert [m.seconds for m in measured] == [1.0, 1.25, 1.125]
+
+
+def test_a_candidate_that_is_clearly_slow_runs_one_round(race):
+    order, measured = race({"a": 1.0, "b": 2.0}, timing_iterations=3)
+    assert order == ["a", "b", "a", "a"]
+    assert [m.seconds for m in measured] == [1.0, 2.0]
+
+
+def test_a_sample_of_short_calls_is_many_of_them(race):
+    order, (measured,) = race({"a": 2.0**-10}, timing_iterations=2)
+    assert len(order) == 1 + 2 * 21  # the call that says how short calls are, and two samples of 20 ms
+    assert measured.seconds == 2.0**-10
+
+
+def test_no_sample_is_endless(race):
+    order, _ = race({"a": 0.0}, timing_iterations=1)
+    assert len(order) == 1 + tuner_module.MOST
+
+
 def test_candidates_that_do_not_run_lose_to_those_that_do(use, x, monkeypatch):
     def sometimes(record, config):
         return toy.failing(record, config) if config.q_blocksize == 64 else toy.forward("some", record, config)

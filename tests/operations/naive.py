@@ -143,7 +143,8 @@ def kept(seed: int, b: int, h: int, i: int, j: int, prob: float) -> bool:
     state = _mix(seed % _WORD)
     for counter in (b, h, i):
         state = _mix((state + counter) % _WORD)
-    return _mix(state ^ (j * 0x9E3779B1 % _WORD)) >= min(round(prob * _WORD), _WORD - 1)
+    product = (state | 1) * (_mix(j * 0x9E3779B1 % _WORD) | 1) % _WORD
+    return product >= min(round(prob * _WORD), _WORD - 1)
 
 
 def _mix(x: int) -> int:

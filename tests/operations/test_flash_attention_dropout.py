@@ -59,6 +59,34 @@ def test_kept_weights_have_the_rate_that_was_asked_for_and_no_visible_order(prob
         assert abs(correlation) < 5 / np.sqrt(kept.size)
 
 
+@pytest.mark.parametrize("prob", [0.1, 0.5])
+def test_no_group_of_rows_and_columns_is_dropped_together(prob):
+    """Sums of rows and of columns scatter as those of coins do, and products of close weights have the mean 0."""
+    index, size = jnp.arange(1024), 1024 * 1024
+    rows = dropout.row_keys(jnp.uint32(9), jnp.uint32(0), jnp.uint32(1), index)
+    coins = np.asarray(dropout.keep(rows[:, None], index, prob)).astype(float)
+    coins = (coins - (1 - prob)) / np.sqrt(prob * (1 - prob))
+    for axis in (0, 1):
+        sums = coins.sum(axis) / np.sqrt(1024)
+        assert abs((sums**2).mean() - 1) < 5 * np.sqrt(2 / 1024)
+
+    def shifted(down, right):
+        return np.roll(coins, (down, right), (0, 1))
+
+    groups = (
+        [(0, 0), (0, 1), (0, 2)],
+        [(0, 0), (0, 1), (0, 3)],
+        [(0, 0), (1, 0), (2, 0)],
+        [(0, 0), (0, 1), (1, 0), (1, 1)],
+        [(0, 0), (0, 64), (64, 0), (64, 64)],
+        *([(0, 0), (0, 2**n)] for n in range(10)),
+        *([(0, 0), (2**n, 0)] for n in range(10)),
+    )
+    for group in groups:
+        products = np.prod([shifted(*place) for place in group], axis=0)
+        assert abs(products.mean()) < 5 / np.sqrt(size), group
+
+
 def test_seeds_may_be_traced_mapped_and_of_any_integer_kind():
     compute = jax.jit(weights)
     want = np.asarray(compute(jnp.uint32(2**32 - 3)))

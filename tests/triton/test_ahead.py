@@ -1,6 +1,7 @@
 """The Triton kernels, with the tiles that are used when nobody chose, compiled to machine code for chips not here."""
 
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from ejkernel_triton.tiled_attention.forward import forward
 
 CHIPS = {
     "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
+    "sm_89": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA L40S", compute_capability=8.9),
     "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
     "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
     "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
@@ -82,6 +84,13 @@ def test_float32_fits_shared_memory():
 def test_hopper_multiplies_on_its_own_matrix_unit():
     for call in launches("sm_90", 128, FEATURES["causal"]):
         assert "wgmma" in ahead.compile_for(call, "sm_90").assembly
+
+
+def test_compiling_works_where_jax_triton_took_the_cache_away(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    call = launches("sm_90", 64, FEATURES["causal"])[0]
+    assert ahead.compile_for(call, "sm_90").spilled == 0
+    assert os.environ["TRITON_CACHE_DIR"] == ""
 
 
 def test_an_unknown_chip_is_named():

@@ -38,7 +38,7 @@ def test_conformance(part):
 
 
 def test_on_several_devices_and_under_checkpoint():
-    """`shard_map`, dropout's counters and a sink's gradient among it, and `jax.checkpoint`, against XLA."""
+    """`shard_map`, dropout's counters and a sink's gradient among it, `jax.checkpoint` and `jax.vmap`, against XLA."""
     script = Path(__file__).with_name("transformed_process.py")
     flags = "--xla_force_host_platform_device_count=4"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

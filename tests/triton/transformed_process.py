@@ -1,11 +1,15 @@
 """Transformed calls of the interpreted Triton kernels, against XLA; run by `test_interpreted.py`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules import flash_attention
+from ejkernel.types import MaskInfo
+from ejkernel_triton import interpreter
 
 SPEC = PartitionSpec("rows", None, "heads", None)
 
@@ -34,6 +38,33 @@ def main():
         return jax.jit(jax.grad(lambda query: (call(query) ** 2).sum()))(query)
 
     np.testing.assert_allclose(slope("triton", jax.checkpoint), slope("xla", lambda f: f), rtol=2e-5, atol=2e-5)
+    mapped(query, key, value)
+
+
+def mapped(query, key, value):
+    """`vmap` over some of the arrays, twice, with a bias that rows share: one longer batch for the kernels."""
+    seeds = jnp.arange(2, dtype=jnp.uint32)
+    biases = jax.random.normal(jax.random.key(3), (2, 1, 4, 48, 48))
+    ids = jnp.where(jnp.arange(48) < jnp.array([[40], [48]]), 0, -1)
+    masked = MaskInfo(_q_segment_ids=ids, _kv_segment_ids=ids)
+
+    def loss(platform, query, key, bias, seed):
+        options = {"dropout_prob": 0.2, "dropout_seed": seed, "platform": platform}
+        return (flash_attention(query, key, value, bias, mask_info=masked, **options) ** 2).sum()
+
+    def nested(platform):
+        graded = jax.value_and_grad(functools.partial(loss, platform), (0, 1, 2))
+        over_biases = jax.vmap(graded, (None, None, 0, None))
+        over_queries = jax.vmap(over_biases, (0, None, None, 0))
+        return jax.jit(over_queries)(jnp.stack([query, -query]), key, biases, seeds)
+
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=3e-5, atol=3e-5), nested("triton"), nested("xla"))
+
+    runs, run = [], interpreter.run
+    interpreter.run = lambda *launch: runs.append(launch[0]) or run(*launch)
+    forward = jax.vmap(lambda query: flash_attention(query, key, value, platform="triton"))
+    jax.block_until_ready(jax.jit(forward)(jnp.stack([query, -query])))
+    assert len(runs) == 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """The few places where Triton or jax-triton moved something."""
 
+import contextlib
 import functools
 import importlib
 import inspect
+import os
+import tempfile
+from collections.abc import Generator
 from typing import Any
 
 
@@ -16,6 +20,20 @@ def output_argument() -> str:
     """What `jax_triton.triton_call` calls the outputs' shapes: `out_shape` in 0.3, `out_type` in 0.4."""
     parameters = inspect.signature(triton_call()).parameters
     return "out_type" if "out_type" in parameters else "out_shape"
+
+
+@contextlib.contextmanager
+def cache_folder() -> Generator[None]:
+    """Gives Triton a folder to keep what it compiles in, where jax-triton took it away from the whole process."""
+    if os.environ.get("TRITON_CACHE_DIR") != "":
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            os.environ["TRITON_CACHE_DIR"] = ""
 
 
 def is_interpreted(kernel: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel_triton import _compat
 from ejkernel_triton.launch import Launch
 
 POINTERS = {
@@ -75,11 +76,9 @@ def compile_for(call: Launch, chip: str) -> Resources:
         raise ValueError(f"chip: got {chip!r}, wants one of {', '.join(SHARED_MEMORY)}")
     nvidia = chip.startswith("sm_")
     target = GPUTarget("cuda", int(chip[3:]), 32) if nvidia else GPUTarget("hip", chip, 64)
-    compiled: Any = compile(
-        _source(call, ASTSource),
-        target,
-        {"num_warps": call.num_warps, "num_stages": call.num_stages, "enable_fp_fusion": True},
-    )
+    options = {"num_warps": call.num_warps, "num_stages": call.num_stages, "enable_fp_fusion": True}
+    with _compat.cache_folder():
+        compiled: Any = compile(_source(call, ASTSource), target, options)
     registers, spilled = _usage(compiled.asm["cubin"]) if nvidia else _amd_usage(compiled.asm["amdgcn"])
     return Resources(
         kernel=compiled.name,

@@ -10,6 +10,7 @@ Outputs are written by the kernel alone: what it leaves out is undefined on a de
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -53,7 +54,10 @@ _collecting: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def collected() -> Generator[list[Launch]]:
-    """Lists the launches of functions traced inside the block, instead of carrying them out: their outputs are 0."""
+    """Lists the launches of functions traced inside the block, instead of carrying them out: their outputs are 0.
+
+    JAX remembers what it traced by the function, so give it one that is used nowhere else, such as a `lambda`.
+    """
     launches: list[Launch] = []
     token = _collecting.set(launches)
     try:
@@ -72,6 +76,7 @@ def launch(
     inputs: Sequence[jax.Array | None],
     outputs: Sequence[Shape],
     *,
+    batch: int,
     grid: int,
     num_warps: int,
     num_stages: int,
@@ -79,18 +84,24 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel.
 
+    The first axis of every array is rows of the batch, or one or several that follow each other share one. The kernel
+    is told how many by its constant `per`, by the arrays' names in capitals: row b reads row `b // per.NAME`. So under
+    `jax.vmap` a kernel runs once, on a longer batch.
+
     Args:
         kernel: A `triton.jit` function whose parameters are the inputs, the outputs and the constants, in this order.
         inputs: Arrays. None, for an input that the constants say is not there, passes the first array in its place.
         outputs: Shapes and dtypes of what it writes.
-        grid: Number of programs.
+        batch: Number of batch rows.
+        grid: Number of programs, in proportion to the batch.
         num_warps: Warps a program.
         num_stages: Depth of the software pipelines.
-        constants: Hashable `tl.constexpr` arguments.
+        constants: Hashable `tl.constexpr` arguments other than `per`, none of which depends on the batch.
 
     Returns:
         The outputs.
     """
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "constants": constants}
     arrays = tuple(inputs[0] if x is None else x for x in inputs)
     call = Launch(
         kernel=kernel,
@@ -99,14 +110,43 @@ def launch(
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
-        constants=dict(constants),
+        constants={**constants, "per": _per(kernel, batch, [*inputs, *outputs])},
     )
     if (launches := _collecting.get()) is not None:
         launches.append(call)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in outputs)
-    run = _interpreted(call) if _compat.is_interpreted(kernel) else _on_device(call)
-    made = custom_batching.sequential_vmap(run)(*core_compat.as_varying(arrays, arrays))
-    return core_compat.as_varying(made, arrays)
+
+    def folded(size: int, batched: list[bool], *given: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        longer = [_longer(x, size, b) for x, b in zip(given, batched, strict=True)]
+        there = [None if x is None else y for x, y in zip(inputs, longer, strict=True)]
+        shapes = [Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs]
+        made = launch(kernel, there, shapes, batch=size * batch, grid=size * grid, **options)
+        return tuple(x.reshape(size, *y.shape) for x, y in zip(made, outputs, strict=True)), (True,) * len(made)
+
+    run = custom_batching.custom_vmap(_interpreted(call) if _compat.is_interpreted(kernel) else _on_device(call))
+    run.def_vmap(folded)
+    return core_compat.as_varying(run(*core_compat.as_varying(arrays, arrays)), arrays)
+
+
+def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
+    """An array for `size` batches in a row: mapped over them, or shared, which takes no copy of a single row."""
+    if not mapped:
+        if x.shape[0] == 1:
+            return x
+        x = jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _per(kernel: Any, batch: int, arrays: Sequence[Any]) -> Any:
+    """The constant `per` of a kernel: for each array that is there, how many batch rows share a row of it."""
+    named = zip(kernel.arg_names, arrays, strict=False)
+    per = {name.upper(): batch // x.shape[0] for name, x in named if x is not None}
+    return _type_of_per(tuple(per))(**per)
+
+
+@functools.cache
+def _type_of_per(names: tuple[str, ...]) -> type:
+    return dataclasses.make_dataclass("Per", [(name, int) for name in names], frozen=True)
 
 
 def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:

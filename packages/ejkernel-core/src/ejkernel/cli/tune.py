@@ -31,7 +31,7 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
 @click.command()
 @takes_call
 @click.option("--direction", type=click.Choice(list(DIRECTIONS)), default="both", show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs a candidate.")
+@click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of a candidate.")
 @STORE
 @click.option(
     "--export",
@@ -108,7 +108,9 @@ def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, En
     lost = [result for result in results if str(result.key) not in there]
     if lost:
         raise click.ClickException(f"the measurements could not be stored: {store.path} cannot be written")
-    return {r.key.shipped(): msgspec.structs.replace(there[str(r.key)], config=_set(r.best.part)) for r in results}
+    return {
+        r.key.shipped(r.kind): msgspec.structs.replace(there[str(r.key)], config=_set(r.best.part)) for r in results
+    }
 
 
 def _set(part: Any) -> dict[str, Any]:

@@ -3,8 +3,13 @@
 A decision is a pure function of its five counters, so it does not depend on tile sizes, on the order in which
 tiles are visited, or on whether the forward or the backward pass asks.
 
+A row and a column have a well mixed, odd number each; a weight is dropped where their product modulo 2**32 is below
+the threshold. So all that is costly is done once a row and once a column, and a weight takes one multiplication: for
+two columns, or two rows, the products are spread all but evenly over all pairs of values as the other number varies.
+
 The mixer is the finaliser of MurmurHash3 (A. Appleby, public domain):
-`x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16`, all modulo 2**32.
+`x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16`, all modulo 2**32. The product is
+multiplicative hashing (D. E. Knuth, The Art of Computer Programming 3, section 6.4), of which the high bits count.
 """
 
 import jax
@@ -21,7 +26,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def row_keys(seed: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Array) -> jax.Array:
-    """One uint32 per softmax row: `mix(query + mix(head + mix(batch + mix(seed))))`; broadcasts its arguments.
+    """One odd uint32 per softmax row: `mix(query + mix(head + mix(batch + mix(seed)))) | 1`; broadcasts its arguments.
 
     Args:
         seed: Integer scalar; its low 32 bits are used.
@@ -32,11 +37,21 @@ def row_keys(seed: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Arra
     state = mix(seed.astype(jnp.uint32))
     for counter in (batch, head, query):
         state = mix(counter.astype(jnp.uint32) + state)
-    return state
+    return state | 1
+
+
+def column_keys(key: jax.Array) -> jax.Array:
+    """One odd uint32 per global key index: `mix(key * GOLDEN) | 1`."""
+    return mix(key.astype(jnp.uint32) * jnp.uint32(GOLDEN)) | 1
+
+
+def threshold(dropout_prob: float) -> int:
+    """Products below it are dropped: `dropout_prob * 2**32`."""
+    return min(round(dropout_prob * 2**32), 2**32 - 1)
 
 
 def keep(row_key: jax.Array, key_index: jax.Array, dropout_prob: float) -> jax.Array:
-    """Whether each (row, key) survives: `mix(row_key ^ (key_index * GOLDEN)) >= dropout_prob * 2**32`.
+    """Whether each (row, key) survives: `row_key * column_keys(key_index) >= dropout_prob * 2**32`, modulo 2**32.
 
     Args:
         row_key: uint32 from `row_keys`, broadcastable against `key_index`.
@@ -46,5 +61,4 @@ def keep(row_key: jax.Array, key_index: jax.Array, dropout_prob: float) -> jax.A
     Returns:
         Boolean array of the broadcast shape, True where the weight is kept (and then scaled by `1 / (1 - p)`).
     """
-    threshold = jnp.uint32(min(round(dropout_prob * 2**32), 2**32 - 1))
-    return mix(row_key ^ (key_index.astype(jnp.uint32) * jnp.uint32(GOLDEN))) >= threshold
+    return row_key * column_keys(key_index) >= jnp.uint32(threshold(dropout_prob))

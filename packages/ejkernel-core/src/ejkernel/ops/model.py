@@ -142,6 +142,10 @@ def _no_reasons(record: Any) -> Iterable[str]:
     return ()
 
 
+def _of_no_kind(record: Any) -> str | None:
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requires:
     """What an implementation needs; everything not granted here is refused.
@@ -173,11 +177,14 @@ class ConfigSpace:
         reads: Names of the configuration fields its kernels look at.
         heuristic: (record, device, direction) -> complete configuration part, by rule.
         candidates: (record, device, direction) -> configuration parts worth measuring.
+        kind: Record -> what it has in common with the calls that share an entry of a shipped table; None where only
+            calls of the same shapes do.
     """
 
     reads: frozenset[str]
     heuristic: Callable[[Any, DeviceInfo, Direction], Any]
     candidates: Callable[[Any, DeviceInfo, Direction], tuple[Any, ...]]
+    kind: Callable[[Any], str | None] = _of_no_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ def _implementation(op: str, handles: frozenset[str], interpreted: bool) -> Impl
             handles=handles,
             extra=_reasons,
         ),
-        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates),
+        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind),
         priority=10,
+        tuned="ejkernel_triton:tuned",
     )

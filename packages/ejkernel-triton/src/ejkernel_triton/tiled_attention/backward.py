@@ -91,6 +91,7 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
         keys_kernel,
         (record.query, record.key, record.value, visits, *operands(record), *rows),
         outputs,
+        batch=record.key.shape[0],
         grid=count * record.key.shape[2] * record.key.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -99,7 +100,6 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
             "Q_BLOCK": q_block,
             "K_BLOCK": tile.own,
             "TILES": count,
-            "VISIT_ROWS": visits.shape[0],
             "DK": "key" in wanted,
             "DV": "value" in wanted,
         },
@@ -116,6 +116,7 @@ def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> ja
         queries_kernel,
         (record.query, record.key, record.value, visits, *operands(record), *rows),
         [Shape(record.query.shape, record.query.dtype)],
+        batch=record.query.shape[0],
         grid=count * record.query.shape[2] * record.query.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -124,7 +125,6 @@ def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> ja
             "Q_BLOCK": tile.own,
             "K_BLOCK": tile.visit,
             "TILES": count,
-            "VISIT_ROWS": visits.shape[0],
             "REVERSED": record.causal,
         },
     )
@@ -134,7 +134,7 @@ def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> ja
 def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.bias_kernel import bias_kernel
 
-    bias, (batch, queries), keys = record.bias, record.query.shape[:2], record.key.shape[1]
+    bias, queries, keys = record.bias, record.query.shape[1], record.key.shape[1]
     assert bias is not None  # a gradient of it was asked for
     visits = jnp.asarray(key_visits(record, tile.visit, tile.visit))
     q_tiles, k_tiles = tiles(queries, tile.visit), tiles(keys, tile.visit)
@@ -143,6 +143,7 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
         bias_kernel,
         (record.query, record.key, record.value, visits, *operands(record), *rows),
         [Shape(bias.shape, bias.dtype)],
+        batch=record.query.shape[0],
         grid=math.prod(own),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -152,9 +153,7 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
             "K_BLOCK": tile.visit,
             "Q_TILES": q_tiles,
             "K_TILES": k_tiles,
-            "BATCH": batch,
-            "SIZES": bias.shape,
-            "VISIT_ROWS": visits.shape[0],
+            "SIZES": bias.shape[1:],
         },
     )
     return dbias

@@ -17,9 +17,11 @@ from ejkernel_triton.tiled_attention.tile import (
     keys_at,
     load_tile,
     of_head,
+    of_keys,
     product,
     queries_at,
     store_tile,
+    visits_of,
 )
 
 
@@ -36,8 +38,8 @@ def keys_kernel(
     bias,
     mask,
     sinks,
-    seed,
-    origin,
+    dropped_rows,
+    dropped_columns,
     cotangent,
     shift,
     delta,
@@ -48,7 +50,7 @@ def keys_kernel(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    VISIT_ROWS: tl.constexpr,
+    per: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
@@ -63,39 +65,36 @@ def keys_kernel(
     kv_head = (program // TILES) % spec.HK
     batch = program // (TILES * spec.HK)
     start = tile * K_BLOCK
-    described = keys_at(start, batch, k_ids, k_positions, origin, spec, K_BLOCK)
+    described = keys_at(start, batch, k_ids, k_positions, dropped_columns, spec, per, K_BLOCK, True)
     _, real, _, _, _ = described
-    row = tl.cast(batch, tl.int64)
-    k_at = (row * spec.S * spec.HK + kv_head) * spec.D
-    v_at = (row * spec.S * spec.HK + kv_head) * spec.DV
-    k = load_tile(key + k_at, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
+    k_base, v_base = of_keys(key, value, batch, kv_head, spec, per)
+    k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
     v = k
     if DK:
-        v = load_tile(value + v_at, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
+        v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
     dk = tl.zeros([K_BLOCK, BD], tl.float32)
     dv = tl.zeros([K_BLOCK, BV], tl.float32)
-    table = visits + ((batch % VISIT_ROWS) * TILES + tile) * 4
-    first, clear = tl.load(table), tl.load(table + 1)
-    unclear, last = tl.load(table + 2), tl.load(table + 3)
+    first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
     before = clear - first
     for member in range(spec.G):
         head = kv_head * spec.G + member
-        bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec)
-        bias_at, mask_at = of_head(bias, mask, batch, head, spec)
-        about = (q_ids, q_positions, seed, origin, bias_at, mask_at)
+        bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
+        bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
+        about = (q_ids, q_positions, dropped_rows, bias_at, mask_at)
         for n in tl.range(clear, unclear):
             dk, dv = _visit_queries(
-                n, k, v, described, batch, head, bases, about, dk, dv, spec, Q_BLOCK, DK, DV, MASKED=False
+                n, k, v, described, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
             )
         for n in tl.range(0, before + last - unclear):
             at = tl.where(n < before, first + n, unclear + n - before)
             dk, dv = _visit_queries(
-                at, k, v, described, batch, head, bases, about, dk, dv, spec, Q_BLOCK, DK, DV, MASKED=True
+                at, k, v, described, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
             )
+    row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
-        store_tile(dkey + k_at, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, K_BLOCK, BD)
+        store_tile(dkey + row * spec.D, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, K_BLOCK, BD)
     if DV:
-        store_tile(dvalue + v_at, start, dv * spec.KEPT, spec.HK * spec.DV, spec.S, spec.DV, K_BLOCK, BV)
+        store_tile(dvalue + row * spec.DV, start, dv * spec.KEPT, spec.HK * spec.DV, spec.S, spec.DV, K_BLOCK, BV)
 
 
 @triton.jit
@@ -111,25 +110,26 @@ def _visit_queries(
     dk,
     dv,
     spec: tl.constexpr,
+    per: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what query tile n contributes to dk [K, BD] and dv [K, BV]."""
-    q_ids, q_positions, seed, origin, bias, mask = about
+    q_ids, q_positions, numbers, bias, mask = about
     start = n * Q_BLOCK
-    described = queries_at(start, batch, head, q_ids, q_positions, seed, origin, spec, Q_BLOCK)
+    described = queries_at(start, batch, head, q_ids, q_positions, numbers, spec, per, Q_BLOCK, MASKED)
     queries, rows = across(described), down(keys)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
     products = product(k, tl.trans(q), spec)
-    weights, slope, pairs = weights_of(products, queries, rows, row_shift[None, :], bias, mask, spec, MASKED)
+    weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, mask, spec, MASKED)
     if DV:
         dv = add_product(dv, drop(weights, queries, rows, spec).to(do.dtype), do, spec)
     if DK:
         dweights = product(v, tl.trans(do), spec)
         gradient = score_gradient(
-            weights, slope, pairs, dweights, queries, rows, row_delta[None, :], row_argmax[None, :], spec, MASKED
+            weights, slope, dweights, queries, rows, row_delta[None, :], row_argmax[None, :], spec
         )
         dk = add_product(dk, gradient.to(q.dtype), q, spec)
     return dk, dv
@@ -148,8 +148,8 @@ def queries_kernel(
     bias,
     mask,
     sinks,
-    seed,
-    origin,
+    dropped_rows,
+    dropped_columns,
     cotangent,
     shift,
     delta,
@@ -159,7 +159,7 @@ def queries_kernel(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    VISIT_ROWS: tl.constexpr,
+    per: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
     """A program owns Q_BLOCK queries of one head; tiles are [queries, keys]."""
@@ -171,59 +171,67 @@ def queries_kernel(
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
-    described = queries_at(start, batch, head, q_ids, q_positions, seed, origin, spec, Q_BLOCK)
-    bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec)
+    described = queries_at(start, batch, head, q_ids, q_positions, dropped_rows, spec, per, Q_BLOCK, True)
+    bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
     rows = load_queries(start, described, bases, spec, Q_BLOCK, True)
-    row = tl.cast(batch, tl.int64)
-    kv_head = head // spec.G
-    bias_at, mask_at = of_head(bias, mask, batch, head, spec)
-    keys = (
-        key + (row * spec.S * spec.HK + kv_head) * spec.D,
-        value + (row * spec.S * spec.HK + kv_head) * spec.DV,
-        k_ids,
-        k_positions,
-        bias_at,
-        mask_at,
-        origin,
-    )
+    k_base, v_base = of_keys(key, value, batch, head // spec.G, spec, per)
+    bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
+    keys = (k_base, v_base, k_ids, k_positions, bias_at, mask_at, dropped_columns)
     dq = tl.zeros([Q_BLOCK, BD], tl.float32)
-    table = visits + ((batch % VISIT_ROWS) * TILES + tile) * 4
-    first, clear = tl.load(table), tl.load(table + 1)
-    unclear, last = tl.load(table + 2), tl.load(table + 3)
+    first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
     for n in tl.range(clear, unclear):
-        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, K_BLOCK, MASKED=False)
+        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=False)
     before = clear - first
     for n in tl.range(0, before + last - unclear):
         at = tl.where(n < before, first + n, unclear + n - before)
-        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, K_BLOCK, MASKED=True)
-    base = dquery + (row * spec.T * spec.H + head) * spec.D
+        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=True)
+    base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 
 
 @triton.jit
-def _visit_keys(n, rows, queries, keys, batch, dq, spec: tl.constexpr, K_BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def _visit_keys(
+    n,
+    rows,
+    queries,
+    keys,
+    batch,
+    dq,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Adds what key tile n contributes to dq [Q, BD]."""
-    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, K_BLOCK, MASKED)
+    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, per, K_BLOCK, MASKED)
     return add_product(dq, gradient.to(k.dtype), k, spec)
 
 
 @triton.jit
-def tile_gradient(n, rows, queries, keys, batch, spec: tl.constexpr, K_BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def tile_gradient(
+    n,
+    rows,
+    queries,
+    keys,
+    batch,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q, do, row_shift, row_delta, row_argmax = rows
-    k_base, v_base, k_ids, k_positions, bias, mask, origin = keys
+    k_base, v_base, k_ids, k_positions, bias, mask, numbers = keys
     start = n * K_BLOCK
-    described = keys_at(start, batch, k_ids, k_positions, origin, spec, K_BLOCK)
+    described = keys_at(start, batch, k_ids, k_positions, numbers, spec, per, K_BLOCK, MASKED)
     _, real, _, _, _ = described
     left, columns = down(queries), across(described)
     k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
     v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
     products = product(q, tl.trans(k), spec)
-    weights, slope, pairs = weights_of(products, left, columns, row_shift[:, None], bias, mask, spec, MASKED)
+    weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, mask, spec, MASKED)
     dweights = product(do, tl.trans(v), spec)
-    gradient = score_gradient(
-        weights, slope, pairs, dweights, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED
-    )
+    gradient = score_gradient(weights, slope, dweights, left, columns, row_delta[:, None], row_argmax[:, None], spec)
     return k, gradient

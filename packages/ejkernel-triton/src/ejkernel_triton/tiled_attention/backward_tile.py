@@ -32,32 +32,35 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.constexpr):
+def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Where a head's queries begin in each of the arrays that `load_queries` reads."""
-    row = tl.cast(batch, tl.int64)
-    rows = (row * spec.H + head) * spec.T
-    q_base = query + (row * spec.T * spec.H + head) * spec.D
-    do_base = cotangent + (row * spec.T * spec.H + head) * spec.DV
-    return q_base, do_base, shift + rows, delta + rows, argmax + rows
+    q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
+    do_base = cotangent + (tl.cast(batch // per.COTANGENT, tl.int64) * spec.T * spec.H + head) * spec.DV
+    shift += (tl.cast(batch // per.SHIFT, tl.int64) * spec.H + head) * spec.T
+    delta += (tl.cast(batch // per.DELTA, tl.int64) * spec.H + head) * spec.T
+    if spec.NORMALIZE:
+        pass
+    else:
+        argmax += (tl.cast(batch // per.ARGMAX, tl.int64) * spec.H + head) * spec.T
+    return q_base, do_base, shift, delta, argmax
 
 
 @triton.jit
 def weights_of(products, queries, keys, shift, bias, mask, spec: tl.constexpr, MASKED: tl.constexpr):
-    """Softmax weights of a tile from its products, the slope of the soft cap, and which pairs attend."""
+    """Softmax weights of a tile from its products, and the slope of the soft cap."""
     scores, slope = transform(products, queries, keys, bias, spec)
     weights = tl.exp2(scores * spec.FACTOR - shift)
-    pairs = weights > 0.0
     if MASKED:
-        pairs = allowed(queries, keys, mask, spec)
-        weights = tl.where(pairs, weights, 0.0)
-    return weights, slope, pairs
+        weights = tl.where(allowed(queries, keys, mask, spec), weights, 0.0)
+    return weights, slope
 
 
 @triton.jit
-def score_gradient(
-    weights, slope, pairs, dweights, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr
-):
-    """Gradient of the scaled and biased scores, from that of the dropped weights; delta is finite, in padding too."""
+def score_gradient(weights, slope, dweights, queries, keys, delta, argmax, spec: tl.constexpr):
+    """Gradient of the scaled and biased scores, from that of the dropped weights.
+
+    It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
+    """
     if spec.DROPOUT:
         dweights = drop(dweights, queries, keys, spec) * spec.KEPT
     if spec.NORMALIZE:
@@ -67,9 +70,4 @@ def score_gradient(
         gradient = weights * dweights - tl.where(k == argmax, delta, 0.0)
     if spec.CAP is not None:
         gradient = gradient * slope
-    if MASKED:
-        if spec.NORMALIZE:  # weights of 0 leave nothing
-            pass
-        else:
-            gradient = tl.where(pairs, gradient, 0.0)
     return gradient

@@ -36,7 +36,6 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         "Q_BLOCK": tile.own,
         "K_BLOCK": tile.visit,
         "TILES": q_tiles,
-        "VISIT_ROWS": visits.shape[0],
         "REVERSED": record.causal,
     }
     if record.normalize_output:
@@ -47,6 +46,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         forward_kernel,
         (record.query, record.key, record.value, visits, *operands(record)),
         outputs,
+        batch=b,
         grid=q_tiles * h * b,
         num_warps=tile.warps,
         num_stages=tile.stages,

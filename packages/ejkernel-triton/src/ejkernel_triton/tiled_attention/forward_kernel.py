@@ -20,10 +20,12 @@ from ejkernel_triton.tiled_attention.tile import (
     keys_at,
     load_tile,
     of_head,
+    of_keys,
     product,
     queries_at,
     store_tile,
     transform,
+    visits_of,
 )
 
 
@@ -40,8 +42,8 @@ def forward_kernel(
     bias,
     mask,
     sinks,
-    seed,
-    origin,
+    dropped_rows,
+    dropped_columns,
     output,
     lse,
     row_max,
@@ -50,12 +52,12 @@ def forward_kernel(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    VISIT_ROWS: tl.constexpr,
+    per: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
     """A program owns Q_BLOCK queries of one head; consecutive programs share keys and values.
 
-    `visits` is int32 [VISIT_ROWS, TILES, 4]; `row_max` and `row_argmax` are None for normalised outputs.
+    `row_max` and `row_argmax` are None for normalised outputs.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
@@ -66,42 +68,35 @@ def forward_kernel(
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
-    described = queries_at(start, batch, head, q_ids, q_positions, seed, origin, spec, Q_BLOCK)
+    described = queries_at(start, batch, head, q_ids, q_positions, dropped_rows, spec, per, Q_BLOCK, True)
     index, _, _, _, _ = described
     queries = down(described)
-    row = tl.cast(batch, tl.int64)
-    q_base = query + (row * spec.T * spec.H + head) * spec.D
+    q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
     q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, Q_BLOCK, BD, spec.T % Q_BLOCK > 0)
-    kv_head = head // spec.G
-    bias_at, mask_at = of_head(bias, mask, batch, head, spec)
-    keys = (
-        key + (row * spec.S * spec.HK + kv_head) * spec.D,
-        value + (row * spec.S * spec.HK + kv_head) * spec.DV,
-        k_ids,
-        k_positions,
-        bias_at,
-        mask_at,
-        origin,
-    )
+    k_base, v_base = of_keys(key, value, batch, head // spec.G, spec, per)
+    bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
+    keys = (k_base, v_base, k_ids, k_positions, bias_at, mask_at, dropped_columns)
     peak = tl.full([Q_BLOCK], float("-inf"), tl.float32)
     argpeak = tl.zeros([Q_BLOCK], tl.int32)
     total = tl.zeros([Q_BLOCK], tl.float32)
     sum = tl.zeros([Q_BLOCK, BV], tl.float32)
-    table = visits + ((batch % VISIT_ROWS) * TILES + tile) * 4
-    first, clear = tl.load(table), tl.load(table + 1)
-    unclear, last = tl.load(table + 2), tl.load(table + 3)
+    first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
     for n in tl.range(clear, unclear):
         peak, argpeak, total, sum = _visit(
-            n, q, queries, keys, batch, peak, argpeak, total, sum, spec, K_BLOCK, MASKED=False
+            n, q, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=False
         )
     before = clear - first
     for n in tl.range(0, before + last - unclear):
         at = tl.where(n < before, first + n, unclear + n - before)
         peak, argpeak, total, sum = _visit(
-            at, q, queries, keys, batch, peak, argpeak, total, sum, spec, K_BLOCK, MASKED=True
+            at, q, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=True
         )
+    row = tl.cast(batch, tl.int64)
     rows = (row * spec.H + head) * spec.T + index
-    _finish(output, lse, row_max, row_argmax, rows, sinks, head, row, start, peak, argpeak, total, sum, spec, Q_BLOCK)
+    sink = sinks
+    if spec.SINKS:
+        sink = sinks + (batch // per.SINKS) * spec.H + head
+    _finish(output, lse, row_max, row_argmax, rows, sink, head, row, start, peak, argpeak, total, sum, spec, Q_BLOCK)
 
 
 @triton.jit
@@ -116,6 +111,7 @@ def _visit(
     total,
     sum,
     spec: tl.constexpr,
+    per: tl.constexpr,
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -125,9 +121,9 @@ def _visit(
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
-    k_base, v_base, k_ids, k_positions, bias, mask, origin = keys
+    k_base, v_base, k_ids, k_positions, bias, mask, numbers = keys
     start = n * K_BLOCK
-    described = keys_at(start, batch, k_ids, k_positions, origin, spec, K_BLOCK)
+    described = keys_at(start, batch, k_ids, k_positions, numbers, spec, per, K_BLOCK, MASKED)
     k_index, real, _, _, _ = described
     columns = across(described)
     k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
@@ -162,7 +158,7 @@ def _finish(
     row_max,
     row_argmax,
     rows,
-    sinks,
+    sink_at,
     head,
     row,
     start,
@@ -178,7 +174,7 @@ def _finish(
     base = finite(peak)
     factor = tl.full([Q_BLOCK], 1.0, tl.float32)
     if spec.SINKS:
-        sink = tl.load(sinks + head) * LOG2E
+        sink = tl.load(sink_at) * LOG2E
         base = finite(tl.maximum(peak, sink))
         factor = tl.exp2(peak - base)
         total = total * factor + tl.exp2(sink - base)

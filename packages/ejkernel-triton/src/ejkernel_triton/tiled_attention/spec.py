@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.families import dropout
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
@@ -36,17 +36,15 @@ class Spec:
         FACTOR: What makes a score a power of two.
         LEFT: Band: `-LEFT <= k - q`; None is open.
         RIGHT: Band: `k - q <= RIGHT`; None is open.
-        Q_POSITIONS: Whether there are query positions; their stride over batch rows is Q_POSITION_ROW.
+        Q_POSITIONS: Whether there are query positions.
         K_POSITIONS: Likewise for keys.
-        Q_POSITION_ROW: 0 for positions that all batch rows share.
-        K_POSITION_ROW: Likewise.
         SEGMENTS: Whether there are segment ids.
-        BIAS: Strides of the bias over batch, head, query and key, 0 where it broadcasts; None without it.
+        BIAS: Strides of the bias over its rows, heads, queries and keys, 0 where it broadcasts; None without it.
         MASK: Likewise for the mask.
         CAP: Soft cap, or None.
         FAST_TANH: Whether the device's approximate tanh is precise enough and there.
         ROUND: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
-        DROPOUT: Whether weights are dropped: where a hash is below THRESHOLD.
+        DROPOUT: Whether weights are dropped: where their row's number times their column's is below THRESHOLD.
         THRESHOLD: Dropout probability times 2 ** 32.
         KEPT: What kept weights are multiplied with.
         NORMALIZE: Whether outputs are normalised.
@@ -71,8 +69,6 @@ class Spec:
     RIGHT: int | None
     Q_POSITIONS: bool
     K_POSITIONS: bool
-    Q_POSITION_ROW: int
-    K_POSITION_ROW: int
     SEGMENTS: bool
     BIAS: Strides | None
     MASK: Strides | None
@@ -112,8 +108,6 @@ def make_spec(record: TiledAttention) -> Spec:
         RIGHT=right,
         Q_POSITIONS=record.q_positions is not None,
         K_POSITIONS=record.kv_positions is not None,
-        Q_POSITION_ROW=_row(record.q_positions),
-        K_POSITION_ROW=_row(record.kv_positions),
         SEGMENTS=record.q_segment_ids is not None,
         BIAS=_strides(record.bias),
         MASK=_strides(record.mask),
@@ -121,7 +115,7 @@ def make_spec(record: TiledAttention) -> Spec:
         FAST_TANH=vendor == "nvidia" and half and not interpreting(),
         ROUND=None if rounded is None else jnp.dtype(rounded).name,
         DROPOUT=record.dropout_prob > 0.0,
-        THRESHOLD=min(round(record.dropout_prob * 2**32), 2**32 - 1),
+        THRESHOLD=dropout.threshold(record.dropout_prob),
         KEPT=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
         SINKS=record.softmax_aux is not None,
@@ -140,14 +134,9 @@ def _precision(record: TiledAttention, vendor: str) -> str:
     return "tf32x3" if vendor == "nvidia" and record.precision != lax.Precision.HIGHEST else "ieee"
 
 
-def _row(positions: jax.Array | None) -> int:
-    return 0 if positions is None or positions.shape[0] == 1 else positions.shape[1]
-
-
 def _strides(pairs: Any) -> Strides | None:
-    """Strides of an array [B|1, H|1, T|1, S|1], with 0 for what broadcasts."""
+    """Strides of an array [B|1, H|1, T|1, S|1], with 0 for the heads, queries and keys that broadcast."""
     if pairs is None:
         return None
     _, h, t, s = pairs.shape
-    strides = (h * t * s, t * s, s, 1)
-    return tuple(0 if n == 1 else stride for n, stride in zip(pairs.shape, strides, strict=True))  # type: ignore[return-value]
+    return h * t * s, t * s if h > 1 else 0, s if t > 1 else 0, 1 if s > 1 else 0

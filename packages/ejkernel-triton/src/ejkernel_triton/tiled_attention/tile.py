@@ -3,7 +3,7 @@
 """One tile of the score matrix, in Triton: loading its operands, its scores, what the masks allow, and dropout.
 
 Queries and keys of a tile are each described by a tuple of vectors (index, whether it is there and no padding, segment
-id, position, dropout counter). Everything elementwise broadcasts, so that a tile may have queries along either axis:
+id, position, dropout's number). Everything elementwise broadcasts, so that a tile may have queries along either axis:
 `across` and `down` turn a description into columns [1, n] and rows [n, 1].
 """
 
@@ -12,7 +12,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-GOLDEN = tl.constexpr(0x9E3779B1)
 
 
 @triton.jit
@@ -81,44 +80,81 @@ def add_product(sum, a, b, spec: tl.constexpr):
 
 
 @triton.jit
-def queries_at(start, batch, head, ids, positions, seed, origin, spec: tl.constexpr, BLOCK: tl.constexpr):
-    """Describes the queries `start` to `start + BLOCK`."""
-    index = start + tl.arange(0, BLOCK)
-    real = index < spec.T
-    id = index
-    position = index
-    counter = index
-    if spec.Q_POSITIONS:
-        position = tl.load(positions + batch * spec.Q_POSITION_ROW + index, mask=real, other=0)
-    if spec.SEGMENTS:
-        id = tl.load(ids + tl.cast(batch, tl.int64) * spec.T + index, mask=real, other=-1)
-        real = real & (id >= 0)
-        id = tl.where(real, id, -1)
-    if spec.DROPOUT:
-        state = _mix(tl.load(seed).to(tl.uint32))
-        state = _mix((batch + tl.load(origin)).to(tl.uint32) + state)
-        state = _mix((head + tl.load(origin + 1)).to(tl.uint32) + state)
-        counter = _folded(_mix((index + tl.load(origin + 2)).to(tl.uint32) + state))
-    return index, real, id, position, counter
+def load_vector(base, index, keep, MASKED: tl.constexpr):
+    """What is at the indices; 0 where it is not kept, if MASKED."""
+    if MASKED:
+        return tl.load(base + index, mask=keep, other=0)
+    else:
+        return tl.load(base + index)
 
 
 @triton.jit
-def keys_at(start, batch, ids, positions, origin, spec: tl.constexpr, BLOCK: tl.constexpr):
-    """Describes the keys `start` to `start + BLOCK`."""
+def within(index, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Which indices of a tile are below LENGTH: by construction all, where tiles end with it."""
+    if LENGTH % BLOCK == 0:
+        return tl.full([BLOCK], True, tl.int1)
+    else:
+        return index < LENGTH
+
+
+@triton.jit
+def queries_at(
+    start,
+    batch,
+    head,
+    ids,
+    positions,
+    numbers,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Describes the queries `start` to `start + BLOCK`; all are there unless MASKED."""
     index = start + tl.arange(0, BLOCK)
-    real = index < spec.S
+    real = within(index, spec.T, BLOCK)
     id = index
     position = index
-    counter = index
-    if spec.K_POSITIONS:
-        position = tl.load(positions + batch * spec.K_POSITION_ROW + index, mask=real, other=0)
+    number = index
+    if spec.DROPOUT:
+        row = tl.cast(batch // per.DROPPED_ROWS, tl.int64) * spec.H + head
+        number = load_vector(numbers + row * spec.T, index, real, MASKED)
+    if spec.Q_POSITIONS:
+        position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=real, other=0)
     if spec.SEGMENTS:
-        id = tl.load(ids + tl.cast(batch, tl.int64) * spec.S + index, mask=real, other=-1)
+        id = tl.load(ids + tl.cast(batch // per.Q_IDS, tl.int64) * spec.T + index, mask=real, other=-1)
+        real = real & (id >= 0)
+        id = tl.where(real, id, -1)
+    return index, real, id, position, number
+
+
+@triton.jit
+def keys_at(
+    start,
+    batch,
+    ids,
+    positions,
+    numbers,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Describes the keys `start` to `start + BLOCK`; all are there unless MASKED."""
+    index = start + tl.arange(0, BLOCK)
+    real = within(index, spec.S, BLOCK)
+    id = index
+    position = index
+    number = index
+    if spec.DROPOUT:
+        number = load_vector(numbers + (batch // per.DROPPED_COLUMNS) * spec.S, index, real, MASKED)
+    if spec.K_POSITIONS:
+        position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=real, other=0)
+    if spec.SEGMENTS:
+        id = tl.load(ids + tl.cast(batch // per.K_IDS, tl.int64) * spec.S + index, mask=real, other=-1)
         real = real & (id >= 0)
         id = tl.where(real, id, -2)  # equals no query's, padding or not
-    if spec.DROPOUT:
-        counter = _folded((index + tl.load(origin + 3)).to(tl.uint32) * GOLDEN)
-    return index, real, id, position, counter
+    return index, real, id, position, number
 
 
 @triton.jit
@@ -141,12 +177,12 @@ def allowed(queries, keys, mask, spec: tl.constexpr):
     q, q_real, q_id, q_position, _ = queries
     k, k_real, k_id, k_position, _ = keys
     pairs = q_real & k_real
+    if spec.SEGMENTS:  # which differ for what is not there
+        pairs = q_id == k_id
     if spec.LEFT is not None:
         pairs = pairs & (k_position >= q_position - spec.LEFT)
     if spec.RIGHT is not None:
         pairs = pairs & (k_position <= q_position + spec.RIGHT)
-    if spec.SEGMENTS:
-        pairs = pairs & (q_id == k_id)
     if spec.MASK is not None:
         at = mask + (tl.cast(q, tl.int64) * spec.MASK[2] + k * spec.MASK[3])
         pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
@@ -154,14 +190,28 @@ def allowed(queries, keys, mask, spec: tl.constexpr):
 
 
 @triton.jit
-def of_head(bias, mask, batch, head, spec: tl.constexpr):
+def of_head(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Where a head of a batch row begins in the bias and in the mask; the pointers themselves without them."""
-    row = tl.cast(batch, tl.int64)
     if spec.BIAS is not None:
-        bias = bias + row * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
+        bias = bias + tl.cast(batch // per.BIAS, tl.int64) * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
     if spec.MASK is not None:
-        mask = mask + row * spec.MASK[0] + tl.cast(head, tl.int64) * spec.MASK[1]
+        mask = mask + tl.cast(batch // per.MASK, tl.int64) * spec.MASK[0] + tl.cast(head, tl.int64) * spec.MASK[1]
     return bias, mask
+
+
+@triton.jit
+def of_keys(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
+    """Where a KV head of a batch row begins in the keys and in the values."""
+    k = key + (tl.cast(batch // per.KEY, tl.int64) * spec.S * spec.HK + head) * spec.D
+    v = value + (tl.cast(batch // per.VALUE, tl.int64) * spec.S * spec.HK + head) * spec.DV
+    return k, v
+
+
+@triton.jit
+def visits_of(visits, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
+    """What a tile visits: first, clear, unclear and last, as `visits._runs` says."""
+    table = visits + ((batch // per.VISITS) * TILES + tile) * 4
+    return tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
 
 
 @triton.jit
@@ -197,8 +247,7 @@ def drop(weights, queries, keys, spec: tl.constexpr):
     if spec.DROPOUT:
         _, _, _, _, row = queries
         _, _, _, _, column = keys
-        # mix(row ^ column), whose first step is linear and so was taken once a row and once a column.
-        return tl.where(_mix_folded(row ^ column) >= spec.THRESHOLD, weights, 0.0)
+        return tl.where(row * column >= spec.THRESHOLD, weights, 0.0)
     else:
         return weights
 
@@ -215,23 +264,3 @@ def _tanh(x, FAST: tl.constexpr):
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
-
-
-@triton.jit
-def _mix(x):
-    """MurmurHash3's 32-bit finaliser, as `ejkernel.families.dropout.mix`."""
-    return _mix_folded(_folded(x))
-
-
-@triton.jit
-def _folded(x):
-    """The first step of `_mix`."""
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _mix_folded(x):
-    """All other steps of `_mix`."""
-    x = x * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)

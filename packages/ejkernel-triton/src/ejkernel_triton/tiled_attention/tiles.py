@@ -15,7 +15,7 @@ from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.tiled_attention.spec import padded
 
-Generation = Literal["hopper", "blackwell", "ampere", "amd", "interpreter"]
+Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "amd", "interpreter"]
 KIBI = 1024
 
 
@@ -38,7 +38,7 @@ Preference = tuple[tuple[Tile, ...], ...]
 FORWARD: dict[Generation, Preference] = {
     "hopper": (
         (Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)),
-        (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3)),
+        (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(64, 32, 4, 3)),
         (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
         (Tile(64, 32, 4, 2), Tile(64, 16, 4, 2)),
     ),
@@ -101,6 +101,25 @@ QUERIES: dict[Generation, Preference] = {
     "interpreter": ((Tile(32, 32, 2, 1), Tile(16, 64, 1, 1)),) * 4,
 }
 
+# Hopper multiplies float32 on the unit that Ampere has, in three products.
+FORWARD["hopper, float32"] = (
+    (Tile(128, 64, 4, 1), Tile(64, 64, 4, 2)),
+    (Tile(128, 64, 4, 1), Tile(128, 64, 8, 1), Tile(64, 64, 4, 2)),
+    (Tile(128, 64, 8, 1), Tile(32, 64, 4, 1), Tile(128, 32, 8, 2)),
+    FORWARD["hopper"][3],
+)
+KEYS["hopper, float32"] = (
+    (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
+    (Tile(128, 32, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
+    (Tile(32, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 16, 4, 2)),
+    KEYS["hopper"][3],
+)
+QUERIES["hopper, float32"] = (
+    (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
+    (Tile(64, 64, 4, 1), Tile(128, 32, 8, 1)),
+    (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+    QUERIES["hopper"][3],
+)
 
 # Blackwell's matrix unit keeps sums in a memory of its own; only the forward pass of long rows has fewer registers.
 KEYS["blackwell"], QUERIES["blackwell"] = KEYS["hopper"], QUERIES["hopper"]
@@ -122,6 +141,43 @@ def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction)
         pairs = [(tile, queries[0]) for tile in keys] + [(keys[0], tile) for tile in queries[1:]]
         made = tuple(_backward(record, *pair) for pair in pairs)
     return tuple(dict.fromkeys(made))
+
+
+def kind(record: TiledAttention) -> str | None:
+    """What calls have in common that share a measured configuration: sizes in coarse steps, and the kind of mask.
+
+    None for calls with less work than a large chip has room for: what is best for those depends on their shape.
+    """
+    (b, t, h, d), s, dv = record.query.shape, record.key.shape[1], record.value.shape[3]
+    if b * h * t < 2**18 or min(t, s) < KIBI:
+        return None
+    extras = {
+        "segments": record.q_segment_ids is not None,
+        "positions": record.q_positions is not None or record.kv_positions is not None,
+        "mask": record.mask is not None,
+        "bias": record.bias is not None,
+        "cap": record.logits_soft_cap is not None,
+        "dropout": record.dropout_prob > 0.0,
+        "rounded": record.logits_dtype != jnp.float32,
+        "numerator": not record.normalize_output,
+        str(record.precision): record.precision is not None,
+    }
+    bits = 8 * jnp.dtype(record.query.dtype).itemsize  # bfloat16 and float16 move and multiply alike
+    words = (f"{bits} bits", f"{padded(d)}x{padded(dv)}", f"{_step(t)}x{_step(s)}", _mask(record))
+    return " ".join((*words, *(name for name, there in extras.items() if there)))
+
+
+def _step(length: int) -> str:
+    return "short" if length <= 4 * KIBI else "medium" if length <= 16 * KIBI else "long"
+
+
+def _mask(record: TiledAttention) -> str:
+    left, right = band(record)
+    if left is None and right is None:
+        return "full"
+    if left is None or right is None:
+        return "causal" if left is None and right == 0 else "half-open"
+    return f"window<={1 << (left + right).bit_length()}"
 
 
 def forward_tile(params: FwdParams) -> Tile:
@@ -161,14 +217,16 @@ def splits(record: TiledAttention) -> bool:
     return max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 128
 
 
-def generation(device: DeviceInfo) -> Generation:
-    """The kind of matrix unit."""
+def generation(device: DeviceInfo, itemsize: int = 2) -> Generation:
+    """The kind of matrix unit, for operands of so many bytes."""
     if device.platform == "cpu":
         return "interpreter"
     if device.vendor == "amd":
         return "amd"
     capability = device.compute_capability or 0.0
-    return "hopper" if 9.0 <= capability < 10.0 else "blackwell" if 10.0 <= capability < 12.0 else "ampere"
+    if 9.0 <= capability < 10.0:
+        return "hopper" if itemsize <= 2 else "hopper, float32"
+    return "blackwell" if 10.0 <= capability < 12.0 else "ampere"
 
 
 def shared_memory(device: DeviceInfo) -> int:
@@ -190,10 +248,10 @@ def _fitting(
     """The tiles of a preference that the device's shared memory holds; the last where none is known to."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     row = itemsize * max(padded(record.query.shape[3]), padded(record.value.shape[3]))
-    preferred = table[generation(device)][min(3, max(0, (row // 128).bit_length() - 1))]
+    preferred = table[generation(device, itemsize)][min(3, max(0, (row // 128).bit_length() - 1))]
     budget = shared_memory(device)
     if itemsize > 2:  # operands of three products instead of one pass through shared memory again
-        budget = budget * 3 // 4 if table is FORWARD else budget // 2
+        budget = budget * 3 // 4 if table is FORWARD else budget * 3 // 5
     found = [tile for tile in preferred if size(tile, row) <= budget] or [preferred[-1]]
     own = found[0].own
     if _is_rich(record):  # what is computed of every score needs registers: small tiles first
@@ -213,9 +271,9 @@ def _backward_bytes(tile: Tile, row: int) -> int:
 
 
 def _is_rich(record: TiledAttention) -> bool:
-    """Whether scores are more than products of queries and keys in a band."""
-    arrays = (record.bias, record.mask, record.q_segment_ids, record.q_positions, record.kv_positions)
-    return any(x is not None for x in arrays) or record.logits_soft_cap is not None or record.dropout_prob > 0
+    """Whether scores are more than products of queries and keys; segments and positions matter in few tiles only."""
+    arrays = (record.bias, record.mask, record.logits_soft_cap)
+    return any(x is not None for x in arrays) or record.dropout_prob > 0
 
 
 def _is_open(record: TiledAttention) -> bool:

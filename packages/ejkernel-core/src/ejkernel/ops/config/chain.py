@@ -166,7 +166,8 @@ class ConfigSelectorChain:
         part = self.persistent.get(key, request.part_type()) if self.persistent is not None else None
         source = "user store"
         if part is None:
-            part = shipped_part(request.implementation.tuned, request.op.name, key, request.part_type())
+            tuned, kind = request.implementation.tuned, request.kind()
+            part = shipped_part(tuned, request.op.name, key, request.part_type(), kind)
             source = "shipped table"
         if part is None:
             trail.append("persistent: no entry in the user store or a shipped table")

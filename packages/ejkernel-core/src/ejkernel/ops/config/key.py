@@ -40,10 +40,14 @@ class ConfigKey:
     def __str__(self) -> str:
         return " | ".join(getattr(self, f.name) for f in dataclasses.fields(self))
 
-    def shipped(self) -> str:
-        """The key in a table that ships inside a backend: without the versions, which the package itself fixes."""
-        unversioned = dataclasses.replace(self, implementation=self.implementation.partition("@")[0], core="shipped")
-        return str(unversioned)
+    def shipped(self, kind: str | None = None) -> str:
+        """The key in a table that ships inside a backend: without the versions, which the package itself fixes.
+
+        Args:
+            kind: What the calls that share the entry have in common; None for the call itself.
+        """
+        name = self.implementation.partition("@")[0]
+        return str(dataclasses.replace(self, implementation=name, core="shipped", call=kind or self.call))
 
 
 def signature(record: Any) -> str:

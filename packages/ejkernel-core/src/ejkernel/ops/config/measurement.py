@@ -25,11 +25,15 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
-    """The candidates of one direction of one call, fastest first; those that did not run come last."""
+    """The candidates of one direction of one call, fastest first; those that did not run come last.
+
+    `kind` is what the call has in common with those that share its entry in a shipped table, if there are others.
+    """
 
     key: ConfigKey
     implementation: str
     measurements: tuple[Measurement, ...]
+    kind: str | None = None
 
     @property
     def best(self) -> Measurement:

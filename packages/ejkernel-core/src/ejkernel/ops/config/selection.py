@@ -46,6 +46,10 @@ class Request:
         """Type of the configuration part of this direction."""
         return self.op.config.part_types.get(self.direction, self.op.config)
 
+    def kind(self) -> str | None:
+        """What the call has in common with those that share its entry in a shipped table; None if it has its own."""
+        return self.implementation.config.kind(self.record)
+
     def heuristic(self) -> Any:
         """What the implementation's rule says."""
         return self.implementation.config.heuristic(self.record, self.device, self.direction)

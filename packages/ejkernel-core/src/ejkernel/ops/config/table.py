@@ -97,7 +97,7 @@ def table_name(device: str, op_name: str) -> str:
     return f"{device.replace(' ', '_').replace('/', '_')}/{op_name}.json"
 
 
-def shipped_part(tuned: str | None, op_name: str, key: ConfigKey, part: type) -> Any | None:
+def shipped_part(tuned: str | None, op_name: str, key: ConfigKey, part: type, kind: str | None = None) -> Any | None:
     """The part that a backend's own table has for `key`, or None.
 
     Args:
@@ -105,11 +105,12 @@ def shipped_part(tuned: str | None, op_name: str, key: ConfigKey, part: type) ->
         op_name: Operation, which names the file.
         key: The call.
         part: Type of the configuration part.
+        kind: What it has in common with the calls that share an entry, if there are others.
     """
     if tuned is None:
         return None
     name = table_name(key.device, op_name)
-    return as_part(_shipped(tuned, name).get(key.shipped()), part, f"{tuned}/{name}, entry {key}")
+    return as_part(_shipped(tuned, name).get(key.shipped(kind)), part, f"{tuned}/{name}, entry {key}")
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """Measuring configurations on the real device."""
 
+import concurrent.futures
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,13 +27,86 @@ from ejkernel.ops.pullback import Pullback
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 
+SAMPLE = 0.02
+"""Seconds that a sample takes at least, so that neither the clock nor the start of a call shows in it."""
+
+MOST = 100
+"""Calls in a sample at most."""
+
+SLOW = 1.5
+"""A candidate that took this many times as long as the fastest of the first round is timed no further."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Contender:
+    """A candidate while it is measured.
+
+    Attributes:
+        part: Its configuration part.
+        run: Starts one call.
+        alone: Whether a call must end before the next starts: CPUs carry out several at once.
+        traced: What is to be compiled before it runs.
+        calls: Calls a sample.
+        times: Seconds a call took in each sample.
+        error: Why it does not run.
+    """
+
+    part: Any
+    run: Callable[[], Any]
+    alone: bool
+    traced: Any = None
+    calls: int = 1
+    times: list[float] = dataclasses.field(default_factory=list[float])
+    error: str | None = None
+
+    def trace(self, kernel: Callable[[Any, Any], Any], argument: Any) -> None:
+        self.traced = jax.jit(lambda value: kernel(value, self.part)).trace(argument)
+
+    def compile(self, argument: Any) -> None:
+        self.run = functools.partial(self.traced.lower().compile(), argument)
+
+    def warm_up(self, iterations: int) -> None:
+        for _ in range(iterations):
+            jax.block_until_ready(self.run())
+
+    def sample(self) -> None:
+        """Takes a sample. The first says how many calls the others need; it counts if it was long enough itself."""
+        seconds = self._seconds()
+        if not self.times:
+            self.calls = max(1, min(MOST, math.ceil(SAMPLE / max(seconds, 1e-9))))
+            seconds = self._seconds() if self.calls > 1 else seconds
+        self.times.append(seconds)
+
+    def _seconds(self) -> float:
+        made, start = None, time.perf_counter()
+        for _ in range(self.calls):
+            made = self.run()
+            if self.alone:
+                jax.block_until_ready(made)
+        jax.block_until_ready(made)
+        return (time.perf_counter() - start) / self.calls
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Takes a step, unless an earlier one failed."""
+        if self.error is None:
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - a candidate may exceed any limit of the device or its compiler
+                self.error = f"{type(error).__name__}: {error}"
+
+    def measurement(self) -> Measurement:
+        return Measurement(self.part, None if self.error else statistics.median(self.times), self.error)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuner:
-    """Times candidates eagerly: compile, warm up, then the median of repeats.
+    """Times candidates eagerly: all are compiled and warmed up, then they take turns, and medians count.
+
+    A sample is as many calls as it takes to be long. Candidates that are clearly slow are left out after a round.
 
     Attributes:
         warmup_iterations: Untimed runs after compilation.
-        timing_iterations: Timed runs.
+        timing_iterations: Samples of each candidate.
         show_progress: Whether to show a progress bar.
 
     Raises:
@@ -55,14 +130,11 @@ class Tuner:
         """
         if traced(args):
             raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
-        for _ in range(1 + self.warmup_iterations):
-            jax.block_until_ready(function(*args))
-        times: list[float] = []
+        alone = _contender(None, function, *args)
+        alone.warm_up(1 + self.warmup_iterations)
         for _ in range(self.timing_iterations):
-            start = time.perf_counter()
-            jax.block_until_ready(function(*args))
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+            alone.sample()
+        return statistics.median(alone.times)
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
         """Measures every candidate of an implementation for one direction of a call.
@@ -80,26 +152,46 @@ class Tuner:
         kernel = implementation.function(request.direction)
         parts = implementation.config.candidates(request.record, request.device, request.direction)
         unique = dict.fromkeys((request.heuristic(), *parts))
+        contenders = [_contender(part, kernel, argument) for part in unique]
+        _compile(contenders, kernel, argument)
         label = f"{request.op.name} {request.direction} {implementation.name}"
-        measured = [self._try(kernel, part, argument) for part in self._progress(list(unique), label)]
+        self._race(contenders, label)
+        measured = [contender.measurement() for contender in contenders]
         ranked = sorted(measured, key=lambda m: float("inf") if m.seconds is None else m.seconds)
         if ranked[0].seconds is None:
             raise TunerError("\n  ".join([f"no candidate of {label} ran:", *(f"{m.part}: {m.error}" for m in ranked)]))
-        return TuningResult(request.key(), implementation.name, tuple(ranked))
+        return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind())
 
-    def _try(self, kernel: Callable[[Any, Any], Any], part: Any, argument: Any) -> Measurement:
-        function = jax.jit(lambda value: kernel(value, part))
-        try:
-            return Measurement(part, self.measure(function, argument))
-        except Exception as error:  # noqa: BLE001 - a candidate may exceed any limit of the device or its compiler
-            return Measurement(part, None, f"{type(error).__name__}: {error}")
+    def _race(self, contenders: list[_Contender], label: str) -> None:
+        """Lets the contenders take turns, in rounds, so that a device that slows down does so for all of them."""
+        for contender in self._progress(contenders, label):
+            contender.attempt(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
+        running = contenders
+        for _ in range(self.timing_iterations):
+            for contender in running:
+                contender.attempt(contender.sample)
+            running = [contender for contender in running if contender.error is None]
+            limit = SLOW * min((contender.times[0] for contender in running), default=0.0)
+            running = [contender for contender in running if contender.times[0] <= limit]
 
-    def _progress(self, parts: list[Any], label: str) -> Any:
+    def _progress(self, contenders: list[_Contender], label: str) -> Any:
         if not self.show_progress:
-            return parts
+            return contenders
         import tqdm
 
-        return tqdm.tqdm(parts, desc=label, unit="config")
+        return tqdm.tqdm(contenders, desc=label, unit="config")
+
+
+def _contender(part: Any, function: Callable[..., Any], *args: Any) -> _Contender:
+    return _Contender(part=part, run=functools.partial(function, *args), alone=_device_of(args).platform == "cpu")
+
+
+def _compile(contenders: list[_Contender], kernel: Callable[[Any, Any], Any], argument: Any) -> None:
+    """Traces the contenders one by one, as JAX's settings hold for a thread, and compiles them side by side."""
+    for contender in contenders:
+        contender.attempt(functools.partial(contender.trace, kernel, argument))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda contender: contender.attempt(functools.partial(contender.compile, argument)), contenders))
 
 
 def traced(tree: Any) -> bool:

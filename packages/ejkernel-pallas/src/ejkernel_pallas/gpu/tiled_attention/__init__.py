@@ -1,0 +1,61 @@
+"""Tiled softmax attention in Mosaic GPU, for NVIDIA's Hopper.
+
+What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.device import current_device
+from ejkernel_pallas.gpu.tiled_attention import tiles
+
+HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "softmax_aux", "logits_soft_cap"})
+"""Optional fields that the kernels honour."""
+
+OPS = ("flash_attention",)
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    capability = current_device().compute_capability
+    if capability is not None and capability >= 10.0:
+        yield f"compute capability {capability}: the instructions that the kernels are made of are those of 9.0 alone"
+    if not (record.query.size and record.key.size and record.value.size):
+        yield "an array is empty"
+    if record.value.shape[3] != record.query.shape[3]:
+        yield f"value has head size {record.value.shape[3]}, query has {record.query.shape[3]}"
+    if not record.softmax_scale > 0:
+        yield f"softmax_scale {record.softmax_scale} is not above zero"
+
+
+def _requires(sizes: tuple[int, ...]) -> Requires:
+    return Requires(
+        devices=frozenset({"nvidia"}),
+        min_compute_capability=9.0,
+        dtypes=frozenset({"float16", "bfloat16"}),
+        head_dims=sizes,
+        handles=HANDLES,
+        extra=_reasons,
+    )
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation for every operation."""
+    return tuple(_implementation(op) for op in OPS)
+
+
+def _implementation(op: str) -> Implementation:
+    return Implementation(
+        op=op,
+        name="mosaic_gpu",
+        platform="pallas",
+        backend="gpu",
+        forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
+        backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
+        gradients=frozenset({"query", "key", "value", "softmax_aux"}),
+        requires=_requires(tuple(tiles.FORWARD)),
+        backward_requires=_requires(tuple(tiles.BACKWARD)),
+        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates),
+        priority=20,
+    )

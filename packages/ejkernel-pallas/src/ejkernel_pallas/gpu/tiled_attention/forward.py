@@ -1,0 +1,89 @@
+"""Forward pass of tiled softmax attention on Hopper."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.config.params import FwdParams
+from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel_pallas.gpu.tiled_attention.forward_kernel import Call, Shared, forward_kernel
+from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
+from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
+from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
+from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids, without_padding
+
+
+def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: `q_blocksize` queries of a block, 64 for each warpgroup that multiplies; `kv_blocksize` keys a step;
+            `num_stages` tiles of keys in shared memory.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Output [B, T, H, D] in the query's dtype, and the residuals for the backward pass.
+    """
+    spec = make_spec(record)
+    tile = forward_tile(params, spec)
+    operands = _operands(record, spec, tile)
+    ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
+    plan, operands["table"] = schedule.make_plan(
+        key_visits(spec, ids, tile.queries, tile.keys),
+        batch=spec.batch,
+        heads=spec.heads,
+        reverse=spec.right is not None,
+        head_bytes=4 * spec.keys * spec.size,
+        group=spec.group,
+        dealt=True,
+    )
+
+    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+        forward_kernel(Call(spec, tile, plan, given, made, Shared(**buffers)))
+
+    outputs = [
+        jax.ShapeDtypeStruct(operands["q"].shape, spec.dtype),
+        jax.ShapeDtypeStruct((spec.batch, spec.heads, plan.tiles * tile.queries), jnp.float32),
+    ]
+    output, lse = launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
+    return output[:, : spec.queries], SoftmaxResiduals(lse=lse[..., : spec.queries])
+
+
+def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str, jax.Array]:
+    """What the kernel reads. Of padding, scores are masked whatever they are, and values have to be numbers."""
+    operands, value = {}, record.value
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
+        operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
+        operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
+        value = without_padding(value, record.kv_segment_ids)
+    if record.softmax_aux is not None:
+        operands["sinks"] = record.softmax_aux.astype(jnp.float32)
+    keys = {"k": whole(record.key, tile.keys), "v": whole(value, tile.keys)}
+    return {"q": whole(record.query, ROWS)} | keys | operands
+
+
+def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `Shared`."""
+    queries, copies = tile.buffers * tile.warpgroups, 2 if spec.segments else 1
+    made: dict[str, Any] = {
+        "q": matrix((queries, ROWS, spec.size), spec.dtype),
+        "k": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
+        "v": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
+        "lse": plgpu.SMEM((queries, ROWS), jnp.float32),
+        "q_full": plgpu.Barrier(num_arrivals=copies, num_barriers=queries),
+        "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
+        "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+        "v_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
+        "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+    }
+    if spec.segments:
+        made["q_ids"] = plgpu.SMEM((queries, ROWS), jnp.int32)
+        made["k_ids"] = plgpu.SMEM((tile.stages, tile.keys), jnp.int32)
+    return made

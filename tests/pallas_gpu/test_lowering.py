@@ -1,0 +1,114 @@
+"""The Mosaic GPU kernels lowered for CUDA without a GPU: layouts, shared memory and shapes are checked by lowering."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="this JAX has no Mosaic GPU")
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.gpu.tiled_attention import tiles
+from ejkernel_pallas.gpu.tiled_attention.backward import backward
+from ejkernel_pallas.gpu.tiled_attention.forward import forward
+from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+HEADS = 4
+FEATURES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"sliding_window": (100, 30)},
+    "segments": {"causal": True},
+    "soft cap": {"logits_soft_cap": 30.0},
+    "sinks": {"causal": True, "softmax_aux": jax.ShapeDtypeStruct((HEADS,), jnp.float32)},
+}
+
+
+def make(size, feature, queries=512, keys=512, dtype=jnp.bfloat16):
+    shapes = ((2, queries, HEADS, size), (2, keys, 2, size), (2, keys, 2, size))
+    q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    fields = dict(FEATURES[feature])
+    if feature == "segments":
+        fields |= {
+            "q_segment_ids": jax.ShapeDtypeStruct((2, queries), jnp.int32),
+            "kv_segment_ids": jax.ShapeDtypeStruct((2, keys), jnp.int32),
+        }
+    return TiledAttention(query=q, key=k, value=v, softmax_scale=0.1, **fields)
+
+
+def lowered(record, forward_config, backward_config=None):
+    """A call, and its gradients where there is a configuration for them."""
+    wanted = frozenset(x for x in ("query", "key", "value", "softmax_aux") if getattr(record, x) is not None)
+
+    def run(record):
+        output, residuals = forward(record, forward_config)
+        if backward_config is None:
+            return output, residuals.lse
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        return output, backward(saved, backward_config)
+
+    traced = jax.jit(run).trace(record)
+    return traced.lower(lowering_platforms=("cuda",)).as_text(), traced.out_info
+
+
+def config(record, direction):
+    return tiles.heuristic(record, H200, direction)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_call_and_its_gradients_lower(size, feature):
+    record = make(size, feature)
+    text, (output, gradients) = lowered(record, config(record, "forward"), config(record, "backward"))
+    assert text.count("@mosaic_gpu") == 3
+    assert output.shape == record.query.shape
+    assert {name: x.shape for name, x in gradients.items()} == {name: getattr(record, name).shape for name in gradients}
+
+
+@pytest.mark.parametrize("feature", ["causal", "segments"])
+def test_a_forward_call_of_the_largest_size_lowers(feature):
+    record = make(256, feature)
+    text, (output, lse) = lowered(record, config(record, "forward"))
+    assert text.count("@mosaic_gpu") == 1
+    assert output.shape == record.query.shape
+    assert lse.shape == (2, HEADS, 512)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 63), (700, 333)])
+def test_lengths_that_are_no_whole_tiles_lower(queries, keys):
+    record = make(128, "causal", queries, keys, jnp.float16)
+    _, (output, gradients) = lowered(record, config(record, "forward"), config(record, "backward"))
+    assert output.shape[1] == queries
+    assert gradients["key"].shape[1] == keys
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_candidates_fit_shared_memory(size):
+    record = make(size, "segments")
+    spec = make_spec(record)
+    for params in tiles.candidates(record, H200, "forward"):
+        assert tiles.forward_bytes(tiles.forward_tile(params, spec), size) <= tiles.SHARED_MEMORY
+    if size in tiles.BACKWARD:
+        for params in tiles.candidates(record, H200, "backward"):
+            assert max(tiles.backward_bytes(t, spec) for t in tiles.backward_tiles(params, spec)) <= tiles.SHARED_MEMORY
+
+
+@pytest.mark.parametrize("name", ["q_blocksize", "kv_blocksize", "num_stages"])
+def test_tiles_that_are_none_are_refused_by_name(name):
+    import dataclasses
+
+    record = make(128, "full")
+    params = dataclasses.replace(config(record, "forward"), **{name: 1})
+    with pytest.raises(ValueError, match=f"cfg: got {name}=1"):
+        forward(record, params)
+
+
+def test_tiles_beyond_shared_memory_are_refused():
+    import dataclasses
+
+    record = make(256, "full")
+    params = dataclasses.replace(config(record, "forward"), num_stages=8)
+    with pytest.raises(ValueError, match="shared memory"):
+        forward(record, params)

@@ -1,0 +1,89 @@
+"""What the Mosaic GPU kernels refuse, and that they say what."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.families.tiled_attention import FAMILY, TiledAttention
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.dispatch import refusals
+from ejkernel_pallas.gpu.tiled_attention import implementations
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+(IMPLEMENTATION,) = implementations()
+GRADIENTS = frozenset({"query", "key", "value"})
+
+
+def reasons(record, device=H200, direction="forward", wanted=GRADIENTS):
+    with target_device(device):
+        return list(refusals(FAMILY, IMPLEMENTATION, record, device, "auto", direction, wanted))
+
+
+def make(size=128, value_size=None, dtype=jnp.bfloat16, length=256, **fields):
+    q = jax.ShapeDtypeStruct((1, length, 2, size), dtype)
+    v = jax.ShapeDtypeStruct((1, length, 2, value_size or size), dtype)
+    return TiledAttention(**({"query": q, "key": q, "value": v, "softmax_scale": 0.1} | fields))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_it_does_is_not_refused(direction):
+    ids, sinks = jax.ShapeDtypeStruct((1, 256), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.float32)
+    record = make(
+        causal=True,
+        sliding_window=(128, None),
+        logits_soft_cap=30.0,
+        softmax_aux=sinks,
+        q_segment_ids=ids,
+        kv_segment_ids=ids,
+    )
+    assert reasons(record, direction=direction, wanted=GRADIENTS | {"softmax_aux"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bias", jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bfloat16)),
+        ("mask", jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bool_)),
+        ("q_positions", jax.ShapeDtypeStruct((1, 256), jnp.int32)),
+        ("kv_positions", jax.ShapeDtypeStruct((1, 256), jnp.int32)),
+        ("dropout_prob", 0.1),
+        ("normalize_output", False),
+        ("logits_dtype", jnp.dtype("bfloat16")),
+    ],
+)
+def test_fields_that_it_does_not_honour_are_refused_by_name(name, value):
+    assert any(name in reason for reason in reasons(make(**{name: value})))
+
+
+@pytest.mark.parametrize(
+    ("record", "word"),
+    [
+        (make(dtype=jnp.float32), "float32"),
+        (make(size=96), "head size 96"),
+        (make(value_size=64), "value has head size 64"),
+        (make(length=0), "empty"),
+        (make(softmax_scale=-1.0), "softmax_scale -1.0"),
+    ],
+)
+def test_calls_that_it_cannot_serve_are_refused(record, word):
+    assert any(word in reason for reason in reasons(record))
+
+
+def test_gradients_of_the_largest_head_size_are_left_to_others():
+    assert reasons(make(size=256)) == []
+    assert any("head size 256" in reason for reason in reasons(make(size=256), direction="backward"))
+
+
+@pytest.mark.parametrize(
+    ("device", "word"),
+    [
+        (DeviceInfo(platform="cpu"), "needs nvidia"),
+        (DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"), "needs nvidia"),
+        (DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0), "9.0"),
+        (DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0), "10.0"),
+    ],
+)
+def test_other_devices_are_refused(device, word):
+    found = reasons(make(), device)
+    assert found
+    assert any(word in reason for reason in found)

@@ -1,0 +1,45 @@
+"""The tables of measured tiles that the Triton backend ships. Needs no Triton."""
+
+import importlib.resources
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
+from ejkernel.ops import BwdParams, ConfigSelectorChain, FwdParams
+from ejkernel.ops.config.key import schema_hash
+from ejkernel.ops.config.selection import Request
+from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.tiled_attention import implementations, tiles
+
+PARTS = {"forward": FwdParams, "backward": BwdParams}
+FILES = sorted(importlib.resources.files("ejkernel_triton").joinpath("tuned").glob("*/flash_attention.json"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
+    entries = decode(file.read_bytes())
+    kinds = {direction: set() for direction in PARTS}
+    for key, entry in entries.items():
+        _, implementation, direction, device, schema, kind, _ = key.split(" | ")
+        assert (implementation, device.replace(" ", "_")) == ("triton", file.parent.name)
+        assert schema == schema_hash(PARTS[direction])
+        part = as_part(entry, PARTS[direction], key)
+        tiles.forward_tile(part) if direction == "forward" else tiles.backward_tiles(part)
+        kinds[direction].add(kind)
+    assert kinds["forward"] == kinds["backward"] != set()
+
+
+@pytest.mark.parametrize("direction", PARTS)
+@pytest.mark.parametrize("batch", [4, 3])
+def test_a_call_finds_the_entry_of_its_kind(direction, batch):
+    array = jax.ShapeDtypeStruct((batch, 8192, 32, 128), jnp.float16)
+    record = OP.lower(FlashAttentionArguments(query=array, key=array, value=array, causal=True))
+    device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+    (implementation,) = implementations()
+    request = Request(op=OP, implementation=implementation, direction=direction, device=device, record=record)
+    selection = ConfigSelectorChain().choose(request)
+    assert selection.trail[-1] == "persistent: shipped table"
+    assert selection.part == request.completed(selection.part)
