@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="this JAX has no Mosaic GPU")
-
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.pullback import Pullback
