@@ -4,11 +4,12 @@ import click
 
 from ejkernel._version import __version__
 from ejkernel.cli import bench, cache, demo, doctor, explain, ops, tune
+from ejkernel.cli.extensions import ExtensibleGroup
 
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=ExtensibleGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ejkernel")
 def main() -> None:
     """See which kernel a call runs and why, tune it, time it.

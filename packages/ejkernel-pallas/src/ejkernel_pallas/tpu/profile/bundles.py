@@ -1,0 +1,206 @@
+"""Reading what libtpu writes about a kernel: its final VLIW bundles, their use of slots, and its allocations."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+# A register in an operand: its name, without the physical register it was given.
+REGISTER = re.compile(r"%([a-z]*\d+)(?:_[a-z]+\d+)?")
+
+_RECORD = re.compile(r"^[ \t]*(0x[0-9a-f]+|0)[ \t]+(?:(LB|LH|LE|PB|PF|CT)[ \t]*)?:[ \t]*((?:>[ \t]*)*)\{", re.M)
+_COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
+_REGION = re.compile(r"(?:Start/End empty|Start) region (\d+)")
+# Comments such as /*hbm=*/ name the operand that follows; all others explain.
+_PLAIN_COMMENT = re.compile(r"/\*(?!\w+=\*/).*?\*/", re.S)
+_NAMED = re.compile(r"/\*(\w+)=\*/")
+_ASSIGNMENT = re.compile(r"\s*%(\w+)\s*=\s*(.*)$", re.S)
+_OPCODE = re.compile(r"([A-Za-z][\w.<> ]*?(?:\[\d+\])?(?:\.mxu\d)?)(?=\s|$|\[|\()")
+_PREDICATE = re.compile(r"\((!?)%(p\d+)_p\d+(?:,\s*([^()]+))?\)")
+_ANNOTATION = re.compile(r"\[(?:thread|resolvable):\$\w+\]")
+_RESULT = re.compile(r"[spv]m?\d")
+_STORE = re.compile(r"(\[smem:.*\]\])\s*,?\s*(.*)$"), re.compile(r"(\[smem:[^\s]*(?: \+ [^\s\]]*)*\]+)\s*,?\s*(.*)$")
+_BRANCH_TARGET = re.compile(r"\$region(\d+)")
+_CALL_OPERAND = "inlined_call_operand"
+_ALLOCATION = re.compile(
+    r"#(allocation\d+) \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+|\d+)(?:.*?tag = '([^']*))?", re.S
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicate:
+    """When an instruction takes effect, and the operand that its result is otherwise, if that is said."""
+
+    negated: bool
+    register: str
+    otherwise: str | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One slot of a bundle.
+
+    Attributes:
+        result: Register that it defines, without the physical one; None for none.
+        opcode: Such as `vmatmul.mubr.bf16.gmra.mxu0`.
+        predicate: When it takes effect; None for always.
+        operands: As they are written.
+        named: Those with a name.
+        region: Where a branch goes; None for other instructions.
+    """
+
+    result: str | None
+    opcode: str
+    predicate: Predicate | None
+    operands: tuple[str, ...]
+    named: Mapping[str, str]
+    region: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """What is issued at once.
+
+    Attributes:
+        depth: Loops around it.
+        regions: Regions that start here; branches name them.
+        instructions: Its slots that are in use.
+    """
+
+    depth: int
+    regions: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Utilisation:
+    """Slots in use, bundle by bundle.
+
+    Attributes:
+        slots: Names of the kinds of slots.
+        capacity: How many of each a bundle has.
+        used: For every bundle, how many of each it uses.
+    """
+
+    slots: tuple[str, ...] = ()
+    capacity: tuple[int, ...] = ()
+    used: tuple[tuple[int, ...], ...] = ()
+
+    def total(self, slot: str, weights: Mapping[int, int]) -> int:
+        """How often a kind of slot is used, where bundle `k` is issued `weights[k]` times."""
+        if slot not in self.slots:
+            return 0
+        column = self.slots.index(slot)
+        return sum(weight * self.used[k][column] for k, weight in weights.items() if k < len(self.used))
+
+    def shares(self, weights: Mapping[int, int]) -> dict[str, float]:
+        """Share of each kind of slot that is in use."""
+        bundles = sum(weights.values())
+        pairs = zip(self.slots, self.capacity, strict=True)
+        return {slot: self.total(slot, weights) / max(1, bundles * capacity) for slot, capacity in pairs}
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """A buffer of a kernel: name, memory space, bytes, and what it is for."""
+
+    name: str
+    space: str
+    size: int
+    tag: str
+
+
+def parse_bundles(text: str) -> tuple[Bundle, ...]:
+    """Reads `*-final_bundles.txt`."""
+    found = list(_RECORD.finditer(text))
+    ends = [record.start() for record in found[1:]] + [len(text)]
+    return tuple(_bundle(record, text[record.end() : end]) for record, end in zip(found, ends, strict=True))
+
+
+def parse_utilisation(text: str) -> Utilisation:
+    """Reads `*-final_hlo-static-per-bundle-utilization.txt`; empty text is no utilisation."""
+    lines = text.splitlines()
+    if not lines:
+        return Utilisation()
+    slots = tuple(name.strip() for name in lines[1].split(","))
+    used = tuple(tuple(map(int, line.split())) for line in lines[4:] if line.strip())
+    return Utilisation(slots, tuple(map(int, lines[2].split())), used)
+
+
+def parse_allocations(text: str) -> tuple[Allocation, ...]:
+    """Reads `*-pre-finalize-registers-and-allocations.txt`."""
+    found = (match.groups() for match in _ALLOCATION.finditer(text))
+    return tuple(Allocation(name, space, int(size, 0), tag or "") for name, space, size, tag in found)
+
+
+def _bundle(record: re.Match[str], text: str) -> Bundle:
+    regions = tuple(int(n) for comment in _COMMENT.findall(text) for n in _REGION.findall(comment))
+    body = _PLAIN_COMMENT.sub("", text)
+    body = body[: body.rfind("}")] if "}" in body else body
+    instructions = (_instruction(slot) for slot in body.split(";;") if slot.strip())
+    return Bundle(record[3].count(">"), regions, tuple(i for i in instructions if i is not None))
+
+
+def _instruction(text: str) -> Instruction | None:
+    match = _ASSIGNMENT.match(text)
+    if match is None:
+        return None
+    target, rest = match[1], match[2].strip()
+    opcode_match = _OPCODE.match(rest)
+    opcode = opcode_match[1] if opcode_match else rest.split()[0]
+    if opcode.startswith(_CALL_OPERAND):
+        return _call_operand(target, rest)
+    rest, predicate = _predicate(_ANNOTATION.sub("", rest[len(opcode) :]).strip())
+    operands, named = _operands(_store_operands(rest) if opcode == "sst" else rest)
+    branch = _BRANCH_TARGET.search(text) if opcode == "sbr.rel" else None
+    return Instruction(_register(target), opcode, predicate, operands, named, int(branch[1]) if branch else None)
+
+
+def _call_operand(target: str, rest: str) -> Instruction:
+    """An operand of the kernel: the memory space it lies in, and its number."""
+    number = re.search(r"index: (\d+)", rest)
+    space = rest.split("[")[0].split(".")[-1].strip()
+    return Instruction(target.split("_")[0], _CALL_OPERAND, None, (space, number[1] if number else "0"), {})
+
+
+def _predicate(text: str) -> tuple[str, Predicate | None]:
+    match = _PREDICATE.search(text)
+    if match is None:
+        return text, None
+    rest = (text[: match.start()] + text[match.end() :]).strip().lstrip(",").strip()
+    return rest, Predicate(match[1] == "!", match[2], match[3])
+
+
+def _store_operands(text: str) -> str:
+    """Puts a comma between the address and the value of a scalar store, which are written without."""
+    for pattern in _STORE:
+        if match := pattern.match(text):
+            return f"{match[1]},{match[2]}"
+    return text
+
+
+def _operands(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    operands, named = list[str](), dict[str, str]()
+    for operand in _split(text):
+        if match := _NAMED.match(operand):
+            operand = operand[match.end() :].strip()
+            named[match[1]] = operand
+        operands.append(operand)
+    return tuple(operands), named
+
+
+def _split(text: str) -> Sequence[str]:
+    """Splits at the commas that are outside all brackets."""
+    parts, depth, start = list[str](), 0, 0
+    for position, character in enumerate(text):
+        depth += (character in "[(") - (character in "])")
+        if character == "," and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    last = text[start:].strip()
+    return [*parts, last] if last else parts
+
+
+def _register(target: str) -> str | None:
+    if _RESULT.match(target):
+        return target.split("_")[0]
+    return target if target.isdecimal() else None

@@ -1,0 +1,107 @@
+"""What is profiled: functions that a worker process can find by name, and their arguments."""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_USER_MODULE = "_ejkernel_profiled"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A function to compile, and its arguments.
+
+    Attributes:
+        function: A JAX function.
+        args: Its arguments, pytrees included. Leaves are `jax.ShapeDtypeStruct`s, or arrays where their values decide
+            what the kernel does: lengths, page tables, group sizes and masks that it prefetches.
+        flops: Its useful operations, for MFU; None where nobody says.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    flops: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a worker process builds, compiles and profiles.
+
+    Attributes:
+        label: What it is called.
+        build: `"module:function"` or `"file.py:function"` of a function that returns a `Workload`.
+        kwargs: Its arguments; they are pickled.
+        vmem_operands: Lets XLA keep operands in VMEM between kernels, as it does by default. Without, every kernel
+            reads its operands from HBM, and estimates of kernels can be compared.
+        compiler_options: Of XLA, beyond that.
+        seconds: How long a kernel may be simulated.
+    """
+
+    label: str
+    build: str
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    vmem_operands: bool = False
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    seconds: float = 120.0
+
+    def workload(self) -> Workload:
+        """Builds it."""
+        return find_function(self.build)(**self.kwargs)
+
+    def options(self) -> dict[str, Any]:
+        """Compiler options."""
+        return {**({} if self.vmem_operands else {"xla_msa_enable": False}), **self.compiler_options}
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """Imports `"module:function"` or `"file.py:function"`.
+
+    Raises:
+        ValueError: There is no such thing.
+    """
+    module, _, name = path.rpartition(":")
+    if not module or not name:
+        raise ValueError(f"function: got {path!r}, wants 'module:function' or 'file.py:function'")
+    try:
+        found: Any = _import_file(module) if module.endswith(".py") else importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, FileNotFoundError) as error:
+        raise ValueError(f"function: {path!r} is not there: {error}") from error
+    return found
+
+
+def function_path(function: Callable[..., Any]) -> str:
+    """Where another process finds a function.
+
+    Raises:
+        ValueError: It finds it nowhere, because it is local to another function.
+    """
+    name = getattr(function, "__qualname__", "<")
+    module = inspect.getmodule(function)
+    if module is None or "<" in name:
+        raise ValueError(f"function: got {function!r}, wants a function of a module, which a worker process can import")
+    if module.__name__ == "__main__":
+        return f"{module.__file__}:{name}"
+    return f"{module.__name__}:{name}"
+
+
+def plain(function: str, args: Sequence[Any], flops: float | None, static: Mapping[str, Any]) -> Workload:
+    """Builds the workload of a function that is named, with arguments that are given; `static` are its keywords."""
+    found = find_function(function)
+    return Workload(function=lambda *arrays: found(*arrays, **static), args=args, flops=flops)
+
+
+def _import_file(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(_USER_MODULE, Path(path))
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_USER_MODULE] = module
+    spec.loader.exec_module(module)
+    return module

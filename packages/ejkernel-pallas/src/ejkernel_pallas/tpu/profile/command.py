@@ -1,0 +1,73 @@
+"""`ejkernel profile`, which this package adds to the command line of the core."""
+
+import importlib.util
+from pathlib import Path
+
+import click
+import jax
+
+from ejkernel.cli.calls import CallSpec, one_line_errors, takes_call
+from ejkernel.cli.tables import console
+from ejkernel_pallas.tpu.profile.cases import Case
+from ejkernel_pallas.tpu.profile.chips import CHIPS
+from ejkernel_pallas.tpu.profile.jobs import profile_many
+from ejkernel_pallas.tpu.profile.operation import operation_case
+from ejkernel_pallas.tpu.profile.report import Report
+from ejkernel_pallas.tpu.profile.text import print_report
+
+
+@click.command()
+@takes_call
+@click.option(
+    "--target", "targets", type=click.Choice(list(CHIPS)), multiple=True, default=("v5e",), show_default=True,
+    help="TPU to compile for. Repeatable.",
+)  # fmt: skip
+@click.option("--gradient", is_flag=True, help="Also the kernels of the gradient.")
+@click.option("--flops", type=click.FloatRange(min=0, min_open=True), help="Useful operations of the call, for MFU.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the use of slots into a PNG file.")
+@click.option(
+    "--keep", type=click.Path(file_okay=False, path_type=Path), help="Leave what libtpu writes in this directory."
+)
+@click.pass_context
+def profile(
+    ctx: click.Context,
+    spec: CallSpec,
+    targets: tuple[str, ...],
+    gradient: bool,
+    flops: float | None,
+    plot: Path | None,
+    keep: Path | None,
+) -> None:
+    """Predict how fast a call's TPU kernels are, without a TPU.
+
+    Compiles the call for each target with libtpu, on any machine, and simulates the schedule: time, loops, slots in
+    use, spills, VMEM, and the bytes that are copied. What XLA does around the kernels is left out. Exits with 1 if a
+    target has no kernel for the call, or does not compile it.
+
+    \b
+    ejkernel profile flash_attention --shape 1,4096,8,128 --dtype bfloat16 -o causal=true --target v6e
+    """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'ejkernel-core[plot]'")
+    call = spec.one()
+    with one_line_errors():
+        record = call.make(jax.random.key(0))
+        case = operation_case(f"{call.op.name}: {call.label}", call.op.name, record, call.platform, gradient, flops)
+    reports = [_profile(case, target, keep) for target in targets]
+    for report in reports:
+        print_report(console(), report)
+    drawn = [report for report in reports if report.kernels]
+    if plot is not None and drawn:
+        from ejkernel_pallas.tpu.profile.plot import draw
+
+        draw(drawn, plot)
+        click.echo(f"drawn in {plot}")
+    if len(drawn) < len(reports):
+        ctx.exit(1)
+
+
+def _profile(case: Case, target: str, keep: Path | None) -> Report:
+    try:
+        return profile_many([case], target=target, keep=None if keep is None else keep / target)[0]
+    except ModuleNotFoundError as error:
+        raise click.ClickException(str(error)) from error

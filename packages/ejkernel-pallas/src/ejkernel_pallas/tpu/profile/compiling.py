@@ -1,0 +1,122 @@
+"""Compiling for a TPU that is not there, and finding what libtpu writes about each kernel."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_pallas.tpu.profile.cases import Case, Workload
+from ejkernel_pallas.tpu.profile.chips import Chip
+from ejkernel_pallas.tpu.profile.report import KernelReport, Report
+from ejkernel_pallas.tpu.profile.scalars import PallasCall, pack_words, pallas_calls
+from ejkernel_pallas.tpu.profile.simulate import Schedule
+
+_KERNEL = re.compile(r"%([\w.\-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"")
+_BUNDLES = "final_bundles.txt"
+_UTILISATION = "final_hlo-static-per-bundle-utilization.txt"
+_ALLOCATIONS = "pre-finalize-registers-and-allocations.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program: its HLO, its `pallas_call`s, and the seconds that lowering and compiling took."""
+
+    hlo: str
+    calls: Sequence[PallasCall]
+    lower_seconds: float
+    compile_seconds: float
+
+
+def profile_case(chip: Chip, case: Case, dumps: Path) -> Report:
+    """Compiles a case and simulates its kernels, in a process whose libtpu writes to the folder `dumps`."""
+    workload = case.workload()
+    compiled = _compile(chip, case, workload)
+    return Report(
+        label=case.label,
+        target=chip.name,
+        kernels=tuple(_kernels(chip, case, compiled, dumps)),
+        flops=workload.flops,
+        lower_seconds=compiled.lower_seconds,
+        compile_seconds=compiled.compile_seconds,
+    )
+
+
+@contextlib.contextmanager
+def compiling_for(chip: Chip) -> Generator[NamedSharding]:
+    """Inside, calls of operations are dispatched for the chip, and arrays of the sharding lie on one of its devices."""
+    mesh = _mesh(chip)
+    device = DeviceInfo(platform="tpu", vendor="google", kind=chip.kind)
+    with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield NamedSharding(mesh, PartitionSpec())
+
+
+@functools.cache
+def _mesh(chip: Chip) -> Mesh:
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology)
+    return Mesh(np.array(topology.devices[:1]), ("x",))
+
+
+def _compile(chip: Chip, case: Case, workload: Workload) -> Compiled:
+    leaves, structure = jax.tree.flatten(list(workload.args))
+    values = [None if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf) for leaf in leaves]
+    with compiling_for(chip) as sharding:
+        abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in leaves]
+        args = jax.tree.unflatten(structure, abstract)
+        started = time.perf_counter()
+        lowered = jax.jit(workload.function).trace(*args).lower(lowering_platforms=("tpu",))
+        lowering = time.perf_counter()
+        executable = lowered.compile(compiler_options=case.options())
+        compiling = time.perf_counter()
+        calls = pallas_calls(workload.function, args, values)
+    return Compiled(executable.as_text() or "", calls, lowering - started, compiling - lowering)
+
+
+def _kernels(chip: Chip, case: Case, compiled: Compiled, dumps: Path) -> Generator[KernelReport]:
+    left = list(compiled.calls)
+    for name in _KERNEL.findall(compiled.hlo):
+        call = _call_of(name, left)
+        if call is not None:
+            left.remove(call)
+        yield _kernel(chip, case, name, call, dumps)
+
+
+def _call_of(name: str, calls: Sequence[PallasCall]) -> PallasCall | None:
+    """The call that a kernel came from: the first of its name, or else the first."""
+    base = name.partition(".")[0]
+    return next((call for call in calls if call.name == base), calls[0] if calls else None)
+
+
+def _kernel(chip: Chip, case: Case, name: str, call: PallasCall | None, dumps: Path) -> KernelReport:
+    bundles, utilisation, allocations = (_dump(dumps, name, kind) for kind in (_BUNDLES, _UTILISATION, _ALLOCATIONS))
+    if not bundles:
+        raise FileNotFoundError(f"libtpu wrote no bundles of kernel {name}")
+    schedule = Schedule(chip, bundles, utilisation, allocations)
+    scalars = call.scalars if call else ()
+    known = {number: pack_words(value) for number, value in enumerate(scalars) if value is not None}
+    simulation = schedule.run(known, seconds=case.seconds)
+    return KernelReport(
+        name=name,
+        target=chip.name,
+        grid=call.grid if call else (),
+        utilisation=schedule.utilisation,
+        loops=schedule.loops(simulation.blocks),
+        vmem_bytes=schedule.vmem_bytes,
+        known=tuple(known),
+        simulation=simulation,
+    )
+
+
+def _dump(dumps: Path, name: str, kind: str) -> str:
+    """The text of a dump of a kernel, whose file is named `<time>-<kernel>-<pass>-<kind>`; empty if there is none."""
+    wanted = re.compile(rf"\d+-{re.escape(name)}-\d+-{re.escape(kind)}")
+    found = next((path for path in sorted(dumps.iterdir()) if wanted.fullmatch(path.name)), None)
+    return found.read_text(errors="replace") if found else ""

@@ -1,0 +1,91 @@
+"""The control flow of a kernel: basic blocks, branches and loops over its bundles."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ejkernel_pallas.tpu.profile.bundles import Bundle, Instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A branch: its instruction, and the bundle that it goes to; None where the region is not there."""
+
+    instruction: Instruction
+    target: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Bundles `start` to `end`, exclusive, of which only the first is jumped to.
+
+    The delay slots of a branch may run into the next block; they belong to both.
+
+    Attributes:
+        start: First bundle, which names the block.
+        end: After the last bundle.
+        branch: Bundle of the branch that ends it; None where it falls through.
+        following: Bundle that comes next where the branch is not taken.
+    """
+
+    start: int
+    end: int
+    branch: int | None
+    following: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Blocks by their first bundle, and branches by the bundle they are in."""
+
+    blocks: Mapping[int, Block]
+    branches: Mapping[int, Branch]
+
+
+def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
+    """Splits bundles into blocks, where `delay` bundles after a branch are still executed."""
+    regions: dict[int, int] = {}
+    for k, bundle in enumerate(bundles):
+        for region in bundle.regions:
+            regions.setdefault(region, k)
+    branches = {
+        k: Branch(instruction, regions.get(instruction.region))
+        for k, bundle in enumerate(bundles)
+        for instruction in bundle.instructions
+        if instruction.region is not None
+    }
+    targets = {branch.target for branch in branches.values() if branch.target is not None}
+    leaders = sorted(k for k in {0, *targets, *(k + delay + 1 for k in branches)} if k < len(bundles))
+    ends = [*leaders[1:], len(bundles)]
+    blocks = {
+        start: _block(start, end, branches, delay, len(bundles)) for start, end in zip(leaders, ends, strict=True)
+    }
+    return Flow(blocks, branches)
+
+
+def _block(start: int, end: int, branches: Mapping[int, Branch], delay: int, count: int) -> Block:
+    branch = next((k for k in reversed(range(start, end)) if k in branches), None)
+    if branch is None:
+        return Block(start, end, None, end)
+    after = branch + delay + 1
+    end = min(max(end, after), count)
+    taken_somewhere = branches[branch].target is not None
+    return Block(start, end, branch, min(after, end) if taken_somewhere else end)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSpan:
+    """A loop: its first and its last bundle, and the number of loops that it is in, itself included."""
+
+    start: int
+    end: int
+    depth: int
+
+
+def find_loops(bundles: Sequence[Bundle], flow: Flow, delay: int) -> tuple[LoopSpan, ...]:
+    """The loops, outer before inner: branches that go back."""
+    found = [
+        LoopSpan(branch.target, min(k + delay, len(bundles) - 1), max(bundles[branch.target].depth, 1))
+        for k, branch in flow.branches.items()
+        if branch.target is not None and branch.target <= k
+    ]
+    return tuple(sorted(found, key=lambda loop: (loop.start, -loop.end)))

@@ -1,0 +1,129 @@
+"""What a kernel's scalar code acts on: scalar memory, semaphores, and copies that share one HBM queue."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ejkernel_pallas.tpu.profile.chips import Chip
+
+GRANULE = 32  # bytes that copies are counted in
+POINTER = 1 << 40  # addresses are multiples of it plus an offset, so that they are told from numbers
+_FIRST_OPERAND = 1 << 20
+_LOCAL_LATENCY = 100  # cycles, of copies between memories of a core; assumed, like their bandwidth
+_LOCAL_BANDWIDTH = 256.0  # bytes a cycle
+
+
+def operand_address(number: int) -> int:
+    """Where an operand of the kernel starts."""
+    return POINTER * (_FIRST_OPERAND + number)
+
+
+def wrap(value: int) -> int:
+    """A number as 32 bits with a sign; addresses stay as they are."""
+    if -0x80000000 <= value < 0x80000000 or value >= POINTER:
+        return value
+    return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
+
+
+def multiply(first: int, second: int) -> int:
+    """The lower 32 bits of a product of numbers, with a sign; they are not mistaken for an address."""
+    return wrap(first * second & 0xFFFFFFFF)
+
+
+def shift_left(value: int, count: int) -> int:
+    """Shifts a number; addresses stay as they are, because their unit is of no matter here."""
+    return value if value >= POINTER else wrap(value << (count & 31))
+
+
+def shift_right(value: int, count: int) -> int:
+    """Shifts a number without its sign; addresses stay as they are."""
+    return value if value >= POINTER else (value & 0xFFFFFFFF) >> (count & 31)
+
+
+@dataclasses.dataclass
+class _Arrival:
+    """A copy whose semaphore has not been waited for: when it is there, and granules not yet claimed."""
+
+    cycle: float
+    granules: int
+
+
+class Machine:
+    """The state of a core while its kernel runs.
+
+    Attributes:
+        t: Cycles since the kernel began.
+        memory: Words of scalar memory by address.
+        copied: Bytes by the kind of copy, such as `hbm_to_vmem`.
+        copies: Copies by their kind.
+        waited: Cycles spent waiting for copies.
+        unknown: Reads of scalar memory that nobody has written, by the allocation or operand.
+    """
+
+    def __init__(self, chip: Chip, operands: Mapping[int, Sequence[int]]) -> None:
+        self.t = 0.0
+        self.memory: dict[int, int] = {}
+        self.copied = collections.Counter[str]()
+        self.copies = collections.Counter[str]()
+        self.waited = 0.0
+        self.unknown = collections.Counter[int]()
+        self._latencies = chip.latencies
+        self._bytes_per_cycle = chip.core_bandwidth / chip.clock
+        self._hbm_free = 0.0
+        self._arrivals = collections.defaultdict[int, collections.deque[_Arrival]](collections.deque)
+        self._operands = operands
+        for number, words in operands.items():
+            self._write(operand_address(number), words)
+
+    def load(self, address: int) -> int:
+        """Reads a word; 0, and a note, where its value is not known."""
+        value = self.memory.get(address)
+        if value is None:
+            self.unknown[address // POINTER] += 1
+            return 0
+        return value
+
+    def scalar_operand(self, number: int) -> int:
+        """The value of an operand that is a single number."""
+        return self.load(operand_address(number))
+
+    def start(self, cycle: float, kind: str, granules: int, semaphore: int, source: int, target: int) -> None:
+        """Starts a copy: those with HBM go one after another, at its bandwidth."""
+        size = granules * GRANULE
+        self.copied[kind] += size
+        self.copies[kind] += 1
+        if "hbm" in kind:
+            self._hbm_free = max(cycle, self._hbm_free) + size / self._bytes_per_cycle
+            reads = kind.startswith("hbm_to")
+            done = self._hbm_free + (self._latencies.dma_read if reads else self._latencies.dma_write)
+        else:
+            done = cycle + _LOCAL_LATENCY + size / _LOCAL_BANDWIDTH
+        self._arrivals[semaphore].append(_Arrival(done, granules))
+        if kind.endswith("_to_smem"):
+            self._write(target, self._operands.get(source // POINTER - _FIRST_OPERAND, ()))
+
+    def wait(self, cycle: float, semaphore: int, granules: int) -> float:
+        """Waits until copies have brought so many granules; returns for how many cycles."""
+        arrivals, done = self._arrivals[semaphore], cycle
+        while granules > 0 and arrivals:
+            first = arrivals[0]
+            done = max(done, first.cycle)
+            taken = min(granules, first.granules)
+            granules -= taken
+            first.granules -= taken
+            if not first.granules:
+                arrivals.popleft()
+        self.waited += done - cycle
+        return done - cycle
+
+    def _write(self, address: int, words: Sequence[int]) -> None:
+        for offset, word in enumerate(words):
+            self.memory[address + offset] = word
+
+    def unknown_reads(self, allocations: Mapping[str, int]) -> dict[str, int]:
+        """How often words that nobody has written were read, by name."""
+        names = {number: name for name, number in allocations.items()}
+        return {
+            names.get(place, f"operand {place - _FIRST_OPERAND}" if place >= _FIRST_OPERAND else str(place)): count
+            for place, count in self.unknown.items()
+        }

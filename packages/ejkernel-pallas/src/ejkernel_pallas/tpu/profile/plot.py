@@ -1,0 +1,61 @@
+"""Drawing the use of slots over a kernel's schedule; the one module that imports matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ejkernel_pallas.tpu.profile.report import KernelReport, Report
+from ejkernel_pallas.tpu.profile.text import bound, microseconds
+
+_COLUMNS = 400
+_ROW_HEIGHT = 0.28
+
+
+def draw(reports: Sequence[Report], path: Path) -> None:
+    """Draws a panel for every kernel: kinds of slots downwards, the bundles that were issued in the schedule's order
+    to the right, each as wide as it was issued often.
+
+    Args:
+        reports: Those without an error are drawn.
+        path: PNG file to write.
+    """
+    panels = [(report, kernel) for report in reports for kernel in report.kernels]
+    heights = [1.2 + _ROW_HEIGHT * len(kernel.utilisation.slots) for _, kernel in panels]
+    # Without pyplot: it keeps figures alive, and looks for a display.
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False)
+    image: Any = None
+    for axis, (report, kernel) in zip(axes[:, 0], panels, strict=True):
+        image = axis.imshow(issued(kernel), aspect="auto", vmin=0, vmax=1, cmap="viridis", extent=(0, 100, 1, 0))
+        _label(axis, report, kernel)
+    figure.colorbar(image, ax=list(axes[:, 0]), label="slots in use", shrink=min(1.0, 3 / sum(heights)))
+    figure.savefig(path, dpi=150, format="png")
+
+
+def issued(kernel: KernelReport, columns: int = _COLUMNS) -> np.ndarray[Any, Any]:
+    """Share of slots in use, [kinds of slots, columns]: every column is as many issued bundles as the others."""
+    used = np.asarray(kernel.utilisation.used, np.float64) / np.asarray(kernel.utilisation.capacity)
+    counts = np.array([kernel.simulation.visits.get(k, 0) for k in range(len(used))], np.float64)
+    ends = np.concatenate([[0.0], np.cumsum(counts)])
+    sums = np.concatenate([np.zeros((1, used.shape[1])), np.cumsum(used * counts[:, None], axis=0)])
+    edges = np.linspace(0.0, ends[-1], columns + 1)
+    upto = np.stack([np.interp(edges, ends, sums[:, slot]) for slot in range(used.shape[1])])
+    return np.diff(upto, axis=1) / max(ends[-1] / columns, 1e-9)
+
+
+def _label(axis: Any, report: Report, kernel: KernelReport) -> None:
+    slots = kernel.utilisation.slots
+    axis.set_yticks([(k + 0.5) / len(slots) for k in range(len(slots))], slots, fontsize=8)
+    axis.set_xlabel("per cent of the bundles issued, in the order of the schedule", fontsize=8)
+    for loop in kernel.loops:
+        before = sum(count for k, count in kernel.simulation.visits.items() if k < loop.start)
+        inside = sum(count for k, count in kernel.simulation.visits.items() if loop.start <= k <= loop.end)
+        share = 100 / max(1, kernel.simulation.bundles)
+        for edge in (before * share, (before + inside) * share):
+            axis.axvline(edge, color="white", linewidth=0.6, alpha=0.8)
+    about = f"{microseconds(kernel.seconds)} µs predicted, bound by {bound(kernel)}"
+    title = f"{report.label}, on {report.target}, kernel {kernel.name}: {about}"
+    axis.set_title(title, loc="left", fontsize=8, wrap=True)

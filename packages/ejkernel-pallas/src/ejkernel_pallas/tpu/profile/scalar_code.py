@@ -1,0 +1,140 @@
+"""The scalar code of a kernel, as one Python function for each basic block.
+
+What decides where a kernel goes, what it copies and what it waits for is scalar: the grid loop, `pl.when`, `fori_loop`
+and tables of scalar prefetch. Instructions that none of these depends on are left out.
+"""
+
+import collections
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ejkernel_pallas.tpu.profile.bundles import REGISTER, Bundle, Instruction
+from ejkernel_pallas.tpu.profile.expressions import Names, expression
+from ejkernel_pallas.tpu.profile.flow import Block, Flow
+from ejkernel_pallas.tpu.profile.machine import Machine, multiply, shift_left, shift_right, wrap
+from ejkernel_pallas.tpu.profile.scheduler import BlockTime
+
+BlockFunction = Callable[[list[int], Machine, dict[int, int]], int]
+
+_SCALAR = re.compile(r"[sp]\d")
+_MERGES = ("sphi", "pphi")
+_COPY_SIZES = ("size_in_granules", "dst_syncflagno")
+_COPY_ADDRESSES = ("src", "hbm", "vmem", "smem")
+
+
+class _Slice:
+    """The instructions that control flow and copies depend on."""
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        self.kept: set[Instruction] = set()
+        self._wanted: set[str] = set()
+        self._pending: list[str] = []
+        self._definitions = collections.defaultdict[str, list[Instruction]](list)
+        self._stores: list[Instruction] = []
+        everything = [i for bundle in bundles for i in bundle.instructions]
+        for instruction in everything:
+            if instruction.result and _SCALAR.match(instruction.result):
+                self._definitions[instruction.result].append(instruction)
+            if instruction.opcode == "sst":
+                self._stores.append(instruction)
+        for instruction in everything:
+            if instruction.region is not None or instruction.opcode == "dma.done.wait":
+                self._keep(instruction, instruction.operands)
+            elif instruction.opcode.startswith("dma."):
+                names = (*_COPY_SIZES, *(_COPY_ADDRESSES if "smem" in instruction.opcode else ()))
+                self._keep(instruction, [instruction.named[name] for name in names if name in instruction.named])
+        self._follow()
+
+    def _keep(self, instruction: Instruction, operands: Iterable[str]) -> None:
+        if instruction in self.kept:
+            return
+        self.kept.add(instruction)
+        for operand in operands:
+            self._want(operand)
+        if predicate := instruction.predicate:
+            self._want(f"%{predicate.register}")
+            self._want(predicate.otherwise or "")
+
+    def _want(self, text: str) -> None:
+        for name in REGISTER.findall(text):
+            if _SCALAR.match(name) and name not in self._wanted:
+                self._wanted.add(name)
+                self._pending.append(name)
+
+    def _follow(self) -> None:
+        while self._pending:
+            for instruction in self._definitions[self._pending.pop()]:
+                self._keep(instruction, instruction.operands)
+                if instruction.opcode == "sld":  # it may read what any store has written
+                    for store in self._stores:
+                        self._keep(store, store.operands)
+
+
+class ScalarCode:
+    """A kernel's scalar code, ready to run.
+
+    Attributes:
+        names: Registers and allocations by number.
+        functions: First bundle of a block -> `(registers, machine, memory) -> first bundle of the next block`.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], flow: Flow, times: Mapping[int, BlockTime]) -> None:
+        self.names = Names()
+        self._bundles, self._flow = bundles, flow
+        self._kept = _Slice(bundles).kept
+        self._merged = self._merge_sources()
+        source = "\n".join(self._block(block, times[start]) for start, block in flow.blocks.items())
+        scope: dict[str, Any] = {f.__name__: f for f in (wrap, multiply, shift_left, shift_right)}
+        exec(source, scope)  # made here, of parsed operands; a function is a hundred times faster than interpreting
+        self.functions: dict[int, BlockFunction] = {start: scope[f"b{start}"] for start in flow.blocks}
+
+    def _merge_sources(self) -> Mapping[str, list[str]]:
+        """Register -> the merges that it is an input of. They are assigned where the register is."""
+        found = collections.defaultdict[str, list[str]](list)
+        for bundle in self._bundles:
+            for merge in bundle.instructions:
+                if merge.opcode in _MERGES and merge.result:
+                    for match in filter(None, map(REGISTER.match, merge.operands)):
+                        found[match[1]].append(merge.result)
+        return found
+
+    def _block(self, block: Block, time: BlockTime) -> str:
+        lines = [f"def b{block.start}(R,S,M):", "t=S.t"]
+        for k, cycle in zip(range(block.start, block.end), time.issued, strict=True):
+            merges = [i for i in self._bundles[k].instructions if i.opcode in _MERGES]
+            others = [i for i in self._bundles[k].instructions if i.opcode not in _MERGES]
+            lines += [self._merge(i.result) for i in merges if i in self._kept and i.result]
+            for instruction in others:
+                if instruction.region is None and instruction in self._kept:
+                    lines += self._statements(instruction, cycle)
+                elif k == block.branch and instruction.region is not None:
+                    lines.append(f"taken={self._condition(instruction)}")
+        lines.append(f"S.t=t+{time.cycles}")
+        target = None if block.branch is None else self._flow.branches[block.branch].target
+        otherwise = block.following
+        lines.append(f"return {otherwise}" if target is None else f"return {target} if taken else {otherwise}")
+        return "\n ".join(lines)
+
+    def _merge(self, result: str) -> str:
+        return f"{self.names.register(result)}={self.names.register(f'phi_{result}')}"
+
+    def _condition(self, instruction: Instruction) -> str:
+        predicate = instruction.predicate
+        if predicate is None:
+            return "True"
+        return f"{'not ' if predicate.negated else ''}{self.names.register(predicate.register)}"
+
+    def _statements(self, instruction: Instruction, cycle: int) -> Iterable[str]:
+        value = expression(instruction, self.names, cycle)
+        predicate = instruction.predicate
+        guard = f"if {self._condition(instruction)}: " if predicate else ""
+        result = instruction.result
+        if result is None or not _SCALAR.match(result) or instruction.opcode.startswith(("dma", "sst")):
+            return [f"{guard}{value}"]
+        register = self.names.register(result)
+        if predicate and predicate.otherwise:
+            otherwise = self.names.operand(predicate.otherwise)
+            value, guard = f"({value}) if {self._condition(instruction)} else {otherwise}", ""
+        merges = [f"{guard}{self.names.register(f'phi_{merge}')}={register}" for merge in self._merged.get(result, ())]
+        return [f"{guard}{register}={value}", *merges]

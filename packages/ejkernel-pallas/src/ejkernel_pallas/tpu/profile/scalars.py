@@ -1,0 +1,174 @@
+"""The values of scalar operands: evaluated on the CPU, and laid out as they are in scalar memory."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+_LANES = 128
+_SUBLANES = 8
+_CONTROL_FLOW = ("while", "scan", "cond")
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+Thunk = Callable[[], Any]
+
+
+class _UnknownError(Exception):
+    """A value that depends on an argument of which only the shape is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasCall:
+    """A `pallas_call` of a program.
+
+    Attributes:
+        name: Of its kernel.
+        grid: Innermost last; a bound that is not static is text.
+        scalars: Values of its operands for scalar prefetch, and of its dynamic bounds; None where unknown.
+    """
+
+    name: str
+    grid: tuple[int | str, ...]
+    scalars: tuple[np.ndarray[Any, Any] | None, ...]
+
+
+def pallas_calls(function: Callable[..., Any], args: Sequence[Any], values: Sequence[Any]) -> list[PallasCall]:
+    """Finds every `pallas_call` of a program, and the values of its scalar operands.
+
+    Args:
+        function: The program.
+        args: Its arguments, with `jax.ShapeDtypeStruct` leaves.
+        values: For every leaf its value, or None where only the shape is known.
+    """
+    walk = _Walk()
+    leaves = [_unknown if value is None else functools.partial(_constant, value) for value in values]
+    walk.run(*_parts(jax.jit(function).trace(*args).jaxpr), leaves)
+    return walk.calls
+
+
+class _Walk:
+    """Goes through a program; what it computes is evaluated when a `pallas_call` needs it, and only then."""
+
+    def __init__(self) -> None:
+        self.calls: list[PallasCall] = []
+
+    def run(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Thunk]) -> list[Thunk]:
+        known: dict[Any, Thunk] = dict(zip(jaxpr.invars, inputs, strict=True))
+        known |= {v: functools.partial(_constant, c) for v, c in zip(jaxpr.constvars, constants, strict=True)}
+
+        def read(variable: Any) -> Thunk:
+            if isinstance(variable, jex_core.Literal):
+                return functools.partial(_constant, variable.val)
+            return known[variable]
+
+        for equation in jaxpr.eqns:
+            outputs = self._equation(equation, [read(v) for v in equation.invars])
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, equation: Any, inputs: list[Thunk]) -> Sequence[Thunk]:
+        name, params = equation.primitive.name, equation.params
+        if name == "pallas_call":
+            self.calls.append(_pallas_call(params, inputs))
+            return [_unknown] * len(equation.outvars)
+        inner = next((params[key] for key in _INNER if key in params), None)
+        if inner is not None and name not in _CONTROL_FLOW:
+            return self.run(*_parts(inner), inputs)
+        results = _once(functools.partial(_evaluate, equation, inputs))
+        return [_once(functools.partial(_item, results, k)) for k in range(len(equation.outvars))]
+
+
+def _pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
+    mapping = params["grid_mapping"]
+    count = mapping.num_dynamic_grid_bounds + mapping.num_index_operands
+    name = params.get("name") or str(params.get("name_and_src_info", ""))
+    grid = tuple(size if isinstance(size, int) else str(size) for size in mapping.grid)
+    return PallasCall(name.split(" ")[0], grid, tuple(_value(thunk) for thunk in inputs[:count]))
+
+
+def _value(thunk: Thunk) -> np.ndarray[Any, Any] | None:
+    try:
+        return np.asarray(thunk())
+    except _UnknownError:
+        return None
+
+
+def _evaluate(equation: Any, inputs: Sequence[Thunk]) -> Sequence[Any]:
+    values = [thunk() for thunk in inputs]
+    bound = equation.primitive.get_bind_params(equation.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    result = equation.primitive.bind(*functions, *values, **params)
+    return result if equation.primitive.multiple_results else [result]
+
+
+def _once(thunk: Thunk) -> Thunk:
+    """Remembers the value, and also that there is none: programs use what they compute more than once."""
+
+    @functools.cache
+    def outcome() -> tuple[Any, bool]:
+        try:
+            return thunk(), True
+        except _UnknownError:
+            return None, False
+
+    def value() -> Any:
+        result, known = outcome()
+        if not known:
+            raise _UnknownError
+        return result
+
+    return value
+
+
+def _item(results: Thunk, index: int) -> Any:
+    return results()[index]
+
+
+def _constant(value: Any) -> Any:
+    return value
+
+
+def _unknown() -> Any:
+    raise _UnknownError
+
+
+def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants; those of an open one are its variables, and it has none."""
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+def pack_words(values: Any) -> list[int]:
+    """The 32-bit words of an integer array as they lie in scalar memory.
+
+    Vectors are packed; arrays of more dimensions lie in tiles of 128 columns and up to 8 rows, in which numbers of less
+    than 32 bits of neighbouring rows share a word.
+    """
+    array = np.asarray(values)
+    if array.dtype == np.bool_:
+        array = array.astype(np.int32)
+    per_word = max(1, 4 // array.dtype.itemsize)
+    if array.ndim <= 1:
+        flat = np.pad(array.reshape(-1), (0, -array.size % per_word))
+        return _words(flat)
+    return _words(_tiled(array, per_word))
+
+
+def _tiled(array: np.ndarray[Any, Any], per_word: int) -> np.ndarray[Any, Any]:
+    rows, columns = array.shape[-2:]
+    tile = _SUBLANES if rows >= _SUBLANES else max(per_word, 1 << (rows - 1).bit_length())
+    leading = int(np.prod(array.shape[:-2]))
+    padded = np.zeros((leading, -(-rows // tile) * tile, -(-columns // _LANES) * _LANES), array.dtype)
+    padded[:, :rows, :columns] = array.reshape(-1, rows, columns)
+    grid = padded.reshape(leading, -1, tile, padded.shape[2] // _LANES, _LANES)
+    tiles = grid.transpose(0, 1, 3, 2, 4)
+    shared = tiles.reshape(*tiles.shape[:3], tile // per_word, per_word, _LANES).swapaxes(-1, -2)
+    return np.ascontiguousarray(shared)
+
+
+def _words(array: np.ndarray[Any, Any]) -> list[int]:
+    words = array if array.dtype.itemsize == 4 else array.reshape(-1).view(np.int32)
+    return words.reshape(-1).astype(np.int64).tolist()

@@ -1,0 +1,256 @@
+"""How long a basic block takes: bundles are issued in order, and wait for busy units and for results."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+from ejkernel_pallas.tpu.profile.bundles import REGISTER, Bundle, Instruction
+from ejkernel_pallas.tpu.profile.chips import Latencies
+from ejkernel_pallas.tpu.profile.flow import Block
+
+_TRANSCENDENTAL = (
+    "vexp", "vpow", "vrcp", "vrsqrt", "vtanh", "vlog", "verf", "vsigm", "vsin", "vcos", "vsqrt",
+)  # fmt: skip
+_NARROW = ("bf16", "s8", "f8")
+_SLOT = re.compile(r"mrb\[(\d+)\]")
+
+
+class Kind(enum.Enum):
+    """What an instruction does, as far as time is concerned."""
+
+    MATMUL = enum.auto()
+    PUSH = enum.auto()
+    WEIGHTS = enum.auto()  # other work on the weight registers: it waits for them, and delays nobody
+    POP_QUEUE = enum.auto()  # results of the matrix unit come out in order ...
+    POP_BUFFER = enum.auto()  # ... or, on newer chips, by their number
+    POP_TRANSPOSED = enum.auto()
+    POP = enum.auto()
+    REDUCE = enum.auto()
+    TRANSPOSE = enum.auto()
+    ROTATE = enum.auto()
+    TRANSCENDENTAL = enum.auto()
+    OTHER = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What an opcode says.
+
+    Attributes:
+        kind: What it does.
+        unit: Which of the matrix or cross-lane units.
+        slot: Number of the result, where results have numbers; else None.
+        results: Result registers for each pushed register, before the correction for the chip.
+        narrow: Of formats up to 16 bits.
+        latches: Takes in the weights that have been pushed.
+        waits: Waits for the cross-lane unit.
+        ends: Is the last instruction of a transposition.
+    """
+
+    kind: Kind
+    unit: int = 0
+    slot: int | None = None
+    results: int = 2
+    narrow: bool = True
+    latches: bool = False
+    waits: bool = False
+    ends: bool = False
+
+
+@functools.cache
+def work(opcode: str) -> Work:
+    """Classifies an opcode."""
+    kind = _matrix_kind(opcode) or _pop_kind(opcode) or _vector_kind(opcode)
+    on_xlu = kind in (Kind.REDUCE, Kind.TRANSPOSE, Kind.ROTATE, Kind.POP_TRANSPOSED)
+    unit = re.search(r"xlu(\d)" if on_xlu else r"mxu(\d)", opcode)
+    slot = _SLOT.search(opcode)
+    return Work(
+        kind=kind,
+        unit=int(unit[1]) if unit else 0,
+        slot=int(slot[1]) if slot else None,
+        results=1 if ".f32" in opcode else 2,
+        narrow=any(name in opcode for name in _NARROW),
+        latches="vlgmr" in opcode,
+        waits="xlu" in opcode,
+        ends=".end" in opcode,
+    )
+
+
+def _matrix_kind(opcode: str) -> Kind | None:
+    if opcode.startswith("vmatprep"):  # stages alone: the product or push after it pays
+        return Kind.OTHER
+    if opcode.startswith("vmatmul"):
+        return Kind.MATMUL
+    if opcode.startswith("vmatpush"):
+        return Kind.PUSH
+    return Kind.WEIGHTS if opcode.startswith("vmat") else None
+
+
+def _pop_kind(opcode: str) -> Kind | None:
+    if not opcode.startswith("vpop"):
+        return None
+    if "mrf" in opcode:
+        return Kind.POP_QUEUE
+    if "mrb" in opcode:
+        return Kind.POP_BUFFER
+    return Kind.POP_TRANSPOSED if ".trf" in opcode else Kind.POP
+
+
+def _vector_kind(opcode: str) -> Kind:
+    if ".xlane" in opcode:
+        return Kind.REDUCE
+    if opcode.startswith("vxpose"):
+        return Kind.TRANSPOSE
+    if "xlu" in opcode:
+        return Kind.ROTATE
+    return Kind.TRANSCENDENTAL if opcode.startswith(_TRANSCENDENTAL) else Kind.OTHER
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratios:
+    """Results that come out of a unit for each register that went in: a property of chip and dtype, read off a kernel.
+
+    Attributes:
+        matmul: Registers popped from the queues of the matrix units, for each one expected.
+        transposition: Registers popped from the cross-lane units, for each one pushed.
+    """
+
+    matmul: float
+    transposition: float
+
+    @classmethod
+    def of(cls, bundles: Sequence[Bundle]) -> "Ratios":
+        """Counts over a whole kernel."""
+        found = [work(i.opcode) for bundle in bundles for i in bundle.instructions]
+        counts = collections.Counter(w.kind for w in found)
+        expected = sum(w.results for w in found if w.kind is Kind.MATMUL)
+        return cls(
+            matmul=counts[Kind.POP_QUEUE] / expected if counts[Kind.POP_QUEUE] and expected else 1.0,
+            transposition=counts[Kind.POP_TRANSPOSED] / counts[Kind.TRANSPOSE]
+            if counts[Kind.POP_TRANSPOSED] and counts[Kind.TRANSPOSE]
+            else 1.0,
+        )
+
+    def results(self, of: Work) -> int:
+        """Registers that a product leaves in its queue."""
+        return max(1, round(of.results * self.matmul))
+
+
+class Scoreboard:
+    """The state of the units while a block is issued."""
+
+    def __init__(self, latencies: Latencies, ratios: Ratios, bundles: Iterable[Bundle]) -> None:
+        self._latencies, self._ratios = latencies, ratios
+        self._matrix_free = collections.Counter[int]()
+        self._push_free = collections.Counter[int]()
+        self._cross_lane_free = collections.Counter[int]()
+        self._ready: dict[str | None, int] = {}
+        self._queue = collections.defaultdict[int, collections.deque[int]](collections.deque)
+        self._buffer: dict[tuple[int, int], int] = {}
+        self._transposed = collections.defaultdict[int, collections.deque[int]](collections.deque)
+        self._transposing = collections.Counter[int]()
+        self._earlier = self._results_of_earlier_blocks(bundles)
+
+    def _results_of_earlier_blocks(self, bundles: Iterable[Bundle]) -> collections.Counter[int]:
+        """Pops for which the block has no product: they find what an earlier block left, long ready."""
+        balance = collections.Counter[int]()
+        for bundle in bundles:
+            for instruction in bundle.instructions:
+                of = work(instruction.opcode)
+                if of.kind is Kind.MATMUL:
+                    balance[of.unit] -= self._ratios.results(of)
+                elif of.kind is Kind.POP_QUEUE:
+                    balance[of.unit] += 1
+        return +balance
+
+    def issue(self, cycle: int, bundle: Bundle) -> int:
+        """Issues a bundle at `cycle` or as soon after it as it can be; returns when."""
+        timed = [(i, of) for i in bundle.instructions if (of := work(i.opcode)).kind is not Kind.OTHER]
+        for instruction, of in timed:
+            cycle = max(cycle, self._earliest(instruction, of))
+        for instruction, of in timed:
+            self._occupy(cycle, instruction, of)
+        return cycle
+
+    def _earliest(self, instruction: Instruction, of: Work) -> int:
+        """When an instruction can be issued, as far as it alone is concerned; takes what it pops."""
+        if of.kind is Kind.MATMUL:
+            return max(self._matrix_free[of.unit], self._push_free[of.unit] if of.latches else 0)
+        if of.kind in (Kind.PUSH, Kind.WEIGHTS):
+            return self._push_free[of.unit]
+        if of.kind is Kind.POP_QUEUE:
+            return self._pop_queue(of.unit)
+        if of.kind is Kind.POP_BUFFER:
+            return self._buffer.get((of.unit, of.slot or 0), 0)
+        if of.kind is Kind.POP_TRANSPOSED:
+            return self._transposed[of.unit].popleft() if self._transposed[of.unit] else 0
+        if of.kind is Kind.POP:
+            found = (REGISTER.search(operand) for operand in instruction.operands)
+            return max((self._ready.get(match[1], 0) for match in found if match), default=0)
+        return self._cross_lane_free[of.unit] if of.waits else 0
+
+    def _pop_queue(self, unit: int) -> int:
+        if self._earlier[unit] > 0:
+            self._earlier[unit] -= 1
+            return 0
+        return self._queue[unit].popleft() if self._queue[unit] else 0
+
+    def _occupy(self, cycle: int, instruction: Instruction, of: Work) -> None:
+        """Notes until when an instruction keeps its unit, and when its result is there."""
+        latencies = self._latencies
+        if of.kind is Kind.MATMUL:
+            self._multiply(cycle, of)
+        elif of.kind is Kind.PUSH:
+            transposes = "xpose" in instruction.opcode
+            self._push_free[of.unit] = cycle + (latencies.push_transposed if transposes else latencies.push)
+        elif of.kind is Kind.REDUCE:
+            self._cross_lane_free[of.unit] = cycle + latencies.xlu
+            self._ready[instruction.result] = cycle + latencies.reduction
+        elif of.kind is Kind.TRANSPOSE:
+            self._transpose(cycle, of)
+        elif of.kind is Kind.ROTATE:
+            self._cross_lane_free[of.unit] = cycle + 1
+            self._ready[instruction.result] = cycle + latencies.rotation
+        elif of.kind is Kind.TRANSCENDENTAL:
+            self._ready[instruction.result] = cycle + latencies.transcendental
+
+    def _multiply(self, cycle: int, of: Work) -> None:
+        latencies = self._latencies
+        self._matrix_free[of.unit] = cycle + (latencies.matmul if of.narrow else latencies.matmul_f32)
+        ready = cycle + latencies.matmul_result
+        if of.slot is None:
+            self._queue[of.unit].extend([ready] * self._ratios.results(of))
+            return
+        for register in range(2 * of.results):
+            self._buffer[of.unit, of.slot + register] = ready
+
+    def _transpose(self, cycle: int, of: Work) -> None:
+        """The whole tile comes out at the end, a register a pop."""
+        self._cross_lane_free[of.unit] = cycle + self._latencies.xlu
+        self._transposing[of.unit] += 1
+        if of.ends:
+            registers = max(1, round(self._transposing[of.unit] * self._ratios.transposition))
+            self._transposed[of.unit].extend([cycle + self._latencies.transposition] * registers)
+            self._transposing[of.unit] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTime:
+    """Cycles that a block takes, and the cycle at which each of its bundles is issued."""
+
+    cycles: int
+    issued: tuple[int, ...]
+
+
+def time_block(block: Block, bundles: Sequence[Bundle], latencies: Latencies, ratios: Ratios) -> BlockTime:
+    """Issues the bundles of a block on units that are idle at its start."""
+    mine = bundles[block.start : block.end]
+    scoreboard = Scoreboard(latencies, ratios, mine)
+    cycle, issued = -1, list[int]()
+    for bundle in mine:
+        cycle = scoreboard.issue(cycle + 1, bundle)
+        issued.append(cycle)
+    return BlockTime(cycle + 1, tuple(issued))

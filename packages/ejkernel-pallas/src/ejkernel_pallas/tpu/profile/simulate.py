@@ -1,0 +1,119 @@
+"""Running a kernel's schedule: how often each bundle is issued, what is copied, and how long it takes."""
+
+import collections
+import time
+from collections.abc import Mapping, Sequence
+
+from ejkernel_pallas.tpu.profile.bundles import (
+    Allocation,
+    Bundle,
+    Utilisation,
+    parse_allocations,
+    parse_bundles,
+    parse_utilisation,
+)
+from ejkernel_pallas.tpu.profile.chips import Chip
+from ejkernel_pallas.tpu.profile.flow import find_flow, find_loops
+from ejkernel_pallas.tpu.profile.machine import Machine
+from ejkernel_pallas.tpu.profile.report import FILL, SPILL, Loop, Simulation
+from ejkernel_pallas.tpu.profile.scalar_code import ScalarCode
+from ejkernel_pallas.tpu.profile.scheduler import BlockTime, Kind, Ratios, time_block, work
+
+_CHECK_EVERY = 1 << 14  # blocks between looks at the clock
+
+
+class Schedule:
+    """A kernel as libtpu has scheduled it.
+
+    Args:
+        chip: What it was compiled for.
+        bundles: Text of its final bundles.
+        utilisation: Text of their use of slots; empty if there is none.
+        allocations: Text of its allocations; empty if there is none.
+    """
+
+    def __init__(self, chip: Chip, bundles: str, utilisation: str = "", allocations: str = "") -> None:
+        self.chip = chip
+        self.bundles: Sequence[Bundle] = parse_bundles(bundles)
+        self.utilisation: Utilisation = parse_utilisation(utilisation)
+        self.allocations: Sequence[Allocation] = parse_allocations(allocations)
+        latencies = chip.latencies
+        self.flow = find_flow(self.bundles, latencies.branch_delay)
+        ratios = Ratios.of(self.bundles)
+        self.times: dict[int, BlockTime] = {
+            start: time_block(block, self.bundles, latencies, ratios) for start, block in self.flow.blocks.items()
+        }
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Bytes of all allocations in VMEM."""
+        return sum(allocation.size for allocation in self.allocations if allocation.space == "vmem")
+
+    def run(self, operands: Mapping[int, Sequence[int]], seconds: float = 120.0) -> Simulation:
+        """Runs it on one core.
+
+        Args:
+            operands: Words of the operands whose values are known, by number, as `pack_words` makes them.
+            seconds: When to give up.
+        """
+        code = ScalarCode(self.bundles, self.flow, self.times)
+        machine = Machine(self.chip, operands)
+        for allocation in self.allocations:
+            if "core index" in allocation.tag:
+                machine.memory[code.names.address(allocation.name)] = 0
+        blocks, complete = self._execute(code, machine, seconds)
+        visits = collections.Counter[int]()
+        for start, count in blocks.items():
+            block = self.flow.blocks[start]
+            visits.update(dict.fromkeys(range(block.start, block.end), count))
+        return Simulation(
+            complete=complete,
+            cycles=machine.t,
+            compute_cycles=sum(count * self.times[start].cycles for start, count in blocks.items()),
+            waited_cycles=machine.waited,
+            mxu_cycles=self._mxu_cycles(visits),
+            blocks=dict(blocks),
+            visits=dict(visits),
+            copied=dict(machine.copied),
+            copies=dict(machine.copies),
+            unknown=machine.unknown_reads(code.names.allocations),
+        )
+
+    def _execute(self, code: ScalarCode, machine: Machine, seconds: float) -> tuple[Mapping[int, int], bool]:
+        """How often each block runs, and whether the end was reached."""
+        blocks = collections.Counter[int]()
+        functions, memory, end = code.functions, machine.memory, len(self.bundles)
+        registers = [0] * len(code.names.registers)
+        deadline, bundle, count = time.monotonic() + seconds, 0, 0
+        while bundle < end:
+            blocks[bundle] += 1
+            count += 1
+            if count % _CHECK_EVERY == 0 and time.monotonic() > deadline:
+                return blocks, False
+            bundle = functions[bundle](registers, machine, memory)
+        return blocks, True
+
+    def _mxu_cycles(self, visits: Mapping[int, int]) -> float:
+        latencies, cycles = self.chip.latencies, 0
+        for k, count in visits.items():
+            for instruction in self.bundles[k].instructions:
+                of = work(instruction.opcode)
+                if of.kind is Kind.MATMUL:
+                    cycles += count * (latencies.matmul if of.narrow else latencies.matmul_f32)
+        return cycles / self.chip.mxus
+
+    def loops(self, blocks: Mapping[int, int]) -> tuple[Loop, ...]:
+        """Its loops, outer before inner, where blocks were entered so often."""
+        found = find_loops(self.bundles, self.flow, self.chip.latencies.branch_delay)
+        return tuple(
+            Loop(
+                start=span.start,
+                end=span.end,
+                depth=span.depth,
+                trips=blocks.get(span.start, 0),
+                slots=self.utilisation.shares(once := dict.fromkeys(range(span.start, span.end + 1), 1)),
+                fills=self.utilisation.total(FILL, once),
+                spills=self.utilisation.total(SPILL, once),
+            )
+            for span in found
+        )

@@ -1,0 +1,107 @@
+"""Printing reports."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from ejkernel.cli.tables import print_plain, print_table
+from ejkernel_pallas.tpu.profile.report import KernelReport, Loop, Report
+
+MIB = 1 << 20
+_SPILL_SLOTS = ("VLOAD:FILL", "VSTORE:SPILL")  # they are a part of the loads and stores
+
+
+def print_report(out: Console, report: Report) -> None:
+    """Prints everything that a report says."""
+    title = f"{report.label}, on {report.target}"
+    if report.error is not None:
+        print_plain(out, f"{title}: {report.error}\n", "red")
+        return
+    if not report.kernels:
+        print_plain(out, f"{title}: no Pallas kernel; XLA computes it all, and is not modelled\n", "red")
+        return
+    print_plain(out, f"{title}: {headline(report)}", "bold")
+    print_plain(out, f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s\n", "dim")
+    for kernel in report.kernels:
+        _print_kernel(out, kernel)
+
+
+def headline(report: Report) -> str:
+    """The prediction in a line."""
+    parts = [f"{microseconds(report.seconds)} µs predicted"]
+    if report.flops and report.mfu and report.roofline_seconds:
+        parts.append(f"{report.flops / report.seconds / 1e12:.4g} TFLOP/s")
+        parts.append(f"MFU {percent(report.mfu)}")
+        parts.append(f"{report.seconds / report.roofline_seconds:.2f} times the roofline's")
+    return ", ".join(parts)
+
+
+def facts(kernel: KernelReport) -> list[tuple[str, str]]:
+    """What there is to say about a kernel, beside its loops and slots."""
+    simulation, seconds = kernel.simulation, kernel.seconds
+    waited = simulation.waited_cycles / max(1.0, simulation.cycles)
+    by_kind = (f"{kind} {size / 1e6:.4g} MB in {simulation.copies[kind]}" for kind, size in simulation.copied.items())
+    limit = kernel.chip.vmem
+    return [
+        ("grid", " x ".join(map(str, kernel.grid)) or "none"),
+        ("predicted time", f"{microseconds(seconds)} µs, {simulation.cycles:.0f} cycles"),
+        ("of which computing", f"{microseconds(kernel.compute_seconds)} µs"),
+        ("waiting for copies", percent(waited)),
+        ("roofline of HBM", f"{microseconds(kernel.memory_seconds)} µs at {kernel.chip.bandwidth / 1e9:.0f} GB/s"),
+        ("bound by", bound(kernel)),
+        ("matrix units busy", percent(kernel.mxu)),
+        ("VMEM", f"{kernel.vmem_bytes / MIB:.1f} MiB of {limit / MIB:.0f}"),
+        ("HBM", f"{simulation.hbm_read / 1e6:.4g} MB read, {simulation.hbm_written / 1e6:.4g} MB written"),
+        ("copies", "; ".join(by_kind) or "none"),
+        ("registers", f"{kernel.spills} spilled, {kernel.fills} reloaded"),
+        ("schedule", f"{kernel.bundles} bundles, {simulation.bundles} issued"),
+        *_warnings(kernel),
+    ]
+
+
+def bound(kernel: KernelReport) -> str:
+    """What a kernel spends most of its time on."""
+    if kernel.memory_seconds > 0.9 * kernel.seconds:
+        return "HBM"
+    return "the matrix units" if kernel.mxu > 0.9 else "its schedule"
+
+
+def _warnings(kernel: KernelReport) -> Iterable[tuple[str, str]]:
+    simulation = kernel.simulation
+    if not simulation.complete:
+        yield "INCOMPLETE", "the simulation was stopped; every figure is too low"
+    if simulation.unknown:
+        reads = ", ".join(f"{name} ({count} times)" for name, count in simulation.unknown.items())
+        yield "UNKNOWN", f"{reads}: read as 0, so the prediction means nothing; give the values of these operands"
+
+
+def _print_kernel(out: Console, kernel: KernelReport) -> None:
+    print_table(out, f"kernel {kernel.name}", "figure", "value", rows=facts(kernel))
+    slots = [slot for slot in kernel.utilisation.slots if slot not in _SPILL_SLOTS]
+    headings = ("loop", "bundles", "trips", *slots, "spills", "fills")
+    rows: list[tuple[Any, ...]] = [
+        (_place(loop), loop.bundles, loop.trips, *_shares(loop, slots)) for loop in kernel.loops
+    ]
+    whole = [percent(kernel.slots[slot]) for slot in slots]
+    rows.append(("whole run", kernel.simulation.bundles, "", *whole, kernel.spills, kernel.fills))
+    print_table(out, "slots in use; a loop's over one trip", *headings, rows=rows, right=headings[1:])
+
+
+def _place(loop: Loop) -> str:
+    return f"{'  ' * (loop.depth - 1)}{loop.start}..{loop.end}"
+
+
+def _shares(loop: Loop, slots: Sequence[str]) -> tuple[str | int, ...]:
+    return (*(percent(loop.slots[slot]) for slot in slots), loop.spills, loop.fills)
+
+
+def percent(share: float) -> str:
+    """A share."""
+    return f"{100 * share:.0f}%"
+
+
+def microseconds(seconds: float) -> str:
+    """Seconds as microseconds, with three significant digits or the whole ones."""
+    value = seconds * 1e6
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

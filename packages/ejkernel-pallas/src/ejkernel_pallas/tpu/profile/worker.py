@@ -1,0 +1,33 @@
+"""The child process that holds libtpu: `python -m ejkernel_pallas.tpu.profile.worker JOB`.
+
+libtpu reads its flags once a process, so a process of its own is the only way to have them; and where the compiler
+aborts, it takes no more than this process along.
+"""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+from ejkernel_pallas.tpu.profile.chips import chip
+from ejkernel_pallas.tpu.profile.compiling import profile_case
+from ejkernel_pallas.tpu.profile.jobs import Job
+from ejkernel_pallas.tpu.profile.report import Report
+
+
+def main(path: Path) -> None:
+    """Profiles the cases of a job, and writes each report as soon as it is there."""
+    job: Job = pickle.loads(path.read_bytes())
+    for number, case in enumerate(job.cases, start=job.first):
+        try:
+            report = profile_case(chip(job.target), case, job.dumps)
+        except Exception as error:  # noqa: BLE001 - a case may fail in any way, and must not take others along
+            report = Report(label=case.label, target=job.target, error=f"{type(error).__name__}: {error}")
+        job.keep_dumps(number)
+        temporary = job.result(number).with_suffix(".tmp")
+        temporary.write_bytes(pickle.dumps(report))
+        os.replace(temporary, job.result(number))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

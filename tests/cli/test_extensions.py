@@ -1,0 +1,61 @@
+"""Commands that other distributions add."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Installs a distribution whose module `added_command` declares the command `extra`."""
+
+    def installed(source: str, name: str = "extra", target: str = "added_command:command") -> None:
+        metadata = tmp_path / "added-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[ejkernel.commands]\n{name} = {target}\n")
+        (tmp_path / "added_command.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(__import__("sys").modules, "added_command", raising=False)
+
+    return installed
+
+
+COMMAND = """
+import click
+
+@click.command()
+@click.option("--word", default="hello")
+def command(word):
+    "Say a word."
+    click.echo(f"{word} from outside")
+"""
+
+
+def test_a_command_is_listed_and_runs(run, adds):
+    adds(COMMAND)
+    assert "Say a word." in run("--help").output
+    assert run("extra", "--word", "hi").output == "hi from outside\n"
+
+
+def test_a_command_that_does_not_load_says_why_and_leaves_the_others(run, adds):
+    adds("import no_such_toolchain")
+    assert "No module named 'no_such_toolchain'" in run("extra", "--anything", "at all", status=1).output
+    listed = run("--help").output
+    assert "explain" in listed
+    assert "the command of added does not load" in listed
+
+
+def test_what_is_no_command_is_refused(run, adds):
+    adds("command = 3")
+    assert "it is a int, wants click.Command" in run("extra", status=1).output
+
+
+def test_commands_of_the_core_are_not_replaced(run, adds):
+    adds(COMMAND, name="ops")
+    assert "from outside" not in run("ops").output
+
+
+def test_commands_are_not_imported_before_they_are_asked_for(run, adds):
+    adds("raise SystemExit('imported')")
+    assert "flash_attention" in run("ops").output

@@ -1,0 +1,71 @@
+"""Copies share one HBM queue."""
+
+import pytest
+
+from ejkernel_pallas.tpu.profile import CHIPS
+from ejkernel_pallas.tpu.profile.machine import GRANULE, POINTER, Machine, operand_address
+
+V5E = CHIPS["v5e"]
+RATE = V5E.bandwidth / V5E.clock  # bytes a cycle
+READ, WRITE = V5E.latencies.dma_read, V5E.latencies.dma_write
+
+
+@pytest.fixture
+def machine():
+    return Machine(V5E, {0: [7, 8]})
+
+
+def read(machine, cycle, granules, semaphore=1):
+    machine.start(cycle, "hbm_to_vmem", granules, semaphore, 0, 0)
+
+
+def test_a_copy_takes_its_bytes_and_a_latency(machine):
+    read(machine, 100, 1000)
+    assert machine.wait(100, 1, 1000) == pytest.approx(1000 * GRANULE / RATE + READ)
+    assert machine.waited == pytest.approx(1000 * GRANULE / RATE + READ)
+
+
+def test_copies_queue_in_both_directions_and_overlap_their_latencies(machine):
+    read(machine, 0, 1000, semaphore=1)
+    machine.start(0, "vmem_to_hbm", 1000, 2, 0, 0)
+    assert machine.wait(0, 2, 1000) == pytest.approx(2 * 1000 * GRANULE / RATE + WRITE)
+    assert machine.copied == {"hbm_to_vmem": 32000, "vmem_to_hbm": 32000}
+
+
+def test_what_has_arrived_is_not_waited_for(machine):
+    read(machine, 0, 10)
+    assert machine.wait(1e6, 1, 10) == 0
+
+
+def test_waiting_takes_the_granules_that_it_asks_for(machine):
+    read(machine, 0, 10)
+    read(machine, 0, 10)
+    one, two = (k * 10 * GRANULE / RATE + READ for k in (1, 2))
+    assert machine.wait(0, 1, 6) == pytest.approx(one)
+    assert machine.wait(0, 1, 4) == pytest.approx(one)
+    assert machine.wait(0, 1, 4) == pytest.approx(two)
+    assert machine.wait(0, 1, 6) == pytest.approx(two)
+    assert machine.wait(0, 1, 1) == 0  # nothing is under way
+
+
+def test_copies_inside_a_core_do_not_queue_for_hbm(machine):
+    read(machine, 0, 100000)
+    machine.start(0, "vmem_to_vmem", 8, 2, 0, 0)
+    assert machine.wait(0, 2, 8) == pytest.approx(100 + 8 * GRANULE / 256)
+
+
+def test_tables_arrive_in_scalar_memory(machine):
+    machine.start(0, "hbm_to_smem", 16, 1, operand_address(0), 5 * POINTER)
+    assert [machine.load(5 * POINTER + k) for k in range(3)] == [7, 8, 0]
+    assert machine.unknown_reads({"allocation4": 5}) == {"allocation4": 1}
+
+
+def test_an_operand_of_unknown_value_is_named_by_its_number(machine):
+    assert machine.scalar_operand(0) == 7
+    assert machine.scalar_operand(3) == 0
+    assert machine.unknown_reads({}) == {"operand 3": 1}
+
+
+def test_both_cores_of_a_v5p_share_its_bandwidth():
+    assert CHIPS["v5p"].core_bandwidth == CHIPS["v5p"].bandwidth / 2
+    assert V5E.core_bandwidth == V5E.bandwidth

@@ -1,0 +1,85 @@
+"""The calibrated figures of recorded schedules, and what follows from the kernels themselves."""
+
+import numpy as np
+import profiled_kernels
+import pytest
+import recorded_schedules
+
+from ejkernel_pallas.tpu.profile import CHIPS, KernelReport
+from ejkernel_pallas.tpu.profile.scalars import pack_words
+
+TABLES = {0: pack_words(profiled_kernels.LENGTHS), 1: pack_words(profiled_kernels.TABLE)}
+PAGE = 16 * 128 * 4
+
+
+def profiled(name: str, operands=None) -> KernelReport:
+    schedule = recorded_schedules.schedule(name)
+    given = (TABLES if name.startswith("pages") else {}) if operands is None else operands
+    simulation = schedule.run(given)
+    return KernelReport(
+        name=name,
+        target=name.split()[1],
+        grid=(),
+        utilisation=schedule.utilisation,
+        loops=schedule.loops(simulation.blocks),
+        vmem_bytes=schedule.vmem_bytes,
+        known=tuple(given),
+        simulation=simulation,
+    )
+
+
+@pytest.mark.parametrize("name", recorded_schedules.NAMES)
+def test_figures_are_those_of_the_calibrated_model(name):
+    kernel = profiled(name)
+    assert kernel.simulation.complete
+    assert kernel.simulation.unknown == {}
+    assert recorded_schedules.figures_of(kernel) == recorded_schedules.figures()[name]
+
+
+@pytest.mark.parametrize("target", CHIPS)
+def test_bytes_are_those_that_the_block_specs_say(target):
+    softmax, matmul = profiled(f"softmax {target}").simulation, profiled(f"matmul {target}").simulation
+    assert (softmax.hbm_read, softmax.hbm_written) == (512 * 256 * 4, 512 * 256 * 4)
+    # Two row blocks, one column block, two steps: a block of each factor for every step.
+    assert (matmul.hbm_read, matmul.hbm_written) == (2 * 4 * 256 * 256 * 2, 512 * 256 * 2)
+
+
+@pytest.mark.parametrize("target", CHIPS)
+def test_matrix_units_are_busy_for_the_products(target):
+    """The units do 512 x 512 x 256 products; the table says how many a cycle, at the clock that gives the peak."""
+    chip = CHIPS[target]
+    products_a_second = chip.flops / chip.cores / 2
+    want = 512 * 512 * 256 / (products_a_second / chip.clock)
+    assert profiled(f"matmul {target}").simulation.mxu_cycles == pytest.approx(want, rel=0.01)
+
+
+@pytest.mark.parametrize("target", CHIPS)
+@pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (5, 5, 5, 5), (1, 0, 0, 4)])
+def test_loops_and_copies_follow_the_prefetched_values(target, lengths):
+    operands = {0: pack_words(np.array(lengths, np.int32)), 1: TABLES[1]}
+    kernel = profiled(f"pages {target}", operands)
+    assert kernel.simulation.copied.get("hbm_to_vmem", 0) == sum(lengths) * PAGE
+    assert kernel.simulation.copied["vmem_to_hbm"] == 4 * PAGE
+
+
+def test_every_page_that_is_waited_for_takes_its_latency():
+    clock = CHIPS["v5e"].clock
+    short, long = (profiled("pages v5e", {0: [n] * 4, 1: TABLES[1]}).simulation for n in (1, 5))
+    page = PAGE / (CHIPS["v5e"].bandwidth / clock) + CHIPS["v5e"].latencies.dma_read
+    assert long.cycles - short.cycles >= 16 * page
+    assert long.cycles - short.cycles < 16 * page * 1.1
+
+
+def test_values_that_decide_are_missed_and_others_are_not():
+    assert set(profiled("pages v5e", {}).simulation.unknown) == {"allocation5"}
+    # Where a page lies in HBM makes no difference to the time that it takes.
+    assert profiled("pages v5e", {0: TABLES[0]}).simulation == profiled("pages v5e").simulation
+
+
+def test_times_follow_from_cycles_and_bytes():
+    kernel = profiled("softmax v5e")
+    assert kernel.seconds == kernel.simulation.cycles / 1.5e9
+    assert kernel.memory_seconds == 2 * 512 * 256 * 4 / 819e9
+    assert kernel.compute_seconds < kernel.seconds
+    assert kernel.spills == kernel.fills == 0
+    assert kernel.bundles == len(kernel.utilisation.used)

@@ -1,0 +1,150 @@
+"""The scalar code of schedules, run."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel_pallas.tpu.profile import CHIPS
+from ejkernel_pallas.tpu.profile.machine import POINTER, shift_left, shift_right, wrap
+from ejkernel_pallas.tpu.profile.simulate import Schedule
+
+# Copies `%s8` granules; every test puts what it computes there.
+COPY = "{ %9 = dma.hbm_to_vmem /*hbm=*/%s1_s0, /*size_in_granules=*/%s8_s8, /*vmem=*/%s1_s0, /*dst_syncflagno=*/[#allocation4] }"  # noqa: E501
+
+
+def run(*bundles: str, operands=None):
+    lines = [f"   {k:#x}   :  {bundle}\n" for k, bundle in enumerate(bundles)]
+    return Schedule(CHIPS["v5e"], "".join(lines)).run(operands or {})
+
+
+def computed(*instructions: str, operands=None) -> int:
+    """What the instructions leave in `%s8`."""
+    bundles = [f"{{ {instruction} }}" for instruction in instructions]
+    return run(*bundles, COPY, operands=operands).copied["hbm_to_vmem"] // 32
+
+
+INTEGER = st.integers(-(2**31), 2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "numpy_function"),
+    [
+        ("sadd.s32", np.add),
+        ("ssub.s32", np.subtract),
+        ("smul.u32", np.multiply),
+        ("sand.u32", np.bitwise_and),
+        ("sor.u32", np.bitwise_or),
+        ("sxor.u32", np.bitwise_xor),
+        ("smin.s32", np.minimum),
+        ("smax.s32", np.maximum),
+    ],
+)
+@settings(max_examples=10, deadline=None)
+@given(a=INTEGER, b=INTEGER)
+def test_arithmetic_is_that_of_32_bits(opcode, numpy_function, a, b):
+    with np.errstate(over="ignore"):
+        want = int(numpy_function(np.array([a], np.int32), np.array([b], np.int32))[0])
+    unsigned = [value & 0xFFFFFFFF for value in (a, b)]
+    assert computed(f"%s8_s8 = {opcode} {unsigned[0]}, {unsigned[1]}") == want
+
+
+@pytest.mark.parametrize(
+    ("opcode", "want"),
+    [
+        ("sshll.u32 3, 4", 48),
+        ("sshll.u32 1, 31", -(2**31)),
+        ("sshrl.u32 4294967295, 28", 15),
+        ("sshra.s32 4294967280, 2", -4),
+        ("sshllo.u32 2, 3", 23),
+        ("snot.u32 5", -6),
+        ("smin.u32 4294967295, 7", 7),
+        ("smax.u32 4294967295, 7", -1),
+        ("smov 12", 12),
+        ("scalar_lea.vmem 40, 2", 42),
+    ],
+)
+def test_other_instructions(opcode, want):
+    assert computed(f"%s8_s8 = {opcode}") == want
+
+
+@pytest.mark.parametrize(
+    ("comparison", "want"),
+    [("eq.s32", 0), ("ne.s32", 1), ("lt.s32", 1), ("ge.s32", 0), ("lt.u32", 0), ("gt.u32", 1), ("le.s32", 1)],
+)
+def test_comparisons_know_signs(comparison, want):
+    compare = f"%p2_p0 = scmp.{comparison}.totalorder 4294967295, 3"
+    select = "%s8_s8 = scalar_select /*predicate=*/%p2_p0, /*on_true=*/1, /*on_false=*/0"
+    assert computed(compare, select) == want
+
+
+@pytest.mark.parametrize(("operation", "want"), [("por", 1), ("pand", 0), ("pnand", 1), ("pnor", 0), ("pxor", 1)])
+def test_predicates_are_combined(operation, want):
+    compares = "%p1_p1 = scmp.eq.s32.totalorder 1, 1", "%p2_p2 = scmp.eq.s32.totalorder 1, 2"
+    select = "%s8_s8 = scalar_select /*predicate=*/%p3_p3, /*on_true=*/1, /*on_false=*/0"
+    assert computed(*compares, f"%p3_p3 = {operation} %p1_p1, %p2_p2", select) == want
+
+
+def test_a_predicate_leaves_the_other_value():
+    compare = "%p2_p0 = scmp.eq.s32.totalorder 1, 2"
+    assert computed(compare, "%s8_s8 = smov (%p2_p0, 4), 9") == 4
+    assert computed(compare, "%s8_s8 = smov (!%p2_p0, 4), 9") == 9
+
+
+def test_scalar_memory_is_read_back_where_it_was_written():
+    store = "%5 = sst [smem:[#allocation1 + %s2_s2]] 77"
+    assert computed("%s2_s2 = smov 3", store, "%s8_s8 = sld [smem:[#allocation1 + $0x3]]") == 77
+
+
+def test_what_nobody_wrote_is_zero_and_noted():
+    found = run("{ %s8_s8 = sld [smem:[#allocation1 + $0x3]] }", COPY)
+    assert (found.copied["hbm_to_vmem"], found.unknown) == (0, {"allocation1": 1})
+
+
+def test_operands_of_known_values_are_read():
+    operand = "%s1_s0 = inlined_call_operand.smem [shape: s32[4], index: 2, kind: input, shape index: {}]"
+    assert computed(operand, "%s8_s8 = sld [smem:[%s1_s0 + $0x1]]", operands={2: [5, 6, 7]}) == 6
+    scalar = "%s8_s8 = inlined_call_operand.<no memory space> [shape: s32[], index: 1, kind: input, shape index: {}]"
+    assert computed(scalar, operands={1: [41]}) == 41
+
+
+LOOP = (
+    "{ %s1_s0 = smov 0 } /* Start region 1 */",
+    "{ %s2_s0 = sphi %s1_s0, %s3_s0 } /* Start region 2 */",
+    "{ %s3_s0 = sadd.s32 1, %s2_s0 ;; %s8_s8 = smov %s2_s0 }",
+    COPY,
+    "{ %p4_p0 = scmp.ge.s32.totalorder %s3_s0, 5 }",
+    "{ %6 = sbr.rel (!%p4_p0) target = $region2 }",
+    "{}",
+    "{}",
+    "{}",
+    "{}",
+)
+
+
+def test_loops_run_as_often_as_they_say():
+    schedule = Schedule(CHIPS["v5e"], "".join(f"   {k:#x}   : > {bundle}\n" for k, bundle in enumerate(LOOP)))
+    found = schedule.run({})
+    assert found.copies == {"hbm_to_vmem": 5}
+    assert found.copied == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
+    assert [found.visits[k] for k in range(len(LOOP))] == [1] + [5] * 9
+    ((loop),) = schedule.loops(found.blocks)
+    assert (loop.start, loop.end, loop.depth, loop.trips, loop.bundles) == (1, 9, 1, 5, 9)
+    assert found.cycles == found.compute_cycles == 1 + 5 * 9
+
+
+def test_a_schedule_that_never_ends_is_stopped():
+    forever = ("{ %s1_s0 = smov 0 } /* Start region 1 */", "{ %6 = sbr.rel target = $region1 }", *["{}"] * 4)
+    schedule = Schedule(CHIPS["v5e"], "".join(f"   {k:#x}   :  {bundle}\n" for k, bundle in enumerate(forever)))
+    assert not schedule.run({}, seconds=0.01).complete
+
+
+@given(st.integers(-(2**40) + 1, 2**40 - 1))
+def test_numbers_wrap(value):
+    assert wrap(value) == int(np.array([value & 0xFFFFFFFF], np.uint32).view(np.int32)[0])
+
+
+def test_addresses_stay():
+    address = 3 * POINTER + 5
+    assert wrap(address) == shift_left(address, 4) == shift_right(address, 4) == address
+    assert (shift_left(-1, 4), shift_right(-1, 28)) == (-16, 15)

@@ -1,0 +1,108 @@
+"""Values of scalar operands: found in a program, and laid out as in scalar memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import profiled_kernels
+import pytest
+
+from ejkernel_pallas.tpu.profile.scalars import pack_words, pallas_calls
+
+
+def calls(function, *args):
+    """The calls of a program, where arrays are known and shapes are not."""
+    leaves = jax.tree.leaves(args)
+    values = [None if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf) for leaf in leaves]
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+    return pallas_calls(function, abstract, values)
+
+
+def pages_of(lengths, table, memory):
+    return profiled_kernels.pages(lengths, table).function(lengths, table, memory)
+
+
+MEMORY = jax.ShapeDtypeStruct((8, 16, 128), jnp.float32)
+LENGTHS, TABLE = profiled_kernels.LENGTHS, profiled_kernels.TABLE
+SHAPE = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+def test_operands_that_are_given_are_found():
+    ((call),) = calls(pages_of, LENGTHS, TABLE, MEMORY)
+    assert (call.name, call.grid) == ("pages_kernel", (4,))
+    np.testing.assert_array_equal(call.scalars[0], LENGTHS)
+    np.testing.assert_array_equal(call.scalars[1], TABLE)
+
+
+def test_what_a_program_computes_of_known_values_is_known():
+    @jax.jit
+    def program(starts, memory):
+        lengths = jax.lax.cond(starts[0] == 0, lambda s: s[1:] - s[:-1], lambda s: s[:-1], starts)
+        table = jax.lax.fori_loop(0, 3, lambda k, t: t + k, jnp.zeros((4, 5), jnp.int32))
+        return pages_of(lengths, table, memory)
+
+    ((call),) = calls(program, np.array([0, 3, 3, 8, 9], np.int32), MEMORY)
+    np.testing.assert_array_equal(call.scalars[0], LENGTHS)
+    np.testing.assert_array_equal(call.scalars[1], np.full((4, 5), 3))
+
+
+def test_what_depends_on_an_unknown_value_is_not():
+    ((call),) = calls(lambda n, t, m: pages_of(n * 2, t + 1, m), SHAPE, TABLE, MEMORY)
+    assert call.scalars[0] is None
+    np.testing.assert_array_equal(call.scalars[1], TABLE + 1)
+
+
+def test_unknown_values_are_looked_at_once():
+    """Without a memory of failures this takes 2 to the power of 60 steps."""
+
+    def program(lengths, memory):
+        for _ in range(60):
+            lengths = lengths + lengths
+        return pages_of(lengths, TABLE, memory)
+
+    assert calls(program, SHAPE, MEMORY)[0].scalars[0] is None
+
+
+def test_a_result_of_a_kernel_is_unknown_to_the_next():
+    def program(lengths, memory):
+        sums = pages_of(lengths, TABLE, memory)
+        return pages_of(sums[:4, 0].astype(jnp.int32), TABLE, memory)
+
+    first, second = calls(program, LENGTHS, MEMORY)
+    assert first.scalars[0] is not None
+    assert second.scalars[0] is None
+
+
+def test_vectors_of_words_are_themselves():
+    assert pack_words(np.array([1, -2, 3], np.int32)) == [1, -2, 3]
+    assert pack_words(np.array([1, 2**31], np.uint32)) == [1, 2**31]
+
+
+def test_scalars_and_flags_are_words():
+    assert pack_words(np.int32(-7)) == [-7]
+    assert pack_words(np.array([True, False])) == [1, 0]
+
+
+def test_small_numbers_share_words():
+    assert pack_words(np.array([1, 2, -1], np.int8)) == [1 | 2 << 8 | 0xFF << 16]
+    assert pack_words(np.array([1, -1, 5], np.int16)) == [(1 | 0xFFFF << 16) - (1 << 32), 5]
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 8)])
+def test_tables_lie_in_tiles(rows, tile):
+    table = np.arange(rows * 200, dtype=np.int32).reshape(rows, 200)
+    words = pack_words(table)
+    assert len(words) == -(-rows // tile) * tile * 256
+    for row, column in ((0, 0), (rows - 1, 127), (rows - 1, 199), (0, 128)):
+        place = (row // tile * 2 + column // 128) * tile * 128 + row % tile * 128 + column % 128
+        assert words[place] == table[row, column]
+
+
+def test_rows_of_small_numbers_share_words():
+    table = np.arange(8 * 128, dtype=np.int16).reshape(8, 128)
+    words = pack_words(table)
+    assert words[:128] == [int(table[0, c]) | int(table[1, c]) << 16 for c in range(128)]
+
+
+def test_leading_dimensions_are_tiles_of_their_own():
+    table = np.arange(3 * 2 * 128, dtype=np.int32).reshape(3, 2, 128)
+    assert pack_words(table) == table.reshape(-1).tolist()

@@ -1,0 +1,111 @@
+"""Bundles are issued in order, and wait for units and results: cycles that can be counted by hand."""
+
+import dataclasses
+
+import pytest
+
+from ejkernel_pallas.tpu.profile.bundles import Bundle, Instruction
+from ejkernel_pallas.tpu.profile.chips import Latencies
+from ejkernel_pallas.tpu.profile.flow import Block
+from ejkernel_pallas.tpu.profile.scheduler import Kind, Ratios, time_block, work
+
+LATENCIES = Latencies(
+    branch_delay=4, matmul=16, matmul_f32=8, matmul_result=110, push=4, push_transposed=8, xlu=8, reduction=95,
+    rotation=100, transposition=60, transcendental=6, dma_read=900, dma_write=390,
+)  # fmt: skip
+EVEN = Ratios(1.0, 1.0)
+BF16 = "vmatmul.mubr.bf16.gmra.mxu0"
+F32 = "vmatmul.mubr.f32.gmra.mxu0"
+
+
+def issued(*bundles: tuple[str, ...], ratios: Ratios = EVEN) -> list[int]:
+    """Cycles at which bundles are issued; an instruction is `result=opcode operand`."""
+    made = [Bundle(0, (), tuple(map(instruction, bundle))) for bundle in bundles]
+    return list(time_block(Block(0, len(made), None, len(made)), made, LATENCIES, ratios).issued)
+
+
+def instruction(text: str) -> Instruction:
+    result, _, rest = text.rpartition("=")
+    opcode, *operands = rest.split()
+    return Instruction(result or None, opcode, None, tuple(operands), {})
+
+
+def test_bundles_that_need_nothing_are_issued_one_a_cycle():
+    assert issued(("v1=vadd.f32",), (), ("v2=vmul.f32 %v1",)) == [0, 1, 2]
+
+
+def test_products_wait_for_their_unit_alone():
+    assert issued((BF16,), (BF16.replace("mxu0", "mxu1"),), (BF16,), (BF16,)) == [0, 1, 16, 32]
+
+
+def test_products_of_float32_keep_their_unit_for_another_time():
+    assert issued((F32,), (F32,)) == [0, 8]
+
+
+def test_results_are_popped_in_order_when_they_are_there():
+    pop = "v1=vpop.f32.mrf.mxu0"
+    # Two registers a product: the second product's first result is the third pop.
+    assert issued((BF16,), (BF16,), (pop,), (pop,), (pop,)) == [0, 16, 110, 111, 126]
+
+
+def test_results_of_an_earlier_block_are_there():
+    pop = "v1=vpop.f32.mrf.mxu0"
+    assert issued((pop,), (BF16,), (pop,), (pop,)) == [0, 1, 111, 112]
+
+
+def test_numbered_results_are_waited_for_by_number():
+    push, pop = "vmatmul.mubr.bf16.vlgmr.gmra.mrb[4].mxu0", "v1=vpop.f32.mrb[{}].mxu0"
+    assert issued((push,), (pop.format(0),), (pop.format(7),)) == [0, 1, 110]
+
+
+def test_products_that_take_weights_in_wait_for_their_pushes():
+    pushes = ("vmatpush.bf16.msra.mxu0",), ("vmatpush.bf16.xpose.msra.mxu0",)
+    assert issued(*pushes, ("vmatmul.mubr.bf16.vlgmr.msra.gmra.mxu0",)) == [0, 4, 12]
+    assert issued(*pushes, (BF16,)) == [0, 4, 5]
+
+
+def test_reductions_wait_for_the_unit_and_their_result_is_late():
+    first, second = "2=vadd.xlane.f32.xlu0 %v0", "3=vadd.xlane.f32.xlu0 %v1"
+    assert issued((first,), (second,), ("v4=vpop.xlane.xlu0 %2",), ("v5=vpop.xlane.xlu0 %3",)) == [0, 8, 95, 103]
+
+
+def test_rotations_are_issued_every_cycle():
+    assert issued(("2=vrot.lane.xlu1 %v0",), ("3=vrot.lane.xlu1 %v1",), ("v4=vpop.permute.xlu1 %3",)) == [0, 1, 101]
+
+
+def test_transposed_registers_come_out_after_the_end():
+    start, end, pop = "1=vxpose.xlu0.b32.start", "2=vxpose.xlu0.b32.end", "v1=vpop.trf.xlu0"
+    assert issued((start,), (end,), (pop,), (pop,)) == [0, 8, 68, 69]
+
+
+def test_transcendental_results_are_popped():
+    assert issued(("1=vpow2.f32 %v0",), ("v2=vpop.eup %1",)) == [0, 6]
+
+
+def test_ratios_are_counted_over_a_kernel():
+    pops = [instruction("v1=vpop.f32.mrf.mxu0")] * 3
+    bundles = [Bundle(0, (), (instruction(BF16), instruction(BF16), instruction(BF16), *pops))]
+    assert Ratios.of(bundles) == Ratios(0.5, 1.0)
+    assert Ratios.of([]) == EVEN
+    pop = "v1=vpop.f32.mrf.mxu0"
+    assert issued((BF16,), (BF16,), (pop,), (pop,), ratios=Ratios(0.5, 1.0)) == [0, 16, 110, 126]
+
+
+@pytest.mark.parametrize(
+    ("opcode", "kind", "unit"),
+    [
+        ("vmatprep.subr.bf16.mxu1", Kind.OTHER, 1),
+        ("vmatpush2.bf16.msrb.mxu3", Kind.PUSH, 3),
+        ("vmatmul.mubr.f32.mxu2", Kind.MATMUL, 2),
+        ("vmax.xlane.f32.xlu2", Kind.REDUCE, 2),
+        ("vpop.trf.xlu1", Kind.POP_TRANSPOSED, 1),
+        ("vrcp.f32", Kind.TRANSCENDENTAL, 0),
+        ("vadd.f32", Kind.OTHER, 0),
+    ],
+)
+def test_opcodes_are_told_apart(opcode, kind, unit):
+    assert (work(opcode).kind, work(opcode).unit) == (kind, unit)
+
+
+def test_latencies_are_complete():
+    assert all(getattr(LATENCIES, field.name) > 0 for field in dataclasses.fields(LATENCIES))
