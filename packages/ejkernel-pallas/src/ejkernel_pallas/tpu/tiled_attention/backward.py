@@ -1,0 +1,179 @@
+"""Backward pass of tiled softmax attention on TPUs, by recomputation of the weights (Dao et al. 2022).
+
+With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+
+    dv_j    = sum_i dropout_ij p_ij do_i
+    ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i)
+    dbias   = ds through the soft cap
+    dq_i    = scale sum_j dbias_ij k_j
+    dk_j    = scale sum_i dbias_ij q_i
+    dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+
+Delta and the sink's gradient are sums over rows that XLA is left to do.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel
+from ejkernel_pallas.tpu.tiled_attention.launch import launch, walk
+from ejkernel_pallas.tpu.tiled_attention.operands import (
+    Operand,
+    canonical,
+    kv_rows,
+    of_queries,
+    operands,
+    rows,
+    unrows,
+)
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, Blocks, Spec, make_spec, padded
+from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
+
+Gradients = dict[str, jax.Array]
+Rows = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        params: Tile sizes. The kernel that owns keys has `kv_blocksize` of them and visits `q_blocksize` queries;
+            that which owns queries has `blocksize_m` of them and visits `blocksize_n` keys; `blocksize_k` is the
+            keys, respectively the queries, of one product.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    (by_key, by_query), record, wanted = backward_blocks(params), canonical(pullback.record), pullback.wanted
+    rows_of = _rows(pullback, record)
+    gradients: Gradients = {}
+    if wanted & {"key", "value"}:
+        gradients |= _of_keys(record, rows_of, make_spec(record, by_key, by_key=True), wanted)
+    if "query" in wanted:
+        gradients["query"] = _of_queries(record, rows_of, make_spec(record, by_query))
+    if "bias" in wanted:
+        gradients["bias"] = _of_bias(record, rows_of, make_spec(record, Blocks(256, 256, 256, 256)))
+    if "softmax_aux" in wanted:
+        gradients["softmax_aux"] = _of_sinks(pullback, rows_of[2])
+    return {name: gradients[name] for name in sorted(wanted)}
+
+
+def _rows(pullback: Pullback, record: TiledAttention) -> Rows:
+    """Of every query: cotangent [B, T, H, Dv], lse in powers of two and delta, both [B, H, T]."""
+    lse, cotangent = pullback.residuals.lse, pullback.cotangent.astype(record.query.dtype)
+    if record.q_segment_ids is not None:  # padding's cotangent may be anything
+        cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
+    delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    return cotangent, jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, delta
+
+
+def _inputs(record: TiledAttention, rows_of: Rows, spec: Spec) -> dict[str, Operand]:
+    cotangent, shift, delta = rows_of
+    return operands(record, spec) | {
+        "cotangent": rows(cotangent, spec.q_block),
+        "shift": of_queries(shift, spec),
+        "delta": of_queries(delta, spec),
+    }
+
+
+def _of_keys(record: TiledAttention, rows_of: Rows, spec: Spec, wanted: frozenset[str]) -> Gradients:
+    fields = {name: getattr(record, name) for name in ("key", "value") if name in wanted}
+    table = query_visits(record, spec)
+    batched = table.shape[0] > 1
+
+    def where(b: Any, h: Any, step: Any, member: Any, table: Any) -> tuple[Any, Any, Any, Any]:
+        return walk(b, h * spec.group + member, step, table, batched=batched)
+
+    made = launch(
+        functools.partial(keys_kernel, spec=spec, batched=batched),
+        grid=(record.key.shape[0], record.key.shape[2], table.shape[1], spec.group),
+        tables=(table.reshape(-1),),
+        where=where,
+        inputs=_inputs(record, rows_of, spec),
+        outputs={f"d{name}": kv_rows(jax.ShapeDtypeStruct(x.shape, x.dtype), spec) for name, x in fields.items()},
+        scratch={
+            f"d{name}_sum": pltpu.VMEM((spec.kv_block, padded(x.shape[3])), jnp.float32) for name, x in fields.items()
+        },
+        name="ejkernel_attention_backward_keys",
+    )
+    return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
+
+
+def _of_queries(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
+    table, query = key_visits(record, spec), record.query
+    made = launch(
+        functools.partial(queries_kernel, spec=spec, batched=table.shape[0] > 1),
+        grid=(query.shape[0], query.shape[2], table.shape[1]),
+        tables=(table.reshape(-1),),
+        where=functools.partial(walk, batched=table.shape[0] > 1),
+        inputs=_inputs(record, rows_of, spec),
+        outputs={"dquery": rows(jax.ShapeDtypeStruct(query.shape, query.dtype), spec.q_block)},
+        scratch={"dquery_sum": pltpu.VMEM((spec.q_block, padded(query.shape[3])), jnp.float32), **_columns(spec)},
+        name="ejkernel_attention_backward_queries",
+    )
+    return unrows(made["dquery"], query.shape)
+
+
+def _of_bias(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
+    """The bias's gradient; a sum over what the bias is shared by is made tile by tile, so nothing larger is."""
+    bias, kinds = record.bias, tile_kinds(record, spec)
+    assert bias is not None  # a gradient of it was asked for
+    q_tiles, k_tiles = kinds.shape[1:]
+    counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
+    own = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
+    parts = tuple(n // k for n, k in zip(counts, own, strict=True))
+    result, scratch = _bias_tiles(bias, spec)
+    made = launch(
+        functools.partial(bias_kernel, spec=spec, tiles=(kinds.shape[0], q_tiles, k_tiles)),
+        grid=(*own, *parts),
+        tables=(kinds.reshape(-1),),
+        where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
+        inputs=_inputs(record, rows_of, spec),
+        outputs={"dbias": result},
+        scratch={"dbias_sum": pltpu.VMEM(scratch, jnp.float32), **_columns(spec)},
+        name="ejkernel_attention_backward_bias",
+    )["dbias"]
+    if bias.shape[3] == 1:  # as a row, of queries or, where it is one number, of keys
+        made = made.sum(axis=3, keepdims=True) if bias.shape[2] == 1 else made.swapaxes(2, 3)
+    return made.astype(bias.dtype)
+
+
+def _bias_tiles(bias: jax.Array, spec: Spec) -> tuple[Operand, tuple[int, int]]:
+    """The gradient's array and the shape of the sum that becomes a tile of it."""
+    batch, heads, queries, keys = bias.shape
+    if queries > 1 and keys > 1:
+        block = (spec.q_block, spec.kv_block)
+        return _owned(jax.ShapeDtypeStruct(bias.shape, jnp.float32), block, bias, lambda i, j: (i, j)), block
+    if queries > 1:
+        array = jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32)
+        return _owned(array, (1, spec.q_block), bias, lambda i, j: (0, i)), (spec.q_block, LANES)
+    array = jax.ShapeDtypeStruct((batch, heads, 1, keys if keys > 1 else spec.kv_block), jnp.float32)
+    return _owned(array, (1, spec.kv_block), bias, lambda i, j: (0, j if keys > 1 else 0)), (1, spec.kv_block)
+
+
+def _columns(spec: Spec) -> dict[str, Any]:
+    """Scratch memory for the statistics of queries."""
+    return {name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in ("shift_column", "delta_column")}
+
+
+def _owned(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:
+    batch, heads = bias.shape[0] > 1, bias.shape[1] > 1
+    return Operand(array, (None, None, *block), lambda b, h, i, j: (b if batch else 0, h if heads else 0, *place(i, j)))
+
+
+def _of_sinks(pullback: Pullback, delta: jax.Array) -> jax.Array:
+    sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
+    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * delta
+    return -share.sum(axis=(0, 2)).astype(sinks.dtype)

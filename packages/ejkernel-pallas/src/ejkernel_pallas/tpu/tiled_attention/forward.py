@@ -1,0 +1,59 @@
+"""Forward pass of tiled softmax attention on TPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.config.params import FwdParams
+from ejkernel_pallas.tpu.tiled_attention.forward_kernel import forward_kernel
+from ejkernel_pallas.tpu.tiled_attention.launch import launch, walk
+from ejkernel_pallas.tpu.tiled_attention.operands import canonical, of_heads, of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, make_spec, padded
+from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
+
+
+def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: `q_blocksize`, `kv_blocksize`; of one product `blocksize_m` queries, `blocksize_n` keys.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    record = canonical(record)
+    spec = make_spec(record, forward_blocks(params))
+    (batch, queries, heads, _), value_size = record.query.shape, record.value.shape[3]
+    inputs = operands(record, spec)
+    if record.softmax_aux is not None:
+        inputs["sinks"] = of_heads(record.softmax_aux.astype(jnp.float32))
+    shape = (batch, queries, heads, value_size)
+    outputs = {
+        "output": rows(jax.ShapeDtypeStruct(shape, record.query.dtype), spec.q_block),
+        "lse": of_queries(jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32), spec),
+    }
+    scratch = {
+        "peak": pltpu.VMEM((spec.q_block, LANES), jnp.float32),
+        "total": pltpu.VMEM((spec.q_block, LANES), jnp.float32),
+        "sum": pltpu.VMEM((spec.q_block, padded(value_size)), jnp.float32),
+    }
+    table = key_visits(record, spec)
+    made = launch(
+        functools.partial(forward_kernel, spec=spec, batched=table.shape[0] > 1),
+        grid=(batch, heads, table.shape[1]),
+        tables=(table.reshape(-1),),
+        where=functools.partial(walk, batched=table.shape[0] > 1),
+        inputs=inputs,
+        outputs=outputs,
+        scratch=scratch,
+        name="ejkernel_attention_forward",
+    )
+    return unrows(made["output"], shape), SoftmaxResiduals(lse=made["lse"].reshape(batch, heads, queries))

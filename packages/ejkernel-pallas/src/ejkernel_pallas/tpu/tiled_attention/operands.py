@@ -1,0 +1,170 @@
+"""A record's arrays as the kernels read them: which layout each has, and which block of it a grid step needs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel.families import dropout
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec, padded
+
+Index = tuple[Any, ...]
+Where = Callable[..., tuple[Any, Any, Any, Any]]
+"""From the indices of a grid step, tables included, to batch row, query head, query tile and key tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One array of a kernel.
+
+    Attributes:
+        array: What is passed, or for results its shape and dtype.
+        block: Shape of a block; None drops an axis.
+        index: From (batch row, query head, query tile, key tile) to the block's place.
+    """
+
+    array: Any
+    block: tuple[int | None, ...]
+    index: Callable[[Any, Any, Any, Any], Index]
+
+    def spec(self, where: Where) -> pl.BlockSpec:
+        """The block's specification on a grid."""
+        return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)))
+
+
+def canonical(record: TiledAttention) -> TiledAttention:
+    """The record with masks of padding alone as segment ids, which let tiles be skipped, and 0 in all padding.
+
+    A weight of padding is 0, and what it is multiplied with must not be NaN.
+    """
+    if record.q_segment_ids is None or record.kv_segment_ids is None:  # ids of one side restrict nothing
+        record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
+    record = _mask_as_segments(record)
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return record
+    kept = (record.kv_segment_ids >= 0)[:, :, None, None]
+    return dataclasses.replace(
+        record,
+        query=jnp.where((record.q_segment_ids >= 0)[:, :, None, None], record.query, 0),
+        key=jnp.where(kept, record.key, 0),
+        value=jnp.where(kept, record.value, 0),
+    )
+
+
+def _mask_as_segments(record: TiledAttention) -> TiledAttention:
+    mask = record.mask
+    if mask is None or mask.shape[1] > 1 or min(mask.shape[2:]) > 1:
+        return record
+    batch, queries, keys = record.query.shape[0], record.query.shape[1], record.key.shape[1]
+    q_ids = jnp.zeros((batch, queries), jnp.int32) if record.q_segment_ids is None else record.q_segment_ids
+    k_ids = jnp.zeros((batch, keys), jnp.int32) if record.kv_segment_ids is None else record.kv_segment_ids
+    # One of the two axes has size 1 and broadcasts over a whole row, which is then all padding or none.
+    return dataclasses.replace(
+        record,
+        mask=None,
+        q_segment_ids=jnp.where(mask[:, 0, :, 0], q_ids, -1) if mask.shape[3] == 1 else q_ids,
+        kv_segment_ids=jnp.where(mask[:, 0, 0, :], k_ids, -1) if mask.shape[3] > 1 else k_ids,
+    )
+
+
+def operands(record: TiledAttention, spec: Spec) -> dict[str, Operand]:
+    """The arrays of a record that is canonical, by the names under which the kernels know them."""
+    made = {
+        "query": rows(record.query, spec.q_block),
+        "key": kv_rows(record.key, spec),
+        "value": kv_rows(record.value, spec),
+    }
+    queries = {"q_ids": record.q_segment_ids, "q_positions": record.q_positions}
+    keys = {"k_ids": record.kv_segment_ids, "k_positions": record.kv_positions}
+    if record.dropout_prob > 0.0 and record.dropout_seed is not None:
+        row_keys, keys["column_keys"] = _dropped(record)
+        made["row_keys"] = of_queries(row_keys, spec)
+    made |= {name: _shared_by_heads(x, spec.q_block, False) for name, x in queries.items() if x is not None}
+    made |= {name: _shared_by_heads(x, spec.kv_block, True) for name, x in keys.items() if x is not None}
+    if record.bias is not None:
+        made |= _pairs("bias", record.bias, spec)
+    if record.mask is not None:
+        made |= _pairs("mask", record.mask.astype(jnp.int8), spec)
+    return made
+
+
+def rows(x: Any, block: int) -> Operand:
+    """[B, T, H, D] by tiles of queries: as it lies in memory where a head fills lanes, else with the heads in front."""
+    batch, length, heads, size = x.shape
+    if size % LANES == 0:
+        return Operand(_reshaped(x, (batch, length, heads * size)), (None, block, size), lambda b, h, i, j: (b, i, h))
+    array = _heads_first(x)
+    return Operand(array, (None, None, block, padded(size)), lambda b, h, i, j: (b, h, i, 0))
+
+
+def kv_rows(x: Any, spec: Spec) -> Operand:
+    """[B, S, Hk, D] by tiles of keys."""
+    made = rows(x, spec.kv_block)
+    return dataclasses.replace(made, index=lambda b, h, i, j: made.index(b, h // spec.group, j, i))
+
+
+def unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """What `rows` made of an array of this shape, in that shape again."""
+    if shape[3] % LANES == 0:
+        return x.reshape(shape)
+    return x[..., : shape[3]].swapaxes(1, 2)
+
+
+def of_queries(x: Any, spec: Spec) -> Operand:
+    """[B, H, T] by tiles of queries, in lanes."""
+    batch, heads, length = x.shape
+    array = _reshaped(x, (batch, heads, 1, length))
+    return Operand(array, (None, None, 1, spec.q_block), lambda b, h, i, j: (b, h, 0, i))
+
+
+def of_heads(x: jax.Array) -> Operand:
+    """[H] by heads, in every lane."""
+    array = jnp.broadcast_to(x[:, None, None], (x.shape[0], 1, LANES))
+    return Operand(array, (None, 1, LANES), lambda b, h, i, j: (h, 0, 0))
+
+
+def _shared_by_heads(x: jax.Array, block: int, keys: bool) -> Operand:
+    alone = x.shape[0] == 1
+    return Operand(x[:, None], (None, 1, block), lambda b, h, i, j: (0 if alone else b, 0, j if keys else i))
+
+
+def _pairs(name: str, x: jax.Array, spec: Spec) -> dict[str, Operand]:
+    """[B|1, H|1, T|1, S|1] by tiles; as lanes, under a name of its own, where it has queries or keys alone."""
+    batch, heads, queries, keys = (n > 1 for n in x.shape)
+
+    def place(b: Any, h: Any, *tile: Any) -> Index:
+        return (b if batch else 0, h if heads else 0, *tile)
+
+    if queries and keys:
+        block = (None, None, spec.q_block, spec.kv_block)
+        return {name: Operand(x, block, lambda b, h, i, j: place(b, h, i, j))}
+    if queries:
+        block = (None, None, 1, spec.q_block)
+        return {name + "_of_queries": Operand(x.swapaxes(2, 3), block, lambda b, h, i, j: place(b, h, 0, i))}
+    x = jnp.broadcast_to(x, (*x.shape[:3], spec.keys))
+    return {name + "_of_keys": Operand(x, (None, None, 1, spec.kv_block), lambda b, h, i, j: place(b, h, 0, j))}
+
+
+def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
+
+
+def _heads_first(x: Any) -> Any:
+    batch, length, heads, size = x.shape
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((batch, heads, length, padded(size)), x.dtype)
+    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, 0), (0, padded(size) - size)))
+
+
+def _dropped(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+    """Dropout's numbers of rows [B, H, T] and of columns [1, S], as int32 of the same bits."""
+    (b, t, h, _), s = record.query.shape, record.key.shape[1]
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
+    assert record.dropout_seed is not None  # the caller looked
+    row_keys = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
+    return row_keys.astype(jnp.int32), dropout.column_keys(key)[None].astype(jnp.int32)
