@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ejkernel.families.tile_pairs import padding_as_segments
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.tiled_attention import implementations, tiles
-from ejkernel_triton.tiled_attention.operands import canonical
 from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
@@ -75,7 +75,7 @@ def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
 
 def test_a_mask_of_padding_becomes_segments():
     real = jnp.arange(40) < jnp.array([30, 40])[:, None]
-    call = canonical(record(24, 40, mask=real[:, None, None]))
+    call = padding_as_segments(record(24, 40, mask=real[:, None, None]))
     assert call.mask is None
     assert (np.asarray(call.kv_segment_ids) == np.where(real, 0, -1)).all()
     assert (np.asarray(call.q_segment_ids) == 0).all()
@@ -83,7 +83,7 @@ def test_a_mask_of_padding_becomes_segments():
 
 
 def test_ids_of_one_side_restrict_nothing():
-    assert canonical(record(8, 8, q_segment_ids=jnp.zeros((2, 8), jnp.int32))).q_segment_ids is None
+    assert padding_as_segments(record(8, 8, q_segment_ids=jnp.zeros((2, 8), jnp.int32))).q_segment_ids is None
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])

@@ -19,14 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.tile_pairs import padding_as_segments, tiles
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.tiled_attention.operands import canonical, operands
+from ejkernel_triton.tiled_attention.operands import operands
 from ejkernel_triton.tiled_attention.spec import LOG2E, make_spec
 from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles, splits
-from ejkernel_triton.tiled_attention.visits import key_visits, query_visits, tiles
+from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
 
 Gradients = dict[str, jax.Array]
 
@@ -46,7 +47,7 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
-    (keys, queries), record, wanted = backward_tiles(params), canonical(pullback.record), pullback.wanted
+    (keys, queries), record, wanted = backward_tiles(params), padding_as_segments(pullback.record), pullback.wanted
     rows = _rows(pullback, record)
     gradients: Gradients = {}
     if wanted & {"key", "value"}:

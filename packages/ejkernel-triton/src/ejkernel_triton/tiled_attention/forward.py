@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.tile_pairs import padding_as_segments, tiles
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.tiled_attention.operands import canonical, operands
+from ejkernel_triton.tiled_attention.operands import operands
 from ejkernel_triton.tiled_attention.spec import make_spec
 from ejkernel_triton.tiled_attention.tiles import forward_tile
-from ejkernel_triton.tiled_attention.visits import key_visits, tiles
+from ejkernel_triton.tiled_attention.visits import key_visits
 
 
 def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -27,7 +28,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
     """
     from ejkernel_triton.tiled_attention.forward_kernel import forward_kernel
 
-    tile, record = forward_tile(params), canonical(record)
+    tile, record = forward_tile(params), padding_as_segments(record)
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
     visits, q_tiles = jnp.asarray(key_visits(record, tile.own, tile.visit)), tiles(t, tile.own)
     outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]

@@ -1,32 +1,10 @@
-"""A record as the kernels take it: padding masks become segment ids, and what is absent is None."""
-
-import dataclasses
+"""A record's arrays as the kernels take them: what is absent is None."""
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.families import dropout
 from ejkernel.families.tiled_attention import TiledAttention
-
-
-def canonical(record: TiledAttention) -> TiledAttention:
-    """The record with masks of padding alone as segment ids, which let tiles be skipped, and no one-sided ids."""
-    ids = (record.q_segment_ids, record.kv_segment_ids)
-    if ids[0] is None or ids[1] is None:  # ids of one side restrict nothing
-        record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
-    mask = record.mask
-    if mask is None or mask.shape[1] > 1 or min(mask.shape[2:]) > 1:
-        return record
-    batch, queries, keys = record.query.shape[0], record.query.shape[1], record.key.shape[1]
-    q_ids = jnp.zeros((batch, queries), jnp.int32) if record.q_segment_ids is None else record.q_segment_ids
-    k_ids = jnp.zeros((batch, keys), jnp.int32) if record.kv_segment_ids is None else record.kv_segment_ids
-    # One of the two axes has size 1 and broadcasts over a whole row, which is then all padding or none.
-    return dataclasses.replace(
-        record,
-        mask=None,
-        q_segment_ids=jnp.where(mask[:, 0, :, 0], q_ids, -1) if mask.shape[3] == 1 else q_ids,
-        kv_segment_ids=jnp.where(mask[:, 0, 0, :], k_ids, -1) if mask.shape[3] > 1 else k_ids,
-    )
 
 
 def operands(record: TiledAttention) -> tuple[jax.Array | None, ...]:

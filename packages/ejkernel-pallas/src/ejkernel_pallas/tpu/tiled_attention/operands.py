@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.families import dropout
+from ejkernel.families.tile_pairs import padding_as_segments
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec, padded
 
@@ -41,9 +42,7 @@ def canonical(record: TiledAttention) -> TiledAttention:
 
     A weight of padding is 0, and what it is multiplied with must not be NaN.
     """
-    if record.q_segment_ids is None or record.kv_segment_ids is None:  # ids of one side restrict nothing
-        record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
-    record = _mask_as_segments(record)
+    record = padding_as_segments(record)
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
     kept = (record.kv_segment_ids >= 0)[:, :, None, None]
@@ -52,22 +51,6 @@ def canonical(record: TiledAttention) -> TiledAttention:
         query=jnp.where((record.q_segment_ids >= 0)[:, :, None, None], record.query, 0),
         key=jnp.where(kept, record.key, 0),
         value=jnp.where(kept, record.value, 0),
-    )
-
-
-def _mask_as_segments(record: TiledAttention) -> TiledAttention:
-    mask = record.mask
-    if mask is None or mask.shape[1] > 1 or min(mask.shape[2:]) > 1:
-        return record
-    batch, queries, keys = record.query.shape[0], record.query.shape[1], record.key.shape[1]
-    q_ids = jnp.zeros((batch, queries), jnp.int32) if record.q_segment_ids is None else record.q_segment_ids
-    k_ids = jnp.zeros((batch, keys), jnp.int32) if record.kv_segment_ids is None else record.kv_segment_ids
-    # One of the two axes has size 1 and broadcasts over a whole row, which is then all padding or none.
-    return dataclasses.replace(
-        record,
-        mask=None,
-        q_segment_ids=jnp.where(mask[:, 0, :, 0], q_ids, -1) if mask.shape[3] == 1 else q_ids,
-        kv_segment_ids=jnp.where(mask[:, 0, 0, :], k_ids, -1) if mask.shape[3] > 1 else k_ids,
     )
 
 
