@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from records import CASES, answers, close, interpreted
+from tpu_records import CASES, answers, close, interpreted
 
 from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl  # noqa: TID251
 from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
-from records import CASES, answers, close, simulated
-from test_attention import BACKWARD, FORWARD
+from test_tpu_attention import BACKWARD, FORWARD
+from tpu_records import CASES, answers, close, simulated
 
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
