@@ -31,6 +31,7 @@ from ejkernel.families import dropout
 from ejkernel.families.precision import rounded
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.ops.pullback import Pullback
 from ejkernel.types.sparse_masks import Mask
 
 Window = tuple[int | None, int | None]
@@ -132,6 +133,20 @@ def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledA
     if record.dropout_prob > 0.0 or record.pattern is not None:
         moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
     return dataclasses.replace(record, **moved)
+
+
+def sinks_gradient(pullback: Pullback, delta: jax.Array) -> jax.Array:
+    """Gradient of the sinks, [H]: `-sum_i exp(sink_h - lse_i) delta_i`.
+
+    Args:
+        pullback: Of a record with sinks.
+        delta: [B, H, T], the product of each row's output and its cotangent.
+    """
+    sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
+    if not pullback.record.normalize_output:  # subtracting the maximum is part of its meaning
+        return jnp.zeros_like(sinks)
+    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * delta
+    return -share.sum(axis=(0, 2)).astype(sinks.dtype)
 
 
 def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tile_pairs import padding_as_segments, tiles
-from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
@@ -57,7 +57,7 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
     if "bias" in wanted:
         gradients["bias"] = _of_bias(record, rows, keys)
     if "softmax_aux" in wanted:
-        gradients["softmax_aux"] = _of_sinks(pullback, rows[2])
+        gradients["softmax_aux"] = sinks_gradient(pullback, rows[2])
     return {name: gradients[name] for name in sorted(wanted)}
 
 
@@ -158,11 +158,3 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
         },
     )
     return dbias
-
-
-def _of_sinks(pullback: Pullback, delta: jax.Array) -> jax.Array:
-    sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
-    if not pullback.record.normalize_output:
-        return jnp.zeros_like(sinks)
-    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * delta
-    return -share.sum(axis=(0, 2))

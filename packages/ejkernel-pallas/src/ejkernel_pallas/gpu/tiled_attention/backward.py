@@ -18,6 +18,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from ejkernel.families.tiled_attention import sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.gpu.tiled_attention import schedule
@@ -56,7 +57,7 @@ def backward(pullback: Pullback, params: BwdParams) -> dict[str, jax.Array]:
         (dq,) = _run(queries_kernel, spec, queries, operands)
         gradients["query"] = dq[:, : spec.queries]
     if "softmax_aux" in wanted:
-        gradients["softmax_aux"] = _of_sinks(pullback, delta)
+        gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     return {name: gradients[name] for name in sorted(wanted)}
 
 
@@ -127,9 +128,3 @@ def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
     own = sum(arrivals[name] for name in tile.owned)
     made["own_full"] = plgpu.Barrier(num_arrivals=own, num_barriers=tile.warpgroups)
     return made
-
-
-def _of_sinks(pullback: Pullback, delta: jax.Array) -> jax.Array:
-    sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
-    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * delta
-    return -share.sum(axis=(0, 2))

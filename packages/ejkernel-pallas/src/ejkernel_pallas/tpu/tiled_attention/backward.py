@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel
@@ -66,7 +66,7 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
     if "bias" in wanted:
         gradients["bias"] = _of_bias(record, rows_of, make_spec(record, Blocks(256, 256, 256, 256)))
     if "softmax_aux" in wanted:
-        gradients["softmax_aux"] = _of_sinks(pullback, rows_of[2])
+        gradients["softmax_aux"] = sinks_gradient(pullback, rows_of[2])
     return {name: gradients[name] for name in sorted(wanted)}
 
 
@@ -171,9 +171,3 @@ def _columns(spec: Spec) -> dict[str, Any]:
 def _owned(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:
     batch, heads = bias.shape[0] > 1, bias.shape[1] > 1
     return Operand(array, (None, None, *block), lambda b, h, i, j: (b if batch else 0, h if heads else 0, *place(i, j)))
-
-
-def _of_sinks(pullback: Pullback, delta: jax.Array) -> jax.Array:
-    sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
-    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * delta
-    return -share.sum(axis=(0, 2)).astype(sinks.dtype)
