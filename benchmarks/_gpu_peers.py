@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def peers(cell: Any) -> dict[str, Callable[..., Any]]:
@@ -20,6 +21,8 @@ def peers(cell: Any) -> dict[str, Callable[..., Any]]:
         found["cuDNN (jax.nn)"] = functools.partial(
             jax.nn.dot_product_attention, is_causal=cell.causal, implementation="cudnn", **window
         )
+    if cell.cap is None and cell.packed is not None and cell.window is None:
+        found["cuDNN packed"] = functools.partial(_cudnn_packed, cell)
     if importlib.util.find_spec("tokamax") and cell.packed is None:
         for implementation in ("mosaic", "triton"):
             found[f"tokamax {implementation}"] = functools.partial(_tokamax, cell, implementation)
@@ -30,6 +33,17 @@ def peers(cell: Any) -> dict[str, Callable[..., Any]]:
         else:  # slow to compile
             found["torch flex"] = functools.partial(_flex, cell)
     return found
+
+
+def _cudnn_packed(cell: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention  # no public function has it
+
+    cuts = jnp.asarray(cell.cuts)[None]
+    lengths = jnp.diff(cuts)
+    mask = MaskType.PADDING_CAUSAL if cell.causal else MaskType.PADDING
+    return dot_product_attention(
+        q, k, v, None, None, lengths, lengths, cuts, cuts, scale=cell.size**-0.5, mask_type=mask
+    )
 
 
 def _tokamax(cell: Any, implementation: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -2,22 +2,22 @@
 
     python benchmarks/flash_attention_gpu.py                    # a table; some minutes
     python benchmarks/flash_attention_gpu.py --quick            # two shapes
+    python benchmarks/flash_attention_gpu.py --grid             # what dispatch chooses in 90 shapes: add --only auto
     python benchmarks/flash_attention_gpu.py --output results   # also results/flash_attention_gpu.md and .png
 
-Peers, each where it is found: cuDNN through `jax.nn`, Tokamax, and PyTorch's SDPA (flash and cuDNN) or, for calls that
-it cannot do, flex attention.
+Peers, each where it is found: cuDNN through `jax.nn` and, for packed sequences, through what `jax.nn` calls, Tokamax,
+and PyTorch's SDPA (flash and cuDNN) or, for calls that it cannot do, flex attention.
 All get the same normal bfloat16 inputs. A side is timed only if its output and gradients agree with float32 on the
 first KV head of the first row; sides take turns, and medians are printed. Only pairs that the mask leaves count, four
 operations for each of the head's numbers, and 2.5 times as many for the gradients.
 """
 
 import argparse
-import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import _report
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _gpu_cells import Cell, grid, headlines
 from _gpu_peers import peers
 
 from ejkernel.modules import flash_attention
@@ -33,87 +34,7 @@ from ejkernel.ops import NoImplementationError
 
 Arrays = tuple[jax.Array, ...]
 Pass = Callable[[], Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One shape and mask; the tokens are 32768 in all."""
-
-    length: int = 8192
-    heads: int = 16
-    kv_heads: int = 16
-    size: int = 128
-    causal: bool = True
-    window: int | None = None
-    cap: float | None = None
-    packed: int | None = None
-    dropout: float = 0.0
-
-    @property
-    def batch(self) -> int:
-        return 32768 // self.length
-
-    def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        mask += f", window {self.window}" if self.window else ""
-        mask += f", cap {self.cap:g}" if self.cap else ""
-        mask += f", {self.packed} packed" if self.packed else ""
-        mask += f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"B{self.batch} S{self.length} H{self.heads}/{self.kv_heads} D{self.size} {mask}"
-
-    @functools.cached_property
-    def cuts(self) -> np.ndarray | None:
-        """Cumulative lengths of packed sequences, uneven."""
-        if self.packed is None:
-            return None
-        inner = np.random.default_rng(0).choice(np.arange(1, self.length), self.packed - 1, replace=False)
-        return np.concatenate([[0], np.sort(inner), [self.length]]).astype(np.int32)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of `flash_attention`."""
-        window = {"sliding_window": (self.window - 1, 0)} if self.window else {}
-        dropout = {"dropout_prob": self.dropout, "dropout_seed": 1} if self.dropout else {}
-        return {"causal": self.causal, "logits_soft_cap": self.cap, **window, **dropout}
-
-    @property
-    def operations(self) -> float:
-        """Of a forward pass."""
-        lengths = [self.length] if self.cuts is None else np.diff(self.cuts)
-        seen = sum(self._pairs(int(n)) for n in lengths)
-        return 4.0 * self.batch * self.heads * self.size * seen
-
-    def _pairs(self, n: int) -> int:
-        if not self.causal:
-            return n * n
-        window = min(self.window or n, n)
-        return window * (window + 1) // 2 + (n - window) * window
-
-    def inputs(self) -> Arrays:
-        """Query, key, value and the output's cotangent."""
-        keys = jax.random.split(jax.random.key(0), 4)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(self.batch, self.length, h, self.size) for h in heads]
-        return tuple(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
-
-
-def cells(quick: bool) -> Iterator[Cell]:
-    """What is measured."""
-    yield Cell(causal=False)
-    yield Cell()
-    if quick:
-        return
-    yield Cell(heads=32, kv_heads=8)
-    yield Cell(window=1024)
-    yield Cell(cap=30.0)
-    yield Cell(dropout=0.1)
-    yield Cell(length=32768, packed=22)
-    yield Cell(length=32768)
-    yield Cell(length=32768, window=1024)
-    yield Cell(length=2048)
-    for causal in (False, True):
-        yield Cell(heads=32, kv_heads=32, size=64, causal=causal)
-        yield Cell(heads=8, kv_heads=8, size=256, causal=causal)
+Sides = dict[str, Future[Any]]
 
 
 def attention(cell: Cell, platform: str) -> Callable[..., jax.Array]:
@@ -122,16 +43,14 @@ def attention(cell: Cell, platform: str) -> Callable[..., jax.Array]:
     return lambda q, k, v: flash_attention(q, k, v, *cuts, platform=platform, **cell.options)
 
 
-def passes(call: Callable[..., Any], arrays: Arrays) -> tuple[Pass, Pass]:
+def compiled(call: Callable[..., Any], shapes: Arrays) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The compiled forward pass, and the one with gradients, of a function of query, key and value."""
-    q, k, v, _ = arrays
 
     def graded(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
         output, pull = jax.vjp(call, q, k, v)
         return output, *pull(cotangent)
 
-    forward, both = jax.jit(call).lower(q, k, v).compile(), jax.jit(graded).lower(*arrays).compile()
-    return lambda: forward(q, k, v), lambda: both(*arrays)
+    return jax.jit(call).lower(*shapes[:3]).compile(), jax.jit(graded).lower(*shapes).compile()
 
 
 def wait(name: str, made: Any) -> None:
@@ -144,30 +63,47 @@ def wait(name: str, made: Any) -> None:
         jax.block_until_ready(made)
 
 
-def sides(cell: Cell, arrays: Arrays, wanted: Callable[[str], bool]) -> dict[str, tuple[Pass, Pass]]:
-    """Everything that can compute a cell here, of what is wanted; JAX's sides are compiled at the same time."""
+def first_head(cell: Cell, x: Any, n: int) -> Any:
+    """Of query, key, value or cotangent, the first KV head of the first row."""
+    return x[:1, :, : cell.heads // cell.kv_heads if n in (0, 3) else 1]
+
+
+def compiling(cell: Cell, pool: ThreadPoolExecutor, wanted: Callable[[str], bool]) -> Sides:
+    """Starts to compile a cell's truth, in float32 and for one head, and its sides that are wanted, but PyTorch's."""
+    shapes = tuple(jax.eval_shape(cell.inputs))
+    part = jax.eval_shape(lambda *xs: [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(xs)], *shapes)
     calls = {f"ejkernel {platform}": attention(cell, platform) for platform in ("auto", "triton", "pallas", "cuda")}
     calls = {name: call for name, call in (calls | peers(cell)).items() if wanted(name)}
-    found: dict[str, tuple[Pass, Pass]] = {}
-    with ThreadPoolExecutor() as pool:
-        compiling = {name: pool.submit(passes, call, arrays) for name, call in calls.items() if "torch" not in name}
-        for name, call in calls.items():
-            try:
-                found[name] = compiling[name].result() if name in compiling else call(arrays)
-            except NoImplementationError:
-                continue
-            except Exception as error:  # noqa: BLE001 - whatever a peer says when it cannot do a call
-                print(f"<!-- {name} leaves out {cell}: {str(error).splitlines()[0][:120]} -->", flush=True)
+
+    def truth() -> Any:
+        with jax.default_matmul_precision("highest"):
+            return compiled(attention(cell, "xla"), tuple(part))
+
+    found: Sides = {"truth": pool.submit(truth)}
+    for name, call in calls.items():
+        found[name] = Future() if "torch" in name else pool.submit(compiled, call, shapes)
+        if "torch" in name:
+            found[name].set_result(call)
     return found
 
 
-def truth(cell: Cell, arrays: Arrays) -> list[np.ndarray]:
-    """Output and gradients of the first KV head of the first row, in float32."""
-    group = cell.heads // cell.kv_heads
-    part = [x[:1, :, : group if n in (0, 3) else 1].astype(jnp.float32) for n, x in enumerate(arrays)]
-    with jax.default_matmul_precision("highest"):
-        _, both = passes(attention(cell, "xla"), tuple(part))
-        return [np.asarray(x) for x in both()]
+def bound(made: tuple[Callable[..., Any], Callable[..., Any]], arrays: Arrays) -> tuple[Pass, Pass]:
+    """Compiled passes on arrays."""
+    return functools.partial(made[0], *arrays[:3]), functools.partial(made[1], *arrays)
+
+
+def sides(cell: Cell, arrays: Arrays, futures: Sides) -> dict[str, tuple[Pass, Pass]]:
+    """Both passes of every side that can do a cell, on its arrays."""
+    found: dict[str, tuple[Pass, Pass]] = {}
+    for name, future in futures.items():
+        try:
+            made = future.result()
+            found[name] = made(arrays) if "torch" in name else bound(made, arrays)
+        except NoImplementationError:
+            continue
+        except Exception as error:  # noqa: BLE001 - whatever a peer says when it cannot do a call
+            print(f"<!-- {name} leaves out {cell}: {str(error).splitlines()[0][:120]} -->", flush=True)
+    return found
 
 
 def error(got: Any, want: list[np.ndarray]) -> float:
@@ -180,31 +116,52 @@ def error(got: Any, want: list[np.ndarray]) -> float:
     return max(errors)
 
 
-def timed(cell: Cell, rounds: int, wanted: Callable[[str], bool]) -> list[list[str]]:
+def timed(cell: Cell, rounds: int, futures: Sides) -> list[list[str]]:
     """One line for each side: forward, and forward with gradients."""
     arrays = cell.inputs()
-    want, contenders = truth(cell, arrays), sides(cell, arrays, wanted)
+    part = [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(arrays)]
+    want = [np.asarray(x) for x in futures.pop("truth").result()[1](*part)]
+    contenders = sides(cell, arrays, futures)
     for name in list(contenders):
         off = error(contenders[name][1](), want)
         if not off < 2e-2:
             print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
             del contenders[name]
     lines = {name: [str(cell), name] for name in contenders}
-    made: Any = None
     for which, factor in ((0, 1.0), (1, 3.5)):
+        calls = {name: max(1, round(SAMPLE / seconds(name, pair[which], 1))) for name, pair in contenders.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, pair in contenders.items():
-                wait(name, pair[which]())
-                start = time.perf_counter()
-                for _ in range(CALLS):  # one after the other, so that starting them costs nothing
-                    made = pair[which]()
-                wait(name, made)
-                times[name].append((time.perf_counter() - start) / CALLS)
-        for name, seconds in times.items():
-            median = statistics.median(seconds)
+                times[name].append(seconds(name, pair[which], calls[name]))
+        for name, found in times.items():
+            median = statistics.median(found)
             lines[name] += [f"{median * 1e3:.3f}", f"{factor * cell.operations / median / 1e12:.0f}"]
     return list(lines.values())
+
+
+def seconds(name: str, run: Pass, calls: int) -> float:
+    """Of one call among several, one after the other, so that starting them costs nothing."""
+    made = run()
+    wait(name, made)
+    start = time.perf_counter()
+    for _ in range(calls):
+        made = run()
+    wait(name, made)
+    return (time.perf_counter() - start) / calls
+
+
+def behind(rows: list[list[str]]) -> list[list[str]]:
+    """Shapes in which what dispatch chooses is below 0.98 of the fastest peer, with both passes' ratios."""
+    lines: list[list[str]] = []
+    for shape in dict.fromkeys(row[0] for row in rows):
+        own = [row for row in rows if row[:2] == [shape, "ejkernel auto"]]
+        others = [row for row in rows if row[0] == shape and not row[1].startswith("ejkernel")]
+        if own and others:
+            ratios = [min(float(row[n]) for row in others) / float(own[0][n]) for n in (2, 4)]
+            if min(ratios) < 0.98:
+                lines.append([shape, *(f"{ratio:.2f}" for ratio in ratios)])
+    return lines
 
 
 def versions() -> str:
@@ -219,7 +176,11 @@ def versions() -> str:
     return ", ".join(found)
 
 
-CALLS = 5
+SAMPLE = 0.015
+"""Seconds."""
+ROUNDS = 5
+BATCH = 12
+"""Cells that are compiled at the same time, before any of them is timed."""
 COLUMNS = ("shape", "side", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s")
 
 
@@ -244,14 +205,29 @@ def plot(rows: list[list[str]], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
+def report(heading: str, rows: list[list[str]]) -> str:
+    """The results as Markdown."""
+    text = f"{heading}\n{_report.markdown_table(COLUMNS, rows)}\n"
+    if slow := behind(rows):
+        text += "\nWhat dispatch chooses is below 0.98 of the fastest peer in these, of all that were measured:\n\n"
+        text += _report.markdown_table(("shape", "forward", "forward + backward"), slow) + "\n"
+    return text
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
+    parser.add_argument("--quick", action="store_true", help="two shapes")
+    parser.add_argument("--grid", action="store_true", help="head sizes by lengths by masks by heads, 90 shapes")
     parser.add_argument("--output", type=Path, help="folder for the table and a plot")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="WORD", help="sides whose name has it; repeatable"
-    )
-    options = parser.parse_args()
+    for name, what in (("--only", "sides"), ("--shape", "shapes")):
+        parser.add_argument(
+            name, action="append", default=[], metavar="WORD", help=f"{what} whose name has it; repeatable"
+        )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     if jax.default_backend() != "gpu":
         print("flash_attention_gpu.py needs a GPU: nothing was measured")
         return
@@ -260,17 +236,25 @@ def main() -> None:
     print(_report.markdown_table(COLUMNS, ()), flush=True)
     rows: list[list[str]] = []
 
-    def wanted(name: str) -> bool:
-        return not options.only or any(word in name for word in options.only)
+    def among(words: list[str], name: str) -> bool:
+        return not words or any(word in name for word in words)
 
-    for cell in cells(options.quick):
-        rows += timed(cell, 7, wanted)
-        print("\n".join("| " + " | ".join(row) + " |" for row in rows if row[0] == str(cell)), flush=True)
-        if options.output:  # anew after each shape, so that an interrupted run leaves those that it finished
-            options.output.mkdir(parents=True, exist_ok=True)
-            text = f"{heading}\n{_report.markdown_table(COLUMNS, rows)}\n"
-            (options.output / "flash_attention_gpu.md").write_text(text)
-            plot(rows, options.output / "flash_attention_gpu.png")
+    cells = [cell for cell in (grid() if options.grid else headlines(options.quick)) if among(options.shape, str(cell))]
+    name = "flash_attention_gpu_grid" if options.grid else "flash_attention_gpu"
+    for start in range(0, len(cells), BATCH):
+        batch = cells[start : start + BATCH]
+        with ThreadPoolExecutor() as pool:
+            futures = [compiling(cell, pool, lambda side: among(options.only, side)) for cell in batch]
+        for cell, sides_of in zip(batch, futures, strict=True):
+            rows += timed(cell, ROUNDS, sides_of)
+            print("\n".join("| " + " | ".join(row) + " |" for row in rows if row[0] == str(cell)), flush=True)
+            if options.output:  # anew after each shape, so that an interrupted run leaves those that it finished
+                options.output.mkdir(parents=True, exist_ok=True)
+                (options.output / f"{name}.md").write_text(report(heading, rows))
+        if options.output and not options.grid:
+            plot(rows, options.output / f"{name}.png")
+    if slow := behind(rows):
+        print("\n" + _report.markdown_table(("behind a peer", "forward", "forward + backward"), slow))
 
 
 if __name__ == "__main__":

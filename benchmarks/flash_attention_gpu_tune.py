@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-from flash_attention_gpu import Cell
+from _gpu_cells import Cell
 
 from ejkernel.cli import main as ejkernel
 

@@ -91,6 +91,20 @@ def test_implementations_that_refuse_the_call_give_no_candidates(use, x):
     assert {cfg.platform for cfg in Toy().candidate_cfgs(Invocation("toy", (x,)))} == {"xla"}
 
 
+def test_rules_are_not_asked_about_calls_that_an_implementation_does_not_serve(use, x):
+    def unasked(record, device, direction):
+        raise AssertionError(direction)
+
+    space = toy.ConfigSpace(reads=frozenset(), heuristic=unasked, candidates=unasked)
+    refusing = toy.implementation(
+        "a", platform="cuda", devices=frozenset({"gpu"}), extra=lambda r: ["no"], config=space
+    )
+    use(toy.plugin(refusing, toy.implementation("b", platform="triton", devices=frozenset({"gpu"}))))
+
+    assert {cfg.platform for cfg in Toy().candidate_cfgs_gpu(Invocation("toy", (x,)))} == {"triton"}
+    assert Toy().heuristic_cfg_gpu(Invocation("toy", (x,))).platform == "triton"
+
+
 def test_the_rule_is_asked_of_the_platform_that_the_call_names(use, x):
     use(toy.plugin(toy.implementation("a", platform="cuda", priority=1), toy.implementation("b")))
 
@@ -101,7 +115,7 @@ def test_the_rule_is_asked_of_the_platform_that_the_call_names(use, x):
 
 
 def test_a_platform_without_an_implementation_has_no_rule_and_no_candidates(plain, x):
-    with pytest.raises(NotImplementedError, match="no registered implementation of toy runs on tpu"):
+    with pytest.raises(NotImplementedError, match="no registered implementation of toy serves this call on tpu"):
         Toy().heuristic_cfg_tpu(Invocation("toy", (x,)))
     assert Toy().candidate_cfgs_tpu(Invocation("toy", (x,))) == ()
 

@@ -6,9 +6,10 @@ without the device gets a refusal that says so, not an import error.
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
+from ejkernel_pallas.gpu import tiled_attention as tiled_attention_of_gpus
 
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations this package registers; an operation it does not serve is simply absent."""
-    return ()
+    return tiled_attention_of_gpus.implementations()

@@ -3,6 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+COMPARED = 256
+"""Cumulative lengths up to which every token is compared with all of them."""
+
 
 def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
     """Sequence number and position in its sequence of every token of one packed row.
@@ -18,7 +21,9 @@ def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array
     cum_seqlens = cum_seqlens.astype(jnp.int32)
     token = jnp.arange(total, dtype=jnp.int32)
     # The number of sequences that end at or before a token: empty ones are stepped over.
-    ids = jnp.searchsorted(cum_seqlens[1:], token, side="right").astype(jnp.int32)
+    # Few are compared with every token at once, which is one kernel on a GPU; a search is a loop of them.
+    method = "compare_all" if cum_seqlens.size <= COMPARED else "scan"
+    ids = jnp.searchsorted(cum_seqlens[1:], token, side="right", method=method).astype(jnp.int32)
     owned = (token >= cum_seqlens[0]) & (token < cum_seqlens[-1])
     start = cum_seqlens[jnp.where(owned, ids, 0)]
     return jnp.where(owned, ids, -1)[None], jnp.where(owned, token - start, 0)[None]

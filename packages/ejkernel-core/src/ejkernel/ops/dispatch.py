@@ -149,6 +149,13 @@ def refusals(
     yield from _record_refusals(family, requires, record)
 
 
+def made_for(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:
+    """Whether an implementation serves a direction of a call on the devices that it is for."""
+    if direction == "backward" and implementation.backward is None:
+        return False
+    return not any(_record_refusals(family, implementation.requires_for(direction), record))
+
+
 def _gradient_refusals(implementation: Implementation, wanted: frozenset[str]) -> Iterator[str]:
     if implementation.backward is None:
         yield "has no backward"

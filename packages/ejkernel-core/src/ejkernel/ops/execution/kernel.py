@@ -10,9 +10,9 @@ import jax
 from ejkernel.ops.call import call, default_chain, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import signature
-from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import NoImplementationError
+from ejkernel.ops.dispatch import NoImplementationError, made_for
 from ejkernel.ops.execution.lowering import lowered
 from ejkernel.ops.grad import Plan
 from ejkernel.ops.model import Implementation, Op
@@ -187,22 +187,28 @@ class Kernel(Generic[Cfg, Out]):
         return plan, jax.eval_shape(lower, args)
 
     def _made_for(self, inv: Invocation, platform: str) -> tuple[list[Implementation], Any, DeviceInfo]:
-        """The implementations for a kind of device, best first, and the record and the device to ask them about."""
+        """Implementations that serve the call on a kind of device, best first; record and device to ask them about."""
         plan, record = self._situation(inv)
         device = plan.device if plan.device.platform == platform else _TYPICAL[platform]
         everything = registry().implementations.get(plan.op.name, ())
-        return [i for i in everything if i.requires.devices & device.names], record, device
+        own = [i for i in everything if i.requires.devices & device.names]
+        return [i for i in own if made_for(plan.op.family, i, record, "forward")], record, device
 
     def _first_rule(self, inv: Invocation, platform: str) -> Cfg:
         implementations, record, device = self._made_for(inv, platform)
         if not implementations:
-            raise NotImplementedError(f"no registered implementation of {self.op.name} runs on {platform}")
+            raise NotImplementedError(f"no registered implementation of {self.op.name} serves this call on {platform}")
         return self._rule(implementations[0], record, device)
 
     def _rule(self, implementation: Implementation, record: Any, device: DeviceInfo) -> Cfg:
-        forward = implementation.config.heuristic(record, device, "forward")
-        backward = implementation.config.heuristic(record, device, "backward") if implementation.backward else None
-        return self._config(implementation, forward, backward)
+        directions: tuple[Direction, ...] = ("forward", "backward")
+        parts = (
+            implementation.config.heuristic(record, device, direction)
+            if made_for(self.op.family, implementation, record, direction)
+            else None
+            for direction in directions
+        )
+        return self._config(implementation, *parts)
 
     def _candidates(
         self, implementations: Iterable[Implementation], record: Any, device: DeviceInfo
@@ -213,7 +219,7 @@ class Kernel(Generic[Cfg, Out]):
             forward, backward = rule.part("forward"), rule.part("backward")
             parts = space.candidates(record, device, "forward")
             found += [rule, *(self._config(implementation, part, backward) for part in parts)]
-            if implementation.backward:
+            if backward is not None:
                 parts = space.candidates(record, device, "backward")
                 found += [self._config(implementation, forward, part) for part in parts]
         return tuple(dict.fromkeys(found))

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel_pallas.gpu.tiled_attention import schedule
-from ejkernel_pallas.gpu.tiled_attention.forward_kernel import Call, Shared, forward_kernel
+from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, Shared
+from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
-from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids, without_padding
+from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids
 
 
 def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -45,7 +46,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
     )
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-        forward_kernel(Call(spec, tile, plan, given, made, Shared(**buffers)))
+        forward_kernel(Call(spec, tile, plan, given, made, Shared(**buffers), schedule.counter()))
 
     outputs = [
         jax.ShapeDtypeStruct(operands["q"].shape, spec.dtype),
@@ -56,15 +57,16 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
 
 
 def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str, jax.Array]:
-    """What the kernel reads. Of padding, scores are masked whatever they are, and values have to be numbers."""
-    operands, value = {}, record.value
+    """What the kernel reads."""
+    operands = {}
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
-        value = without_padding(value, record.kv_segment_ids)
+        padded = (operands["k_ids"] < 0).reshape(spec.batch, -1, tile.keys).any(axis=-1)
+        operands["padded"] = padded.astype(jnp.int32)
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)
-    keys = {"k": whole(record.key, tile.keys), "v": whole(value, tile.keys)}
+    keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
     return {"q": whole(record.query, ROWS)} | keys | operands
 
 
@@ -82,8 +84,12 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "v_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+        "number": plgpu.SMEM((2,), jnp.int32),
+        "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
     }
     if spec.segments:
+        made["v_raw"] = plgpu.Barrier(num_arrivals=1)
         made["q_ids"] = plgpu.SMEM((queries, ROWS), jnp.int32)
         made["k_ids"] = plgpu.SMEM((tile.stages, tile.keys), jnp.int32)
     return made

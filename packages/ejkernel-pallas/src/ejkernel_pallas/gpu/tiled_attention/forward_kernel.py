@@ -17,73 +17,13 @@ from jax import lax
 
 from ejkernel_pallas.gpu.tiled_attention import arrays, masking, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_columns
+from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, next_tile
+from ejkernel_pallas.gpu.tiled_attention.forward_fetch import fetch_tile
 from ejkernel_pallas.gpu.tiled_attention.spec import LN2, LOG2E, LOWEST, Spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile
+from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS
 from ejkernel_pallas.gpu.tiled_attention.warpgroups import await_turn, pass_turn
 
 I32 = jnp.int32
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Buffers in shared memory and their barriers.
-
-    Attributes:
-        q: Queries, [buffers * warpgroups, 64, D]; outputs leave through the buffer that their queries came in.
-        k: Keys, [stages, block, D].
-        v: Values, likewise.
-        lse: [buffers * warpgroups, 64].
-        q_full: The queries are there; and so on.
-        q_free: They have been read.
-        k_full: Keys.
-        k_free: Keys.
-        v_full: Values.
-        v_free: Values.
-        q_ids: Segment ids of the queries, [buffers * warpgroups, 64], or None.
-        k_ids: Segment ids of the keys, [stages, block], or None.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    lse: Any
-    q_full: Any
-    q_free: Any
-    k_full: Any
-    k_free: Any
-    v_full: Any
-    v_free: Any
-    q_ids: Any = None
-    k_ids: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What the kernel is given.
-
-    Attributes:
-        spec: Constants.
-        tile: Tile sizes.
-        plan: Which block owns what.
-        operands: Arrays in device memory.
-        outputs: Likewise: outputs, and lse.
-        shared: Shared memory and barriers.
-    """
-
-    spec: Spec
-    tile: ForwardTile
-    plan: schedule.Plan
-    operands: dict[str, Any]
-    outputs: Any
-    shared: Shared
-
-    def slot(self, count: Any) -> Any:
-        """The stage that a visit's keys and values are in."""
-        return lax.rem(count, I32(self.tile.stages))
-
-    def buffer(self, turn: Any, warpgroup: Any) -> Any:
-        """The buffer that the queries of a turn are in."""
-        return lax.rem(turn, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +63,12 @@ class State(NamedTuple):
 
 def forward_kernel(call: Call) -> None:
     """Body of the kernel: what each warpgroup does for all query tiles of its block."""
-    warpgroup, tile, table = lax.axis_index("warpgroup"), call.tile, call.operands["table"]
-    first = schedule.work(call.plan, table, I32(0))
+    warpgroup, tile = lax.axis_index("warpgroup"), call.tile
+    first = lax.axis_index("block")
+    begin = I32(0), I32(0), first, schedule.visits(call.plan, call.operands["table"], first)
 
     def every(turn_of: Any) -> None:
-        lax.fori_loop(0, schedule.count(call.plan, table), functools.partial(turn_of, call), (I32(0), first))
+        lax.while_loop(lambda carry: carry[2] < call.plan.items, functools.partial(turn_of, call), begin)
 
     @pl.when(warpgroup < tile.warpgroups)
     def _multiply() -> None:
@@ -140,56 +81,15 @@ def forward_kernel(call: Call) -> None:
     @pl.when(warpgroup == tile.warpgroups)
     def _fetch() -> None:
         plgpu.set_max_registers(tile.fetching_registers, action="decrease")
-        every(_fetch_tile)
+        every(fetch_tile)
 
 
-def _fetch_tile(call: Call, turn: Any, carry: Any) -> Any:
-    """Fetches what the products of one query tile need, keys one tile ahead of values."""
-    step, (number, start, _, _, stop) = carry
-    item = schedule.item(call.plan, number)
-    after = schedule.work(call.plan, call.operands["table"], turn + 1)
-    fetch = functools.partial(_fetch_visited, call, item)
-    fetch("k", start, step)
-    for warpgroup in range(call.tile.warpgroups):
-        _fetch_queries(call, item, turn, warpgroup)
-
-    def pair(index: Any, count: Any) -> Any:
-        fetch("k", index + 1, count + 1)
-        fetch("v", index, count)
-        return count + 1
-
-    count = lax.fori_loop(start, stop - 1, pair, step)
-    fetch("v", stop - 1, count)
-    return count + 1, after
-
-
-def _fetch_visited(call: Call, item: schedule.Item, what: str, index: Any, count: Any) -> None:
-    """Fetches a tile of keys or of values as soon as its stage is free."""
-    shared, slot = call.shared, call.slot(count)
-    buffer, full, free = (getattr(shared, f"{what}{part}") for part in ("", "_full", "_free"))
-    pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-    rows, head = pl.ds(index * call.tile.keys, call.tile.keys), lax.div(item.head, I32(call.spec.group))
-    plgpu.copy_gmem_to_smem(call.operands[what].at[item.batch, rows, head], buffer.at[slot], full.at[slot])
-    if what == "k" and call.spec.segments:
-        plgpu.copy_gmem_to_smem(call.operands["k_ids"].at[item.batch, rows], shared.k_ids.at[slot], full.at[slot])
-
-
-def _fetch_queries(call: Call, item: schedule.Item, turn: Any, warpgroup: int) -> None:
-    """Fetches the queries of a warpgroup as soon as their buffer is free."""
-    shared, buffer = call.shared, call.buffer(turn, warpgroup)
-    pl.when(turn >= call.tile.buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
-    rows, full = pl.ds(item.tile * call.tile.queries + warpgroup * ROWS, ROWS), shared.q_full.at[buffer]
-    plgpu.copy_gmem_to_smem(call.operands["q"].at[item.batch, rows, item.head], shared.q.at[buffer], full)
-    if call.spec.segments:
-        plgpu.copy_gmem_to_smem(call.operands["q_ids"].at[item.batch, rows], shared.q_ids.at[buffer], full)
-
-
-def _own_tile(call: Call, turn: Any, carry: Any) -> Any:
+def _own_tile(call: Call, carry: Any) -> Any:
     """Everything for one query tile."""
-    step, (number, start, clear, unclear, stop) = carry
+    turn, step, number, (start, clear, unclear, stop) = carry
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
     item, buffer = schedule.item(call.plan, number), call.buffer(turn, warpgroup)
-    after = schedule.work(call.plan, call.operands["table"], turn + 1)
+    after = next_tile(call, turn)
     plgpu.barrier_wait(shared.q_full.at[buffer])
     row_ids = arrays.load_rows(shared.q_ids.at[buffer]) if spec.segments else None
     own = Own(item, item.tile * call.tile.queries + warpgroup * ROWS, buffer, row_ids)
@@ -208,7 +108,7 @@ def _own_tile(call: Call, turn: Any, carry: Any) -> Any:
     _write(call, own, _finish(call, state))
     if call.tile.buffers == 1:
         _free_queries(call, buffer)
-    return state.count, after
+    return turn + 1, state.count, *after
 
 
 def _begin(call: Call, own: Own, start: Any, step: Any) -> State:

@@ -50,9 +50,13 @@ def launch(
     )(*operands.values())
 
 
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+"""Of shared memory in the order that products read."""
+
+
 def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in the order that products read."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
 
 
 def whole(x: jax.Array, rows: int) -> jax.Array:

@@ -1,28 +1,26 @@
 """Which tiles a block owns, one after the other.
 
-In the list of all tiles, heads whose keys fit in the second-level cache together come together, and among them the
-longest tiles come first. Where it is known when a call is traced how long each tile takes, there is a block for every
-multiprocessor, and tiles are dealt in the order of the list, each to the block that is done first: a block fetches for
-its next tile while it finishes the last. Otherwise every tile has a block of its own, and the device deals.
+In the list of all tiles, heads whose keys fit in the second-level cache together come together, and among them later
+tiles come first where they are longer. Blocks that own one tile own that of their number. Others begin so, one on every
+multiprocessor, and take the next tile of the list that nobody has taken: how long tiles take, which may depend on
+segment ids, need not be known, and a block fetches for its next tile while it finishes the last.
 """
 
 import dataclasses
-import functools
-import heapq
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 I32 = jnp.int32
 CACHE = 32 * 2**20
 """Bytes of keys and values, or of what else the blocks of a bundle share, that the second-level cache is to hold."""
-START = 2
-"""What it costs to begin and to finish a tile, in visits."""
-MOST = 2**17
-"""Tiles that are dealt when a call is traced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Plan:
         items: Tiles of all heads.
         blocks: Thread blocks of the grid.
         reverse: Whether later tiles are longer and come first.
-        dealt: Whether blocks own more than one tile.
+        dealt: Whether blocks take one tile after the other.
         shared: Whether one table of visits serves all batch rows.
     """
 
@@ -61,26 +59,24 @@ class Item:
 
 def make_plan(
     visits: Any, *, batch: int, heads: int, reverse: bool, head_bytes: int, group: int, dealt: bool
-) -> tuple[Plan, Any]:
+) -> tuple[Plan, jax.Array]:
     """A plan for the device in use, and the table that its kernel reads.
 
     Args:
-        visits: Table of visits, [B|1, tiles, 4]; a NumPy array where it is known when the call is traced.
+        visits: Table of visits, [B|1, tiles, 4].
         batch: Batch rows.
         heads: Heads of a batch row.
         reverse: Whether later tiles are longer.
         head_bytes: Bytes that all tiles of a head, or of `group` of them, read.
         group: Heads that read the same.
-        dealt: Whether to deal tiles if it is known how long they take.
+        dealt: Whether blocks take one tile after the other, or own one each.
     """
     tiles, shared = visits.shape[1], visits.shape[0] == 1
     fitting = max(1, CACHE // head_bytes) * group
     bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
     items = batch * heads * tiles
-    dealt = dealt and shared and isinstance(visits, np.ndarray) and items <= MOST
     blocks = min(multiprocessors(), items) if dealt else items
-    plan = Plan(heads, tiles, bundle, items, blocks, reverse, dealt, shared)
-    return plan, jnp.asarray(_deal(plan, visits.tobytes()) if dealt else visits)
+    return Plan(heads, tiles, bundle, items, blocks, reverse, dealt, shared), jnp.asarray(visits)
 
 
 def multiprocessors() -> int:
@@ -89,18 +85,38 @@ def multiprocessors() -> int:
     return device.core_count if device.platform == "gpu" else 132
 
 
-def count(plan: Plan, table: Any) -> Any:
-    """Tiles that this block owns."""
-    return table[lax.axis_index("block"), 0, 5] if plan.dealt else I32(1)
+def counter() -> Any:
+    """In device memory, and zero when a kernel starts: how many tiles were taken, apart from every block's first."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR)
+
+
+def take(plan: Plan, taken: Any, place: Any) -> None:
+    """One thread of the warpgroup takes a tile, and writes its number, or one beyond the last, to shared memory."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def add_one(_: Any, taken: Any, place: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
+        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+            before = llvm.atomicrmw(
+                llvm.AtomicBinOp.add, mgpu.utils.memref_ptr(taken), constant(1), llvm.AtomicOrdering.monotonic
+            )
+            memref.store(arith.addi(before, constant(plan.blocks)), place, [])
+
+    add_one(taken, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def visits(plan: Plan, table: Any, number: Any) -> tuple[Any, ...]:
+    """First, clear, unclear and last visit of the tile with a number; of any tile for a number beyond the last."""
+    owned = item(plan, jnp.minimum(number, plan.items - 1))
+    return tuple(table[0 if plan.shared else owned.batch, owned.tile, n] for n in range(4))
 
 
 def work(plan: Plan, table: Any, turn: Any) -> tuple[Any, ...]:
-    """Number of the tile that this block owns in a turn, and its visits: first, clear, unclear, last."""
-    block = lax.axis_index("block")
-    if plan.dealt:
-        return tuple(table[block, turn, n] for n in range(5))
-    owned = item(plan, block)
-    return block, *(table[0 if plan.shared else owned.batch, owned.tile, n] for n in range(4))
+    """Number of the tile that a block owns alone, and its visits."""
+    del turn
+    number = lax.axis_index("block")
+    return number, *visits(plan, table, number)
 
 
 def item(plan: Plan, number: Any) -> Item:
@@ -113,26 +129,3 @@ def item(plan: Plan, number: Any) -> Item:
 
 def _divided(number: Any, by: int) -> tuple[Any, Any]:
     return lax.div(number, I32(by)), lax.rem(number, I32(by))
-
-
-@functools.lru_cache(maxsize=64)
-def _deal(plan: Plan, visits: bytes) -> np.ndarray:
-    """What every block owns: int32 [blocks, turns + 1, 6], number, visits, and how many there are.
-
-    A turn after the last is there to be read: kernels look one ahead.
-    """
-    table = np.frombuffer(visits, np.int32).reshape(plan.tiles, 4)
-    tile = np.arange(plan.items) // plan.bundle % plan.tiles
-    tile = plan.tiles - 1 - tile if plan.reverse else tile
-    costs = (table[:, 3] - table[:, 0] + START)[tile].tolist()
-    done, hands = [(0, block) for block in range(plan.blocks)], [[] for _ in range(plan.blocks)]
-    for number, cost in enumerate(costs):
-        load, block = done[0]
-        hands[block].append(number)
-        heapq.heapreplace(done, (load + cost, block))
-    dealt = np.zeros((plan.blocks, max(map(len, hands)) + 1, 6), np.int32)
-    for block, hand in enumerate(hands):
-        dealt[block, : len(hand), 0] = hand
-        dealt[block, :, 5] = len(hand)
-    dealt[:, :, 1:5] = table[tile[dealt[:, :, 0]]]
-    return dealt

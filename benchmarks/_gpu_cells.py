@@ -1,0 +1,107 @@
+"""Shapes and masks of flash attention that are measured on GPUs."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOKENS = 32768
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One shape and mask; the tokens are 32768 in all."""
+
+    length: int = 8192
+    heads: int = 16
+    kv_heads: int = 16
+    size: int = 128
+    causal: bool = True
+    window: int | None = None
+    cap: float | None = None
+    packed: int | None = None
+    dropout: float = 0.0
+
+    @property
+    def batch(self) -> int:
+        return TOKENS // self.length
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        mask += f", window {self.window}" if self.window else ""
+        mask += f", cap {self.cap:g}" if self.cap else ""
+        mask += f", {self.packed} packed" if self.packed else ""
+        mask += f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"B{self.batch} S{self.length} H{self.heads}/{self.kv_heads} D{self.size} {mask}"
+
+    @functools.cached_property
+    def cuts(self) -> np.ndarray | None:
+        """Cumulative lengths of packed sequences, uneven."""
+        if self.packed is None:
+            return None
+        inner = np.random.default_rng(0).choice(np.arange(1, self.length), self.packed - 1, replace=False)
+        return np.concatenate([[0], np.sort(inner), [self.length]]).astype(np.int32)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `flash_attention`."""
+        window = {"sliding_window": (self.window - 1, 0)} if self.window else {}
+        dropout = {"dropout_prob": self.dropout, "dropout_seed": 1} if self.dropout else {}
+        return {"causal": self.causal, "logits_soft_cap": self.cap, **window, **dropout}
+
+    @property
+    def operations(self) -> float:
+        """Of a forward pass."""
+        lengths = [self.length] if self.cuts is None else np.diff(self.cuts)
+        seen = sum(self._pairs(int(n)) for n in lengths)
+        return 4.0 * self.batch * self.heads * self.size * seen
+
+    def _pairs(self, n: int) -> int:
+        if not self.causal:
+            return n * n
+        window = min(self.window or n, n)
+        return window * (window + 1) // 2 + (n - window) * window
+
+    def inputs(self) -> tuple[jax.Array, ...]:
+        """Query, key, value and the output's cotangent."""
+        keys = jax.random.split(jax.random.key(0), 4)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(self.batch, self.length, h, self.size) for h in heads]
+        return tuple(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+
+
+def headlines(quick: bool) -> Iterator[Cell]:
+    """The shapes that the documentation speaks of."""
+    yield Cell(causal=False)
+    yield Cell()
+    if quick:
+        return
+    yield Cell(heads=32, kv_heads=8)
+    yield Cell(window=1024)
+    yield Cell(cap=30.0)
+    yield Cell(dropout=0.1)
+    yield Cell(length=32768, packed=22)
+    yield Cell(length=32768)
+    yield Cell(length=32768, window=1024)
+    yield Cell(length=2048)
+    for causal in (False, True):
+        yield Cell(heads=32, kv_heads=32, size=64, causal=causal)
+        yield Cell(heads=8, kv_heads=8, size=256, causal=causal)
+
+
+def grid() -> Iterator[Cell]:
+    """Head sizes by lengths by masks, each with as many KV heads as heads and with a quarter of them.
+
+    Packed sequences have the length in the mean, and lie in one row.
+    """
+    masks: tuple[dict[str, Any], ...] = ({"causal": False}, {}, {"window": 1024}, {"cap": 30.0})
+    for size, length in itertools.product((64, 128, 256), (2048, 8192, 32768)):
+        packed = {"length": TOKENS, "packed": max(2, TOKENS // length)}
+        for mask in (*({"length": length} | mask for mask in masks), packed):
+            for heads, kv_heads in ((2048 // size, 2048 // size), (32, 8)):
+                yield Cell(heads=heads, kv_heads=kv_heads, size=size, **mask)
