@@ -68,11 +68,12 @@ class Cell:
         return window * (window + 1) // 2 + (n - window) * window
 
     def inputs(self) -> tuple[jax.Array, ...]:
-        """Query, key, value and the output's cotangent."""
+        """Query, key, value, the output's cotangent and, of packed sequences, the cumulative lengths."""
         keys = jax.random.split(jax.random.key(0), 4)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         shapes = [(self.batch, self.length, h, self.size) for h in heads]
-        return tuple(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+        cuts = () if self.cuts is None else (jnp.asarray(self.cuts),)
+        return *(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)), *cuts
 
 
 def headlines(quick: bool) -> Iterator[Cell]:

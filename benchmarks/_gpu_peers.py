@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def peers(cell: Any) -> dict[str, Callable[..., Any]]:
-    """Functions of query, key and value by name; PyTorch's take all arrays and return both passes, ready to run."""
+    """Functions of query, key, value and cuts by name; PyTorch's take all arrays, and return both passes as they run."""
     found: dict[str, Callable[..., Any]] = {}
     if cell.dropout:  # everyone draws other weights
         return found
@@ -35,10 +35,10 @@ def peers(cell: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _cudnn_packed(cell: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _cudnn_packed(cell: Any, q: jax.Array, k: jax.Array, v: jax.Array, cuts: jax.Array) -> jax.Array:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention  # no public function has it
 
-    cuts = jnp.asarray(cell.cuts)[None]
+    cuts = cuts[None]
     lengths = jnp.diff(cuts)
     mask = MaskType.PADDING_CAUSAL if cell.causal else MaskType.PADDING
     return dot_product_attention(

@@ -13,44 +13,52 @@ operations for each of the head's numbers, and 2.5 times as many for the gradien
 """
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import _processes
 import _report
 import jax
 import jax.numpy as jnp
-import numpy as np
 from _gpu_cells import Cell, grid, headlines
 from _gpu_peers import peers
+from filelock import FileLock
 
 from ejkernel.modules import flash_attention
 from ejkernel.ops import NoImplementationError
 
 Arrays = tuple[jax.Array, ...]
 Pass = Callable[[], Any]
-Sides = dict[str, Future[Any]]
 
 
 def attention(cell: Cell, platform: str) -> Callable[..., jax.Array]:
     """Our call on a platform."""
-    cuts = () if cell.cuts is None else (None, jnp.asarray(cell.cuts))
-    return lambda q, k, v: flash_attention(q, k, v, *cuts, platform=platform, **cell.options)
+
+    def call(q: Any, k: Any, v: Any, *cuts: Any) -> jax.Array:
+        packed = (None, *cuts) if cuts else ()
+        return flash_attention(q, k, v, *packed, platform=platform, **cell.options)
+
+    return call
 
 
 def compiled(call: Callable[..., Any], shapes: Arrays) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The compiled forward pass, and the one with gradients, of a function of query, key and value."""
+    """The compiled forward pass, and the one with gradients, of a function of query, key, value and cuts."""
+    q, k, v, _, *cuts = shapes
+    forward = jax.jit(call).lower(q, k, v, *cuts).compile()
+    return forward, jax.jit(functools.partial(graded, call)).lower(*shapes).compile()
 
-    def graded(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
-        output, pull = jax.vjp(call, q, k, v)
-        return output, *pull(cotangent)
 
-    return jax.jit(call).lower(*shapes[:3]).compile(), jax.jit(graded).lower(*shapes).compile()
+def graded(call: Callable[..., Any], q: Any, k: Any, v: Any, cotangent: Any, *cuts: Any) -> tuple[Any, ...]:
+    """Output and gradients."""
+    output, pull = jax.vjp(lambda q, k, v: call(q, k, v, *cuts), q, k, v)
+    return output, *pull(cotangent)
 
 
 def wait(name: str, made: Any) -> None:
@@ -68,70 +76,98 @@ def first_head(cell: Cell, x: Any, n: int) -> Any:
     return x[:1, :, : cell.heads // cell.kv_heads if n in (0, 3) else 1]
 
 
-def compiling(cell: Cell, pool: ThreadPoolExecutor, wanted: Callable[[str], bool]) -> Sides:
-    """Starts to compile a cell's truth, in float32 and for one head, and its sides that are wanted, but PyTorch's."""
+def truth(cell: Cell, shapes: Arrays) -> Callable[..., Any]:
+    """A compiled function of a cell's arrays: output and gradients of the first KV head, in float32."""
+
+    def both(*arrays: Any) -> Any:
+        parts = [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(arrays[:4])]
+        return graded(attention(cell, "xla"), *parts, *arrays[4:])
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(both).lower(*shapes).compile(compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def error(cell: Cell, shapes: Arrays) -> Callable[..., Any]:
+    """A compiled function of output and gradients, and of the truth: the largest relative error."""
+
+    def largest(made: Any, want: Any) -> Any:
+        parts = [first_head(cell, x, n).astype(jnp.float32) for x, n in zip(made, (0, 0, 1, 2), strict=True)]
+        return jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in zip(parts, want, strict=True)]).max()
+
+    q, k, v = shapes[:3]
+    wanted = jax.eval_shape(lambda *xs: [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(xs)], q, k, v)
+    return jax.jit(largest).lower((q, q, k, v), (wanted[0], *wanted)).compile()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """All that a cell needs of JAX.
+
+    Attributes:
+        inputs: Makes the arrays.
+        truth: Of the arrays.
+        error: Of what a side made, and of the truth.
+        sides: Both passes of JAX's sides; PyTorch's functions of arrays.
+    """
+
+    inputs: Callable[[], Any]
+    truth: Callable[..., Any]
+    error: Callable[..., Any]
+    sides: dict[str, Any]
+
+
+def compile_cell(cell: Cell, wanted: Callable[[str], bool]) -> Compiled:
+    """Compiles a cell for the sides that are wanted and can do it."""
     shapes = tuple(jax.eval_shape(cell.inputs))
-    part = jax.eval_shape(lambda *xs: [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(xs)], *shapes)
     calls = {f"ejkernel {platform}": attention(cell, platform) for platform in ("auto", "triton", "pallas", "cuda")}
-    calls = {name: call for name, call in (calls | peers(cell)).items() if wanted(name)}
+    sides: dict[str, Any] = {}
+    for name, call in (calls | peers(cell)).items():
+        if wanted(name):
+            with leaving_out(name, cell):
+                sides[name] = call if "torch" in name else compiled(call, shapes)
+    return Compiled(jax.jit(cell.inputs).lower().compile(), truth(cell, shapes), error(cell, shapes), sides)
 
-    def truth() -> Any:
-        with jax.default_matmul_precision("highest"):
-            return compiled(attention(cell, "xla"), tuple(part))
 
-    found: Sides = {"truth": pool.submit(truth)}
-    for name, call in calls.items():
-        found[name] = Future() if "torch" in name else pool.submit(compiled, call, shapes)
-        if "torch" in name:
-            found[name].set_result(call)
+@contextlib.contextmanager
+def leaving_out(name: str, cell: Cell) -> Iterator[None]:
+    """Goes on without a side that cannot do a cell."""
+    try:
+        yield
+    except NoImplementationError:
+        pass
+    except Exception as problem:  # noqa: BLE001 - whatever a peer says when it cannot do a call
+        print(f"<!-- {name} leaves out {cell}: {str(problem).splitlines()[0][:120]} -->", flush=True)
+
+
+def correct_sides(cell: Cell, made: Compiled) -> dict[str, tuple[Pass, Pass]]:
+    """Both passes, on a cell's arrays, of every side whose output and gradients are right."""
+    arrays = made.inputs()
+    q, k, v, _, *cuts = arrays
+    want, found = made.truth(*arrays), {}
+    for name, side in made.sides.items():
+        with leaving_out(name, cell):
+            if "torch" in name:
+                passes = side(arrays[:4])
+                results = [jnp.from_dlpack(x.detach().contiguous()) for x in passes[1]()]
+            else:
+                passes = functools.partial(side[0], q, k, v, *cuts), functools.partial(side[1], *arrays)
+                results = passes[1]()
+            off = float(made.error(tuple(results), want))
+            if off < 2e-2:
+                found[name] = passes
+            else:
+                print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
     return found
 
 
-def bound(made: tuple[Callable[..., Any], Callable[..., Any]], arrays: Arrays) -> tuple[Pass, Pass]:
-    """Compiled passes on arrays."""
-    return functools.partial(made[0], *arrays[:3]), functools.partial(made[1], *arrays)
-
-
-def sides(cell: Cell, arrays: Arrays, futures: Sides) -> dict[str, tuple[Pass, Pass]]:
-    """Both passes of every side that can do a cell, on its arrays."""
-    found: dict[str, tuple[Pass, Pass]] = {}
-    for name, future in futures.items():
-        try:
-            made = future.result()
-            found[name] = made(arrays) if "torch" in name else bound(made, arrays)
-        except NoImplementationError:
-            continue
-        except Exception as error:  # noqa: BLE001 - whatever a peer says when it cannot do a call
-            print(f"<!-- {name} leaves out {cell}: {str(error).splitlines()[0][:120]} -->", flush=True)
-    return found
-
-
-def error(got: Any, want: list[np.ndarray]) -> float:
-    """The largest relative error among output and gradients."""
-    errors = []
-    for x, y in zip(got, want, strict=True):
-        own = x[:1, :, : y.shape[2]]
-        own = np.asarray(own.astype(jnp.float32)) if isinstance(own, jax.Array) else own.detach().float().cpu().numpy()
-        errors.append(float(np.linalg.norm(own - y) / np.linalg.norm(y)))
-    return max(errors)
-
-
-def timed(cell: Cell, rounds: int, futures: Sides) -> list[list[str]]:
+def timed(cell: Cell, made: Compiled) -> list[list[str]]:
     """One line for each side: forward, and forward with gradients."""
-    arrays = cell.inputs()
-    part = [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(arrays)]
-    want = [np.asarray(x) for x in futures.pop("truth").result()[1](*part)]
-    contenders = sides(cell, arrays, futures)
-    for name in list(contenders):
-        off = error(contenders[name][1](), want)
-        if not off < 2e-2:
-            print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
-            del contenders[name]
+    contenders = correct_sides(cell, made)
     lines = {name: [str(cell), name] for name in contenders}
     for which, factor in ((0, 1.0), (1, 3.5)):
         calls = {name: max(1, round(SAMPLE / seconds(name, pair[which], 1))) for name, pair in contenders.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for name, pair in contenders.items():
                 times[name].append(seconds(name, pair[which], calls[name]))
         for name, found in times.items():
@@ -179,8 +215,6 @@ def versions() -> str:
 SAMPLE = 0.015
 """Seconds."""
 ROUNDS = 5
-BATCH = 12
-"""Cells that are compiled at the same time, before any of them is timed."""
 COLUMNS = ("shape", "side", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s")
 
 
@@ -215,7 +249,7 @@ def report(heading: str, rows: list[list[str]]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Flash attention on a GPU against whatever else is installed.")
     parser.add_argument("--quick", action="store_true", help="two shapes")
     parser.add_argument("--grid", action="store_true", help="head sizes by lengths by masks by heads, 90 shapes")
     parser.add_argument("--output", type=Path, help="folder for the table and a plot")
@@ -223,36 +257,56 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(
             name, action="append", default=[], metavar="WORD", help=f"{what} whose name has it; repeatable"
         )
+    parser.add_argument("--processes", type=int, default=1, help="that compile; only one at a time uses the GPU")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def measured(options: argparse.Namespace, cells: list[Cell]) -> Iterator[list[str]]:
+    """The lines of cells, in this process."""
+    lock = FileLock(options.lock) if options.lock else contextlib.nullcontext()
+    for cell in cells:
+        made = compile_cell(cell, functools.partial(among, options.only))
+        with lock:
+            yield from timed(cell, made)
+
+
+def gathered(processes: int) -> Iterator[list[str]]:
+    """The lines of all cells, from processes that each have a part of them."""
+    for line in _processes.lines(processes):
+        if line.startswith("| B"):
+            yield line.strip("| \n").split(" | ")
+        else:
+            print(line, end="", flush=True)
+
+
+def among(words: list[str], name: str) -> bool:
+    return not words or any(word in name for word in words)
 
 
 def main() -> None:
     options = arguments()
+    cells = [cell for cell in (grid() if options.grid else headlines(options.quick)) if among(options.shape, str(cell))]
+    if options.part is not None:
+        for row in measured(options, cells[options.part :: options.processes]):
+            print("| " + " | ".join(row) + " |", flush=True)
+        return
     if jax.default_backend() != "gpu":
         print("flash_attention_gpu.py needs a GPU: nothing was measured")
         return
     heading = f"{_report.heading()}\n{versions()}\n"
     print(heading)
     print(_report.markdown_table(COLUMNS, ()), flush=True)
-    rows: list[list[str]] = []
-
-    def among(words: list[str], name: str) -> bool:
-        return not words or any(word in name for word in words)
-
-    cells = [cell for cell in (grid() if options.grid else headlines(options.quick)) if among(options.shape, str(cell))]
-    name = "flash_attention_gpu_grid" if options.grid else "flash_attention_gpu"
-    for start in range(0, len(cells), BATCH):
-        batch = cells[start : start + BATCH]
-        with ThreadPoolExecutor() as pool:
-            futures = [compiling(cell, pool, lambda side: among(options.only, side)) for cell in batch]
-        for cell, sides_of in zip(batch, futures, strict=True):
-            rows += timed(cell, ROUNDS, sides_of)
-            print("\n".join("| " + " | ".join(row) + " |" for row in rows if row[0] == str(cell)), flush=True)
-            if options.output:  # anew after each shape, so that an interrupted run leaves those that it finished
-                options.output.mkdir(parents=True, exist_ok=True)
-                (options.output / f"{name}.md").write_text(report(heading, rows))
-        if options.output and not options.grid:
-            plot(rows, options.output / f"{name}.png")
+    name, rows, order = "flash_attention_gpu" + ("_grid" if options.grid else ""), [], [str(cell) for cell in cells]
+    for row in gathered(options.processes) if options.processes > 1 else measured(options, cells):
+        print("| " + " | ".join(row) + " |", flush=True)
+        rows = sorted([*rows, row], key=lambda row: order.index(row[0]))
+        if options.output:  # anew after each line, so that an interrupted run leaves what it measured
+            options.output.mkdir(parents=True, exist_ok=True)
+            (options.output / f"{name}.md").write_text(report(heading, rows))
+    if options.output and not options.grid:
+        plot(rows, options.output / f"{name}.png")
     if slow := behind(rows):
         print("\n" + _report.markdown_table(("behind a peer", "forward", "forward + backward"), slow))
 
