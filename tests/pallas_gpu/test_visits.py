@@ -99,8 +99,8 @@ def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, l
     visits = key_visits(
         make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=causal)), None, 128, 128
     )
-    plan, table = schedule.make_plan(
-        visits, batch=batch, heads=heads, reverse=causal, head_bytes=4 * 2**20, group=group, dealt=True
+    plan = schedule.make_plan(
+        visits.shape[1], batch=batch, heads=heads, reverse=causal, head_bytes=4 * 2**20, group=group, dealt=True
     )
     assert plan.blocks == min(132, plan.items)
     items = [schedule.item(plan, jnp.int32(number)) for number in range(plan.items)]
@@ -111,4 +111,3 @@ def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, l
         tiles = [tile for _, _, tile in owned[start : start + size]]
         assert tiles == sorted(tiles, reverse=causal)
         assert len({(b, h) for b, h, _ in owned[start : start + size]}) == plan.bundle
-    assert (np.asarray(table) == visits).all()

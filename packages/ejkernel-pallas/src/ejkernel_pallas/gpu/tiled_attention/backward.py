@@ -93,8 +93,9 @@ def _run(kernel: Any, spec: Spec, tile: BackwardTile, operands: Operands) -> Any
         cut = [tiles(n, block) * block for n, block in zip((spec.queries, spec.keys), blocks, strict=True)]
         ids = (operands["q_ids"][:, : cut[0]], operands["k_ids"][:, : cut[1]])
     group = spec.group if of_keys else 1
-    plan, table = schedule.make_plan(
-        (query_visits if of_keys else key_visits)(spec, ids, *blocks),
+    table = jnp.asarray((query_visits if of_keys else key_visits)(spec, ids, *blocks))
+    plan = schedule.make_plan(
+        table.shape[1],
         batch=spec.batch,
         heads=spec.kv_heads if of_keys else spec.heads,
         reverse=not of_keys and spec.right is not None,

@@ -48,8 +48,8 @@ class Call:
 
 def keys_kernel(call: Call) -> None:
     """Gradients of keys and values: a block owns keys, and visits the queries of all heads that share them."""
-    number, *visits = schedule.work(call.plan, call.operands["table"], I32(0))
-    item = schedule.item(call.plan, number)
+    number = lax.axis_index("block")
+    visits, item = schedule.visits(call.plan, call.operands["table"], number), schedule.item(call.plan, number)
     heads = item.head * call.spec.group, call.spec.group
     own = (("k", item.head), ("v", item.head))
     _divide(call, item, own, functools.partial(_visit_heads, *heads, visits), functools.partial(_own_keys, call, item))
@@ -57,8 +57,8 @@ def keys_kernel(call: Call) -> None:
 
 def queries_kernel(call: Call) -> None:
     """Gradients of queries: a block owns queries, and visits the keys of their head."""
-    number, *visits = schedule.work(call.plan, call.operands["table"], I32(0))
-    item = schedule.item(call.plan, number)
+    number = lax.axis_index("block")
+    visits, item = schedule.visits(call.plan, call.operands["table"], number), schedule.item(call.plan, number)
     head = lax.div(item.head, I32(call.spec.group))
     own = (("q", item.head), ("do", item.head))
     _divide(

@@ -1,5 +1,6 @@
 """Forward pass of tiled softmax attention on Hopper."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from ejkernel.ops.config.params import FwdParams
 from ejkernel_pallas.gpu.tiled_attention import schedule
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, Shared
 from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
-from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
+from ejkernel_pallas.gpu.tiled_attention.launch import in_rows, launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids
@@ -34,10 +35,15 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
     spec = make_spec(record)
     tile = forward_tile(params, spec)
     operands = _operands(record, spec, tile)
-    ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
-    plan, operands["table"] = schedule.make_plan(
-        key_visits(spec, ids, tile.queries, tile.keys),
-        batch=spec.batch,
+    output, lse = in_rows(functools.partial(_run, spec, tile), operands, spec.batch)
+    return output[:, : spec.queries], SoftmaxResiduals(lse=lse[..., : spec.queries])
+
+
+def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
+    """Outputs in whole groups of rows, and lse in whole tiles."""
+    plan = schedule.make_plan(
+        operands["table"].shape[1],
+        batch=batch,
         heads=spec.heads,
         reverse=spec.right is not None,
         head_bytes=4 * spec.keys * spec.size,
@@ -49,23 +55,24 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         forward_kernel(Call(spec, tile, plan, given, made, Shared(**buffers), schedule.counter()))
 
     outputs = [
-        jax.ShapeDtypeStruct(operands["q"].shape, spec.dtype),
-        jax.ShapeDtypeStruct((spec.batch, spec.heads, plan.tiles * tile.queries), jnp.float32),
+        jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:]), spec.dtype),
+        jax.ShapeDtypeStruct((batch, spec.heads, plan.tiles * tile.queries), jnp.float32),
     ]
-    output, lse = launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
-    return output[:, : spec.queries], SoftmaxResiduals(lse=lse[..., : spec.queries])
+    return launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
 
 
 def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str, jax.Array]:
-    """What the kernel reads."""
-    operands = {}
+    """What the kernel reads, for every row of the batch or once for all."""
+    operands, ids = {}, None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
         padded = (operands["k_ids"] < 0).reshape(spec.batch, -1, tile.keys).any(axis=-1)
         operands["padded"] = padded.astype(jnp.int32)
+        ids = operands["q_ids"], operands["k_ids"]
     if record.softmax_aux is not None:
-        operands["sinks"] = record.softmax_aux.astype(jnp.float32)
+        operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
+    operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
     keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
     return {"q": whole(record.query, ROWS)} | keys | operands
 

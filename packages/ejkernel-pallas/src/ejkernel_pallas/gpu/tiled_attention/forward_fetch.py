@@ -44,9 +44,11 @@ def _fetch_visited(call: Call, item: schedule.Item, what: str, index: Any, count
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
     rows, head = pl.ds(index * call.tile.keys, call.tile.keys), lax.div(item.head, I32(call.spec.group))
     there = full.at[slot] if there is None else there
-    plgpu.copy_gmem_to_smem(call.operands[what].at[item.batch, rows, head], buffer.at[slot], there)
+    source = call.operands[what]
+    plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
     if what == "k" and call.spec.segments:
-        plgpu.copy_gmem_to_smem(call.operands["k_ids"].at[item.batch, rows], shared.k_ids.at[slot], full.at[slot])
+        ids = call.operands["k_ids"]
+        plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], shared.k_ids.at[slot], full.at[slot])
 
 
 def _fetch_values(call: Call, item: schedule.Item, index: Any, count: Any) -> None:
@@ -54,15 +56,17 @@ def _fetch_values(call: Call, item: schedule.Item, index: Any, count: Any) -> No
     fetch = functools.partial(_fetch_visited, call, item, "v", index, count)
     if not call.spec.segments:
         return fetch()
-    shared, operands, slot = call.shared, call.operands, call.slot(count)
-    padded = operands["padded"][item.batch, index] > 0
+    shared, slot = call.shared, call.slot(count)
+    padded, ids = call.operands["padded"], call.operands["k_ids"]
+    padded = padded[item.row(padded), index] > 0
     pl.when(~padded)(fetch)
 
     @pl.when(padded)
     def _clean() -> None:
         fetch(shared.v_raw)
         plgpu.barrier_wait(shared.v_raw)
-        clean_rows(shared.v.at[slot], operands["k_ids"].at[item.batch, pl.ds(index * call.tile.keys, call.tile.keys)])
+        rows = pl.ds(index * call.tile.keys, call.tile.keys)
+        clean_rows(shared.v.at[slot], ids.at[item.row(ids), rows])
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.v_full.at[slot])
 
@@ -72,9 +76,11 @@ def _fetch_queries(call: Call, item: schedule.Item, turn: Any, warpgroup: int) -
     shared, buffer = call.shared, call.buffer(turn, warpgroup)
     pl.when(turn >= call.tile.buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
     rows, full = pl.ds(item.tile * call.tile.queries + warpgroup * ROWS, ROWS), shared.q_full.at[buffer]
-    plgpu.copy_gmem_to_smem(call.operands["q"].at[item.batch, rows, item.head], shared.q.at[buffer], full)
+    source = call.operands["q"]
+    plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, item.head], shared.q.at[buffer], full)
     if call.spec.segments:
-        plgpu.copy_gmem_to_smem(call.operands["q_ids"].at[item.batch, rows], shared.q_ids.at[buffer], full)
+        ids = call.operands["q_ids"]
+        plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], shared.q_ids.at[buffer], full)
 
 
 def _take(call: Call, turn: Any) -> None:

@@ -8,7 +8,7 @@ scores while the second runs; meanwhile another warpgroup issues its products.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -24,6 +24,8 @@ from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS
 from ejkernel_pallas.gpu.tiled_attention.warpgroups import await_turn, pass_turn
 
 I32 = jnp.int32
+Cut = Literal["opens", "closes"] | None
+"""Which masks a tile needs: none, all, or, before the first that needs none, all but of keys that come too late."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +102,11 @@ def _own_tile(call: Call, carry: Any) -> Any:
     if call.tile.cuts(spec):
         clear, unclear = jnp.maximum(clear, start + 1), jnp.maximum(unclear, start + 1)
         if spec.opens_masked:
-            state = lax.fori_loop(start + 1, clear, functools.partial(visit, True), state)
-        state = lax.fori_loop(clear, unclear, functools.partial(visit, False), state)
-        state = lax.fori_loop(unclear, stop, functools.partial(visit, True), state)
+            state = lax.fori_loop(start + 1, clear, functools.partial(visit, "opens"), state)
+        state = lax.fori_loop(clear, unclear, functools.partial(visit, None), state)
+        state = lax.fori_loop(unclear, stop, functools.partial(visit, "closes"), state)
     else:
-        state = lax.fori_loop(start + 1, stop, functools.partial(visit, False), state)
+        state = lax.fori_loop(start + 1, stop, functools.partial(visit, None), state)
     _write(call, own, _finish(call, state))
     if call.tile.buffers == 1:
         _free_queries(call, buffer)
@@ -113,7 +115,7 @@ def _own_tile(call: Call, carry: Any) -> Any:
 
 def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
     """The first visit, which has no weights to multiply yet."""
-    slot, cut = call.slot(step), call.tile.cuts(call.spec)
+    slot = call.slot(step)
 
     def product(scores_ref: Any) -> Any:
         plgpu.barrier_wait(call.shared.k_full.at[slot])
@@ -121,14 +123,14 @@ def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
         return scores_ref[...]
 
     scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, call.tile.keys), jnp.float32))
-    hide = _mask(call, own, start, slot) if cut else None
+    hide = _mask(call, own, start, slot, "closes") if call.tile.cuts(call.spec) else None
     lowest, nothing = arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0)
     peak, total, weights, _ = _exponentiate(call.spec, scores, hide, lowest, nothing)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     return State(step + 1, arrays.full_tile((ROWS, call.spec.size)), peak, total, _narrow(call, weights))
 
 
-def _visit(call: Call, own: Own, cut: bool, index: Any, state: State) -> State:
+def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
     """One visit: its scores, and the last visit's products while they are exponentiated."""
     shared, warpgroups = call.shared, call.tile.warpgroups
     slot, last = call.slot(state.count), call.slot(state.count - 1)
@@ -144,7 +146,7 @@ def _visit(call: Call, own: Own, cut: bool, index: Any, state: State) -> State:
         if call.spec.takes_turns:
             pass_turn(warpgroups)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        hide = _mask(call, own, index, slot) if cut else None
+        hide = _mask(call, own, index, slot, cut)
         plgpu.barrier_arrive(shared.k_free.at[slot])
         new = _exponentiate(call.spec, scores, hide, peak_ref[...], total_ref[...])
         for ref, value in zip((peak_ref, total_ref, weights_ref, fade_ref), new, strict=True):
@@ -159,15 +161,18 @@ def _visit(call: Call, own: Own, cut: bool, index: Any, state: State) -> State:
     return State(state.count + 1, output, peak, total, _narrow(call, weights))
 
 
-def _mask(call: Call, own: Own, index: Any, slot: Any) -> Callable[[Any], Any]:
+def _mask(call: Call, own: Own, index: Any, slot: Any, cut: Cut) -> Callable[[Any], Any] | None:
     """Scores -> scores for a tile that is cut; what it needs of shared memory is read at once."""
+    if cut is None:
+        return None
     spec, key = call.spec, index * call.tile.keys
     column_ids = arrays.load_columns(call.shared.k_ids.at[slot]) if spec.segments else None
 
     def hide(scores: Any) -> Any:
         if column_ids is not None:
             scores = masking.same_ids(scores, own.row_ids, column_ids)
-        return masking.within(scores, *masking.key_range(spec, ROWS, own.row, key))
+        first, last = masking.key_range(spec, ROWS, own.row, key)
+        return masking.within(scores, first, None if cut == "opens" else last)
 
     return hide
 
@@ -210,7 +215,8 @@ def _write(call: Call, own: Own, state: State) -> None:
     """Normalises, and writes what lies within the arrays."""
     (_, output, peak, total, _), spec = state, call.spec
     if spec.sinks:
-        sink = call.operands["sinks"][own.item.head] * LOG2E
+        sinks = call.operands["sinks"]
+        sink = sinks[own.item.row(sinks), own.item.head] * LOG2E
         top = jnp.maximum(peak, sink)
         fade = jnp.exp2(peak - top)
         total, peak = total * fade + jnp.exp2(sink - top), top

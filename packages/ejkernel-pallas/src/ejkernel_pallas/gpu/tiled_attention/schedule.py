@@ -35,7 +35,6 @@ class Plan:
         blocks: Thread blocks of the grid.
         reverse: Whether later tiles are longer and come first.
         dealt: Whether blocks take one tile after the other.
-        shared: Whether one table of visits serves all batch rows.
     """
 
     heads: int
@@ -45,7 +44,6 @@ class Plan:
     blocks: int
     reverse: bool
     dealt: bool
-    shared: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +54,16 @@ class Item:
     head: Any
     tile: Any
 
+    def row(self, operand: Any) -> Any:
+        """The row of an operand that is its batch row's: its only one, where all rows share it."""
+        return I32(0) if operand.shape[0] == 1 else self.batch
 
-def make_plan(
-    visits: Any, *, batch: int, heads: int, reverse: bool, head_bytes: int, group: int, dealt: bool
-) -> tuple[Plan, jax.Array]:
-    """A plan for the device in use, and the table that its kernel reads.
+
+def make_plan(tiles: int, *, batch: int, heads: int, reverse: bool, head_bytes: int, group: int, dealt: bool) -> Plan:
+    """A plan for the device in use.
 
     Args:
-        visits: Table of visits, [B|1, tiles, 4].
+        tiles: Tiles of a head.
         batch: Batch rows.
         heads: Heads of a batch row.
         reverse: Whether later tiles are longer.
@@ -71,12 +71,11 @@ def make_plan(
         group: Heads that read the same.
         dealt: Whether blocks take one tile after the other, or own one each.
     """
-    tiles, shared = visits.shape[1], visits.shape[0] == 1
     fitting = max(1, CACHE // head_bytes) * group
     bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
     items = batch * heads * tiles
     blocks = min(multiprocessors(), items) if dealt else items
-    return Plan(heads, tiles, bundle, items, blocks, reverse, dealt, shared), jnp.asarray(visits)
+    return Plan(heads, tiles, bundle, items, blocks, reverse, dealt)
 
 
 def multiprocessors() -> int:
@@ -109,14 +108,7 @@ def take(plan: Plan, taken: Any, place: Any) -> None:
 def visits(plan: Plan, table: Any, number: Any) -> tuple[Any, ...]:
     """First, clear, unclear and last visit of the tile with a number; of any tile for a number beyond the last."""
     owned = item(plan, jnp.minimum(number, plan.items - 1))
-    return tuple(table[0 if plan.shared else owned.batch, owned.tile, n] for n in range(4))
-
-
-def work(plan: Plan, table: Any, turn: Any) -> tuple[Any, ...]:
-    """Number of the tile that a block owns alone, and its visits."""
-    del turn
-    number = lax.axis_index("block")
-    return number, *visits(plan, table, number)
+    return tuple(table[owned.row(table), owned.tile, n] for n in range(4))
 
 
 def item(plan: Plan, number: Any) -> Item:
