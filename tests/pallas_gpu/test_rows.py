@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops import FwdParams
 from ejkernel_pallas.gpu.tiled_attention.forward import forward
-from ejkernel_pallas.gpu.tiled_attention.launch import in_rows
 
 
 def sums(batch, calls):

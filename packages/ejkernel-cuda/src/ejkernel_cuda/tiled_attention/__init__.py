@@ -84,6 +84,6 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"query", "key", "value", "bias"}) if backward else frozenset(),
             requires=_REQUIRES,
             config=ConfigSpace(reads=frozenset(), heuristic=_no_choice, candidates=_no_candidates),
-            priority=5,
+            priority=15,
         ),
     )

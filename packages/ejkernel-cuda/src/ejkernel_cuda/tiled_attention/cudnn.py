@@ -4,12 +4,14 @@
 no other's residuals. So this makes the custom calls itself, which XLA's compiler replaces by cuDNN graphs.
 """
 
+import dataclasses
 import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, band
 from ejkernel.ops.pullback import Pullback
 
@@ -28,11 +30,22 @@ BACKWARD_PRODUCTS = {
 
 def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """Output [B, T, H, Dv] and lse [B, H, T]."""
+    inputs = {"query": record.query, "key": record.key, "value": record.value}
+    given = inputs if record.bias is None else {**inputs, "bias": record.bias}
+
+    def run(given: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
+        own = {name: jnp.broadcast_to(given[name], (rows, *given[name].shape[1:])) for name in inputs}
+        return _forward(dataclasses.replace(record, **{**given, **own}))
+
+    output, lse = in_rows(run, given, record.query.shape[0])
+    return output, SoftmaxResiduals(lse=lse)
+
+
+def _forward(record: TiledAttention) -> tuple[jax.Array, ...]:
     b, t, h, _ = record.query.shape
     output = jax.ShapeDtypeStruct((b, t, h, record.value.shape[-1]), record.query.dtype)
     lse = jax.ShapeDtypeStruct((b, h, t), jnp.float32)
-    output, lse = _call(record, "", FORWARD_PRODUCTS, _present(*_inputs(record), record.bias), (output,), (lse,))
-    return output, SoftmaxResiduals(lse=lse)
+    return _call(record, "", FORWARD_PRODUCTS, _present(*_inputs(record), record.bias), (output,), (lse,))
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:

@@ -7,12 +7,13 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel_pallas.gpu.tiled_attention import schedule
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, Shared
 from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
-from ejkernel_pallas.gpu.tiled_attention.launch import in_rows, launch, matrix, whole
+from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids

@@ -6,9 +6,6 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import custom_batching
-
-from ejkernel import _compat
 
 
 def launch(
@@ -55,45 +52,6 @@ def launch(
 
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 """Of shared memory in the order that products read."""
-
-
-def in_rows(
-    run: Callable[[dict[str, jax.Array], int], tuple[jax.Array, ...]], operands: dict[str, jax.Array], batch: int
-) -> tuple[jax.Array, ...]:
-    """What `run` makes of operands, by name, and of a number of batch rows; under `jax.vmap` of more rows, once.
-
-    Args:
-        run: A function of operands whose first axis is `batch`, or 1 for those that all rows share, and of `batch`.
-        operands: The operands.
-        batch: Rows.
-
-    Returns:
-        The outputs of `run`, whose first axis is `batch`.
-    """
-
-    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(run(dict(zip(operands, arrays, strict=True)), batch))
-
-    def folded(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        longer = (_longer(x, size, batch, m) for x, m in zip(arrays, mapped, strict=True))
-        made = in_rows(run, dict(zip(operands, longer, strict=True)), size * batch)
-        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in made), (True,) * len(made)
-
-    mapping = custom_batching.custom_vmap(call)
-    mapping.def_vmap(folded)
-    arrays = tuple(operands.values())
-    return _compat.as_varying(mapping(*_compat.as_varying(arrays, arrays)), arrays)
-
-
-def _longer(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
-    """An operand for `size` times `batch` rows."""
-    if not mapped:
-        if x.shape[0] == 1:
-            return x
-        x = jnp.broadcast_to(x, (size, *x.shape))
-    elif x.shape[1] == 1:
-        x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-    return x.reshape(size * batch, *x.shape[2:])
 
 
 def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
