@@ -130,10 +130,11 @@ def absent(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests on the running interpreter, then the third-party backends."""
+    """Run the tests on the running interpreter, then the third-party backends and the compiler of TPUs."""
     suite(session)
     if not session.posargs:
         session.notify("third_party")
+        session.notify("ahead")
 
 
 for _version in PYTHONS:
@@ -148,6 +149,16 @@ def third_party(session: nox.Session) -> None:
     install(session, *outside, *group("test"))
     # Elsewhere the tests skip without the two; here that would be a session that passes and tests nothing.
     pytest(session, "tests/third_party", EJKERNEL_THIRD_PARTY="required")
+
+
+@nox.session
+def ahead(session: nox.Session) -> None:
+    """Compile the TPU kernels for four chips with the compiler that libtpu holds, which runs on any Linux machine."""
+    if sys.platform != "linux":
+        session.skip("libtpu is for Linux alone")
+    install(session, "-e", f"{part('pallas')}[aot]", *group("test"))
+    session.run("python", "-c", "import libtpu")  # without it the tests skip
+    session.run("python", "-m", "pytest", "-m", "libtpu", "tests", *session.posargs, env=QUICK)
 
 
 def floors(*names: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from ejkernel_pallas.tpu.profile import Case, profile, profile_many
 from ejkernel_pallas.tpu.profile.command import profile as command
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'ejkernel-pallas[aot]'")
+pytestmark = pytest.mark.libtpu
 
 BUILDERS = Path(profiled_kernels.__file__)
 
