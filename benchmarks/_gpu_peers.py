@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def peers(cell: Any) -> dict[str, Callable[..., Any]]:
-    """Functions of query, key, value and cuts by name; PyTorch's take all arrays, and return both passes as they run."""
+    """Functions of query, key, value and cuts by name; PyTorch's take all arrays, and return both passes, ready."""
     found: dict[str, Callable[..., Any]] = {}
     if cell.dropout:  # everyone draws other weights
         return found

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from ejkernel.families.batch_rows import in_rows
-from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops import FwdParams
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.gpu.tiled_attention.backward import backward
 from ejkernel_pallas.gpu.tiled_attention.forward import forward
 
 
@@ -60,3 +62,23 @@ def test_a_mapped_forward_pass_is_one_kernel(shared):
 
     assert text.count("custom_call @mosaic_gpu") == 1
     assert mapped.out_info[0].shape == query.shape
+
+
+@pytest.mark.parametrize("shared", ["nothing", "keys"])
+def test_a_mapped_backward_pass_is_one_kernel(shared):
+    query = jax.ShapeDtypeStruct((3, 1, 256, 4, 128), jnp.bfloat16)
+    key = query if shared == "nothing" else jax.ShapeDtypeStruct(query.shape[1:], query.dtype)
+    lse = jax.ShapeDtypeStruct((3, 1, 4, 256), jnp.float32)
+    params = BwdParams(kv_blocksize=128, q_blocksize=64, num_stages=3)
+
+    def call(q, k, lse):
+        record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, causal=True)
+        residuals = SoftmaxResiduals(lse=lse)
+        saved = Pullback(record=record, residuals=residuals, output=q, cotangent=q, wanted=frozenset({"query", "key"}))
+        return backward(saved, params)
+
+    mapped = jax.jit(jax.vmap(call, in_axes=(0, 0 if shared == "nothing" else None, 0))).trace(query, key, lse)
+    text = mapped.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert {name: x.shape for name, x in mapped.out_info.items()} == {"query": query.shape, "key": query.shape}

@@ -7,6 +7,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from ejkernel_pallas.gpu.tiled_attention.masking import COLUMNS, ROWS
 
@@ -46,3 +49,40 @@ def _load(vector: Any, layout: Any) -> jax.Array:
     index = inspect.signature(plgpu.load).parameters.get("idx")
     indexed = {} if index is None or index.default is not inspect.Parameter.empty else {"idx": ()}
     return plgpu.load(vector, **indexed, layout=layout, optimized=False)
+
+
+def widened(tile: jax.Array) -> jax.Array:
+    """A tile in float32.
+
+    Of bfloat16 it takes the halves of registers apart as integers: LLVM would keep halves beside the pairs that
+    products take, in registers that there are not enough of.
+    """
+    if tile.dtype != jnp.bfloat16:
+        return tile.astype(jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def widen(_: Any, narrow: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
+        registers = narrow.registers.copy()
+        for place, register in enumerate(narrow.registers.flat):
+            pair = vector.extract(
+                vector.bitcast(ir.VectorType.get((1,), i32), register),
+                dynamic_position=[],
+                static_position=ir.DenseI64ArrayAttr.get([0]),
+            )
+            halves = (arith.shli(pair, constant(16)), arith.andi(pair, constant(-(2**16))))
+            registers.flat[place] = vector.from_elements(
+                ir.VectorType.get((2,), f32), [arith.bitcast(f32, half) for half in halves]
+            )
+        return mgpu.FragmentedArray(_registers=registers, _layout=narrow.layout, _is_signed=None)
+
+    return widen(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def load_tile(tile: Any) -> jax.Array:
+    """A tile of scores, from shared memory."""
+    return _load(tile, plgpu.Layout.WGMMA)

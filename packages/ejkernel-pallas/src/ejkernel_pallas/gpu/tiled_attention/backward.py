@@ -12,21 +12,27 @@ Delta and the sink's gradient are sums over rows that XLA is left to do.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 
+from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.gpu.tiled_attention import schedule
-from ejkernel_pallas.gpu.tiled_attention.backward_kernels import Call, keys_kernel, queries_kernel
+from ejkernel_pallas.gpu.tiled_attention.backward_call import Call
+from ejkernel_pallas.gpu.tiled_attention.backward_kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, BackwardTile, backward_tiles
-from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids, query_visits, tiles, without_padding
+from ejkernel_pallas.gpu.tiled_attention.tiles import ADDERS, ROWS, WARPGROUPS, BackwardTile, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.turns import turns
+from ejkernel_pallas.gpu.tiled_attention.visits import padded_ids, query_visits, tiles, without_padding
 
 Operands = dict[str, jax.Array]
 
@@ -36,96 +42,120 @@ def backward(pullback: Pullback, params: BwdParams) -> dict[str, jax.Array]:
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes and stages. A block for keys owns `kv_blocksize` of them and visits tiles of `q_blocksize`
-            queries, with `num_stages` of them in shared memory; one for queries owns `blocksize_m` of them and visits
-            tiles of `blocksize_n` keys, with `blocksize_k` stages.
+        params: Tile sizes and stages. A block owns `kv_blocksize` keys and visits tiles of `q_blocksize` queries, with
+            `num_stages` of them in shared memory.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is none that the kernel can have.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
     wanted, spec = pullback.wanted, make_spec(pullback.record)
-    keys, queries = backward_tiles(params, spec)
-    operands, delta = _operands(pullback, spec, keys, queries)
+    tile = backward_tile(params, spec)
+    operands, delta = _operands(pullback, spec, tile)
     gradients: dict[str, jax.Array] = {}
-    if wanted & {"key", "value"}:
-        dk, dv = _run(keys_kernel, spec, keys, operands)
-        gradients |= {"key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
-    if "query" in wanted:
-        (dq,) = _run(queries_kernel, spec, queries, operands)
-        gradients["query"] = dq[:, : spec.queries]
+    if wanted & {"query", "key", "value"}:
+        gradients = _gradients(spec, tile, operands)
     if "softmax_aux" in wanted:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     return {name: gradients[name] for name in sorted(wanted)}
 
 
-def _operands(pullback: Pullback, spec: Spec, keys: BackwardTile, queries: BackwardTile) -> tuple[Operands, jax.Array]:
-    """What the kernels read, in whole tiles where it is one number a row; and delta as it is, [B, H, T]."""
+def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
+    """What the kernel reads, in whole tiles where it is one number a row; and delta as it is, [B, H, T]."""
     record, lse = pullback.record, pullback.residuals.lse
     cotangent = pullback.cotangent.astype(spec.dtype)
-    matrices = {"q": record.query, "do": cotangent, "k": record.key, "v": record.value}
-    ids: Operands = {}
-    if spec.segments:
-        ids = {"q": record.q_segment_ids, "k": record.kv_segment_ids}
-        ids |= {"do": ids["q"], "v": ids["k"]}
-        matrices = {name: without_padding(x, ids[name]) for name, x in matrices.items()}
-    delta = jnp.sum(matrices["do"].astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    rows = {"q": max(keys.visit, queries.own), "k": max(keys.own, queries.visit)}
-    padding = ((0, 0), (0, 0), (0, -spec.queries % rows["q"]))
+    delta = cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32)
+    if spec.segments:  # of padding, it has to be a number
+        delta = without_padding(delta, record.q_segment_ids)
+    delta = jnp.sum(delta, axis=-1).swapaxes(1, 2)
+    padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
     # A row that attends to nothing has no weights: they are powers of two of minus infinity.
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-    least = {"q": keys.visit, "do": keys.visit, "k": queries.visit, "v": queries.visit}
-    operands = {name: whole(x, max(ROWS, least[name])) for name, x in matrices.items()}
-    operands |= {"shift": jnp.pad(shift, padding, constant_values=jnp.inf), "delta": jnp.pad(delta, padding)}
+    operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
+    operands |= {"k": whole(record.key, ROWS), "v": whole(record.value, ROWS)}
+    operands |= {"shift": jnp.pad(shift, padding, constant_values=jnp.inf), "delta": jnp.pad(-delta, padding)}
     if spec.segments:
-        operands |= {f"{name}_ids": padded_ids(ids[name], rows[name], {"q": -1, "k": -2}[name]) for name in "qk"}
+        operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
+        operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
     return operands, delta
 
 
-def _run(kernel: Any, spec: Spec, tile: BackwardTile, operands: Operands) -> Any:
-    """Launches one of the kernels."""
-    of_keys = tile.owner == "keys"
-    blocks = (tile.visit, tile.own) if of_keys else (tile.own, tile.visit)
-    ids = None
-    if spec.segments:
-        cut = [tiles(n, block) * block for n, block in zip((spec.queries, spec.keys), blocks, strict=True)]
-        ids = (operands["q_ids"][:, : cut[0]], operands["k_ids"][:, : cut[1]])
-    group = spec.group if of_keys else 1
-    table = jnp.asarray((query_visits if of_keys else key_visits)(spec, ids, *blocks))
+def _gradients(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, jax.Array]:
+    """Of queries, keys and values."""
+    ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
+    visits = query_visits(spec, ids, tile.queries, tile.keys)
+    ranks, visited = turns(visits, tiles(spec.queries, tile.queries))
+    operands = operands | {"table": jnp.asarray(visits), "ranks": jnp.asarray(ranks)}
+    run = functools.partial(_run, spec, tile, _heads_together(visits, spec))
+    dk, dv, dq = in_rows(run, operands, spec.batch)
+    dq = dq[:, : spec.queries] * spec.scale
+    if not (isinstance(visited, np.ndarray) and visited.all()):
+        some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=1)[:, : spec.queries, None, None]
+        dq = jnp.where(some, dq, 0)
+    return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
+
+
+def _heads_together(visits: Any, spec: Spec) -> int:
+    """How many heads blocks work on at a time, at least, for two blocks of a head to begin two visits apart.
+
+    There is a block on every multiprocessor, and they begin evenly while one makes its visits.
+    """
+    several = visits.shape[1] * spec.group / 4  # segments, of which it is not known how long they are
+    if isinstance(visits, np.ndarray):
+        several = (visits[..., 3] - visits[..., 0]).mean() * spec.group
+    return math.ceil(2 * schedule.multiprocessors() / several)
+
+
+def _run(spec: Spec, tile: BackwardTile, together: int, operands: Operands, batch: int) -> tuple[jax.Array, ...]:
+    """Gradients of keys and of values, and sums that are gradients of queries but for their scale."""
     plan = schedule.make_plan(
-        table.shape[1],
-        batch=spec.batch,
-        heads=spec.kv_heads if of_keys else spec.heads,
-        reverse=not of_keys and spec.right is not None,
-        head_bytes=4 * (spec.queries * group if of_keys else spec.keys) * spec.size,
-        group=1 if of_keys else spec.group,
+        operands["table"].shape[1],
+        batch=batch,
+        heads=spec.kv_heads,
+        reverse=False,
+        head_bytes=min(8 * spec.queries * spec.group * spec.size, schedule.CACHE // together),
+        group=1,
         dealt=False,
     )
-    owned = [operands[name] for name in (("k", "v") if of_keys else ("q",))]
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in owned]
+    places = batch * spec.heads * operands["ranks"].shape[2] * tile.pieces
 
     def body(given: Operands, made: Any, buffers: Any) -> None:
-        kernel(Call(spec, tile, plan, given, made, buffers))
+        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
+        backward_kernel(Call(spec, tile, plan, given, made, schedule.counter(), turns, buffers))
 
-    return launch(body, operands | {"table": table}, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
+    shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
+    outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
+    return launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, WARPGROUPS)
 
 
 def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
-    """Shared memory and barriers, by the names that the kernels know."""
-    made: dict[str, Any] = {}
-    sides = (("own", tile.owned, tile.warpgroups, ROWS), ("visit", tile.visited, tile.stages, tile.visit))
-    for side, names, count, rows in sides:
-        for name in names:
-            made[f"{side}_{name}"] = matrix((count, rows, spec.size), spec.dtype)
-            for extra in tile.extras(spec, name):
-                dtype = jnp.int32 if extra.endswith("ids") else jnp.float32
-                made[f"{side}_{extra}"] = plgpu.SMEM((count, rows), dtype)
-    arrivals = {name: 1 + len(tile.extras(spec, name)) for name in (*tile.owned, *tile.visited)}
-    barrier = functools.partial(plgpu.Barrier, num_barriers=tile.stages)
-    made |= {f"{name}_full": barrier(num_arrivals=arrivals[name]) for name in tile.visited}
-    made["visit_free"] = barrier(num_arrivals=tile.warpgroups)
-    own = sum(arrivals[name] for name in tile.owned)
-    made["own_full"] = plgpu.Barrier(num_arrivals=own, num_barriers=tile.warpgroups)
+    """Shared memory and barriers, by the names that the kernel knows."""
+    made: dict[str, Any] = {
+        "k": matrix((tile.parts * tile.owners, ROWS, tile.part), spec.dtype),
+        "v": matrix((tile.owners, ROWS, spec.size), spec.dtype),
+        "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype),
+        "dq": plgpu.SMEM(
+            (tile.shares, ROWS, tile.dq_columns),
+            jnp.float32,
+            transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
+        ),
+    }
+    for name, stages in tile.stages.items():
+        made[name] = matrix((stages, tile.queries, spec.size), spec.dtype)
+        extras = tile.extras(spec, name)
+        for extra in extras:
+            made[extra] = plgpu.SMEM((stages, tile.queries), jnp.int32 if extra.endswith("ids") else jnp.float32)
+        made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(extras), num_barriers=stages)
+        made[f"{name}_free"] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+    if spec.segments:
+        made["k_ids"] = plgpu.SMEM((tile.owners, ROWS), jnp.int32)
+    copies = tile.owners * (tile.parts + 1 + spec.segments)
+    made |= {"own_full": plgpu.Barrier(num_arrivals=copies), "dq_free": plgpu.Barrier(num_arrivals=1)}
+    made |= {name: plgpu.Barrier(num_arrivals=tile.shares) for name in ("ds_full", "dq_done")}
+    made["dq_full"] = plgpu.Barrier(num_arrivals=tile.shares, num_barriers=ADDERS)
+    made |= {"number": plgpu.SMEM((1,), jnp.int32), "number_full": plgpu.Barrier(num_arrivals=1)}
+    if tile.wide:
+        made["weights_full"] = plgpu.Barrier(num_arrivals=1)
     return made

@@ -1,0 +1,98 @@
+"""What the warpgroups of the backward kernel have in common."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.tiled_attention import arrays, masking, schedule
+from ejkernel_pallas.gpu.tiled_attention.padding import clean_rows
+from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, BackwardTile
+
+I32 = jnp.int32
+Buffers = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the kernel is given.
+
+    Attributes:
+        spec: Constants.
+        tile: Tile sizes.
+        plan: Which block owns what.
+        operands: Arrays in device memory.
+        outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries.
+        taken: Counter of the tiles of keys that blocks took.
+        turns: How many blocks have added their part, for every tile of queries.
+        buffers: Shared memory and barriers.
+    """
+
+    spec: Spec
+    tile: BackwardTile
+    plan: schedule.Plan
+    operands: Buffers
+    outputs: Any
+    taken: Any
+    turns: Any
+    buffers: Buffers
+
+
+def visit_heads(first: Any, heads: int, visits: Any, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
+    """Visits tiles, the last one first and each of all heads, in runs: cut ones, full ones and cut ones."""
+    start, clear, unclear, stop = visits
+
+    def run(low: Any, high: Any, cut: bool, state: Any) -> Any:
+        def step(n: Any, state: Any) -> Any:
+            return visit(cut, first + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+
+        return lax.fori_loop(0, (high - low) * heads, step, state)
+
+    if not cuts:
+        return run(start, stop, False, state)
+    return run(start, clear, True, run(clear, unclear, False, run(unclear, stop, True, state)))
+
+
+def await_visited(call: Call, count: Any, cut: bool) -> None:
+    """Waits for a visit's tiles where there are segments, and cleans them if some of their rows may be padding.
+
+    Without segments, products wait for them.
+    """
+    if not call.spec.segments:
+        return
+    buffers = call.buffers
+    slots = {name: lax.rem(count, I32(stages)) for name, stages in call.tile.stages.items()}
+    for name, slot in slots.items():
+        plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
+    if cut:
+        clean(buffers["q_ids"].at[slots["q"]], *(buffers[name].at[slot] for name, slot in slots.items()))
+
+
+def clean(ids: Any, *parts: Any) -> None:
+    """Zeros in the rows of padding, which may hold anything: a weight of zero times NaN is NaN.
+
+    A warpgroup cleans all that its products read: what the other one cleans, too, is the same zeros.
+    """
+    for part in parts:
+        clean_rows(part, ids)
+    plgpu.commit_smem()
+
+
+def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, scores: Any) -> Any:
+    """Scores of 64 keys with a visited tile, with minus infinity for pairs that do not attend.
+
+    Args:
+        call: The kernel's arguments.
+        key: Index of the first key.
+        row_ids: Segment ids of the keys, or None.
+        slot: The stage that the queries are in.
+        index: The tile of queries.
+        scores: Float32 [64, queries].
+    """
+    if row_ids is not None:
+        scores = masking.same_ids(scores, row_ids, arrays.load_columns(call.buffers["q_ids"].at[slot]))
+    return masking.within(scores, *masking.query_range(call.spec, ROWS, index * call.tile.queries, key))

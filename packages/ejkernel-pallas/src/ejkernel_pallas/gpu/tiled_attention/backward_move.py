@@ -1,0 +1,78 @@
+"""The warps of the backward kernel that fetch, and those that add to device memory."""
+
+import functools
+from typing import Any, Literal
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call
+from ejkernel_pallas.gpu.tiled_attention.tiles import ADDERS, ROWS
+from ejkernel_pallas.gpu.tiled_attention.turns import rank
+
+
+def fetch(call: Call, item: schedule.Item, visits: Any) -> None:
+    """Fetches what the block owns, and then tiles of queries as their stages become free."""
+    buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
+    for w in range(tile.owners):
+        rows = pl.ds(item.tile * tile.keys + w * ROWS, ROWS)
+        for part in range(tile.parts):
+            source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
+            plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["own_full"])
+        source = values.at[item.row(values), rows, item.head]
+        plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["own_full"])
+        if call.spec.segments:
+            ids = call.operands["k_ids"]
+            plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], buffers["k_ids"].at[w], buffers["own_full"])
+    visits(functools.partial(_fetch_visited, call, item), I32(0), False)
+
+
+def _fetch_visited(call: Call, item: schedule.Item, _: bool, head: Any, index: Any, count: Any) -> Any:
+    for name, stages in call.tile.stages.items():
+        slot = lax.rem(count, I32(stages))
+        full, free = call.buffers[f"{name}_full"].at[slot], call.buffers[f"{name}_free"].at[slot]
+        pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, free))
+        rows = pl.ds(index * call.tile.queries, call.tile.queries)
+        source = call.operands[name]
+        plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], call.buffers[name].at[slot], full)
+        for extra in call.tile.extras(call.spec, name):
+            source = call.operands[extra]
+            row = item.row(source)
+            source = source.at[row, rows] if extra.endswith("ids") else source.at[row, head, rows]
+            plgpu.copy_gmem_to_smem(source, call.buffers[extra].at[slot], full)
+    return count + 1
+
+
+def add_parts(call: Call, item: schedule.Item, visits: Any, place: Any) -> None:
+    """Adds every second piece of dq to device memory when its turn comes; `place` is 0 or 1."""
+    buffers, tile, ranks = call.buffers, call.tile, call.operands["ranks"]
+    tiles = ranks.shape[2]
+
+    def add(_: bool, head: Any, index: Any, count: Any) -> Any:
+        for piece in range(tile.pieces):
+            mine = lax.rem(count * tile.pieces + piece, I32(ADDERS)) == place
+            pl.when(mine)(functools.partial(add_piece, piece, head, index))
+        return count + 1
+
+    def copy(reduction: Literal["add"] | None, piece: int, head: Any, index: Any) -> None:
+        for share in range(tile.shares):
+            row, column = tile.dq_start(piece, share)
+            rows, columns = pl.ds(index * tile.queries + row, ROWS), pl.ds(column, tile.dq_columns)
+            target = call.outputs[2].at[item.batch, rows, head, columns]
+            plgpu.copy_smem_to_gmem(buffers["dq"].at[share], target, reduction_op=reduction)
+
+    def add_piece(piece: int, head: Any, index: Any) -> None:
+        before = rank(ranks, item.row(ranks), item.tile, index)
+        turn = call.turns.at[((item.batch * call.spec.heads + head) * tiles + index) * tile.pieces + piece]
+        plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")
+        plgpu.barrier_wait(buffers["dq_full"].at[place])
+        pl.when(before == 0)(functools.partial(copy, None, piece, head, index))
+        pl.when(before > 0)(functools.partial(copy, "add", piece, head, index))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(buffers["dq_free"])
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
+
+    visits(add, I32(0), False)

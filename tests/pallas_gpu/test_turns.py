@@ -1,0 +1,95 @@
+"""In which order blocks of the Mosaic GPU backward kernel add to a tile of queries, and that none waits for ever."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
+from ejkernel_pallas.gpu.tiled_attention.turns import rank, turns
+from ejkernel_pallas.gpu.tiled_attention.visits import padded_ids, query_visits, tiles
+
+BLOCKS = (4, 8)
+CALLS = {
+    "full": (40, 64, {}),
+    "causal": (64, 64, {"causal": True}),
+    "more keys": (20, 70, {"causal": True}),
+    "more queries": (90, 30, {"causal": True, "sliding_window": (5, None)}),
+    "window": (64, 64, {"causal": True, "sliding_window": (9, None)}),
+    "segments": (64, 64, {"causal": True}),
+    "segments in no order": (50, 64, {}),
+}
+
+
+def table(name):
+    """Visits of a call's tiles of keys, and how many tiles of queries there are."""
+    queries, keys, fields = CALLS[name]
+    rng, ids = np.random.default_rng(0), None
+    if name.startswith("segments"):
+        ids = [rng.integers(-1, 4, (2, n)) for n in (queries, keys)]
+        ids = ids if "no order" in name else [np.sort(x, axis=1) for x in ids]
+        fields = fields | {"q_segment_ids": jnp.asarray(ids[0]), "kv_segment_ids": jnp.asarray(ids[1])}
+        ids = padded_ids(fields["q_segment_ids"], BLOCKS[0], -1), padded_ids(fields["kv_segment_ids"], BLOCKS[1], -2)
+    q, k = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16) for n in (queries, keys))
+    spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **fields))
+    return query_visits(spec, ids, *BLOCKS), tiles(queries, BLOCKS[0])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_turns_count_the_earlier_visitors(name):
+    visits, count = table(name)
+    ranks, visited = turns(visits, count)
+    seen = np.zeros((len(visits), count), int)
+    for row, key in np.ndindex(visits.shape[:2]):
+        first, _, _, last = np.asarray(visits)[row, key]
+        for query in range(first, last):
+            assert rank(ranks, row, key, query) == seen[row, query]
+            seen[row, query] += 1
+    assert (np.asarray(visited) == (seen > 0)).all()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("room", [1, 3])
+def test_blocks_wait_only_for_blocks_that_began_before_them(name, room):
+    """However few blocks run at a time: `room` of them, which begin in the order of the list and add in any."""
+    visits, count = table(name)
+    ranks, _ = turns(visits, count)
+    visits, batch, heads = np.asarray(visits), 2, 2
+    plan = schedule.make_plan(
+        visits.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**24, group=1, dealt=False
+    )
+    added = np.zeros((batch, heads, count), int)
+    waiting, running = list(range(plan.items)), []
+    while waiting or running:
+        while waiting and len(running) < room:
+            item = schedule.item(plan, np.int32(waiting.pop(0)))
+            place = int(item.batch), int(item.head), int(item.tile)
+            first, _, _, last = visits[min(place[0], len(visits) - 1), place[2]]
+            running.append((place, list(range(first, last))))
+        moved = False
+        for block in reversed(running):
+            (b, h, key), left = block
+            query = left[-1]
+            if added[b, h, query] == rank(ranks, min(b, len(ranks) - 1), key, query):
+                added[b, h, query] += 1
+                left.pop()
+                moved = True
+        assert moved, "blocks wait for each other"
+        running = [block for block in running if block[1]]
+    assert (added == np.broadcast_to(visitors(visits, count), (2, count))[:, None]).all()
+
+
+def visitors(visits, count):
+    """How many tiles of keys visit each tile of queries."""
+    index = np.arange(count)
+    return ((visits[:, :, :1] <= index) & (index < visits[:, :, 3:])).sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"), [("causal", True), ("window", True), ("more keys", False), ("segments", False)]
+)
+def test_a_table_of_first_visitors_is_enough_where_all_later_ones_visit(name, short):
+    visits, count = table(name)
+    assert (turns(visits, count)[0].shape[1] == 1) is short
