@@ -8,10 +8,17 @@ from ejkernel_pallas.tpu.profile.bundles import Bundle, Instruction
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A branch: its instruction, and the bundle that it goes to; None where the region is not there."""
+    """A branch.
+
+    Attributes:
+        instruction: Its instruction.
+        target: The bundle that it goes to; None where the region is not there.
+        delay: Bundles after it that are still executed.
+    """
 
     instruction: Instruction
     target: int | None
+    delay: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,31 +49,35 @@ class Flow:
 
 
 def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
-    """Splits bundles into blocks, where `delay` bundles after a branch are still executed."""
+    """Splits bundles into blocks, where up to `delay` bundles after a branch are still executed."""
     regions: dict[int, int] = {}
     for k, bundle in enumerate(bundles):
         for region in bundle.regions:
             regions.setdefault(region, k)
     branches = {
-        k: Branch(instruction, regions.get(instruction.region))
+        k: Branch(instruction, regions.get(instruction.region), _delay_slots(bundles, k, delay))
         for k, bundle in enumerate(bundles)
         for instruction in bundle.instructions
         if instruction.region is not None
     }
     targets = {branch.target for branch in branches.values() if branch.target is not None}
-    leaders = sorted(k for k in {0, *targets, *(k + delay + 1 for k in branches)} if k < len(bundles))
+    leaders = sorted(k for k in {0, *targets, *(k + branch.delay + 1 for k, branch in branches.items())} if k < len(bundles))
     ends = [*leaders[1:], len(bundles)]
-    blocks = {
-        start: _block(start, end, branches, delay, len(bundles)) for start, end in zip(leaders, ends, strict=True)
-    }
+    blocks = {start: _block(start, end, branches, len(bundles)) for start, end in zip(leaders, ends, strict=True)}
     return Flow(blocks, branches)
 
 
-def _block(start: int, end: int, branches: Mapping[int, Branch], delay: int, count: int) -> Block:
+def _delay_slots(bundles: Sequence[Bundle], branch: int, most: int) -> int:
+    """Bundles after a branch that are still executed; v7x has fewer where the next region starts earlier."""
+    after = bundles[branch + 1 : branch + 1 + most]
+    return next((count for count, bundle in enumerate(after) if bundle.regions), most)
+
+
+def _block(start: int, end: int, branches: Mapping[int, Branch], count: int) -> Block:
     branch = next((k for k in reversed(range(start, end)) if k in branches), None)
     if branch is None:
         return Block(start, end, None, end)
-    after = branch + delay + 1
+    after = branch + branches[branch].delay + 1
     end = min(max(end, after), count)
     taken_somewhere = branches[branch].target is not None
     return Block(start, end, branch, min(after, end) if taken_somewhere else end)
@@ -81,10 +92,10 @@ class LoopSpan:
     depth: int
 
 
-def find_loops(bundles: Sequence[Bundle], flow: Flow, delay: int) -> tuple[LoopSpan, ...]:
+def find_loops(bundles: Sequence[Bundle], flow: Flow) -> tuple[LoopSpan, ...]:
     """The loops, outer before inner: branches that go back."""
     found = [
-        LoopSpan(branch.target, min(k + delay, len(bundles) - 1), max(bundles[branch.target].depth, 1))
+        LoopSpan(branch.target, min(k + branch.delay, len(bundles) - 1), max(bundles[branch.target].depth, 1))
         for k, branch in flow.branches.items()
         if branch.target is not None and branch.target <= k
     ]

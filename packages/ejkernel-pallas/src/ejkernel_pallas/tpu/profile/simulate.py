@@ -104,7 +104,7 @@ class Schedule:
 
     def loops(self, blocks: Mapping[int, int]) -> tuple[Loop, ...]:
         """Its loops, outer before inner, where blocks were entered so often."""
-        found = find_loops(self.bundles, self.flow, self.chip.latencies.branch_delay)
+        found = find_loops(self.bundles, self.flow)
         return tuple(
             Loop(
                 start=span.start,
