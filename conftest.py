@@ -1,11 +1,13 @@
 """Settings of all tests; and the fenced Python of the README, CONTRIBUTING and `docs/`: `pytest docs README.md`."""
 
 import gc
+import importlib.util
 import itertools
 import os
 from pathlib import Path
 
 import jax
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -19,6 +21,15 @@ pytest_collect_file = Sybil(
 ).pytest()
 
 _finished = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs libtpu where there is none."""
+    if importlib.util.find_spec("libtpu") is None:
+        missing = pytest.mark.skip(reason="libtpu is not installed: pip install 'ejkernel-pallas[aot]'")
+        for item in items:
+            if item.get_closest_marker("libtpu"):
+                item.add_marker(missing)
 
 
 def pytest_runtest_teardown() -> None:

@@ -158,7 +158,7 @@ def ahead(session: nox.Session) -> None:
         session.skip("libtpu is for Linux alone")
     install(session, "-e", f"{part('pallas')}[aot]", *group("test"))
     session.run("python", "-c", "import libtpu")  # without it the tests skip
-    session.run("python", "-m", "pytest", "-m", "libtpu", "tests", *session.posargs, env=QUICK)
+    pytest(session, "-m", "libtpu", "tests/pallas_tpu", "tests/pallas_tpu_profile", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 
 def floors(*names: str) -> Iterator[str]:

@@ -11,6 +11,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import flash_attention as flash_module
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
+from ejkernel import modules as library
+from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel_pallas.tpu.profile import Workload
 
 HEADS, LENGTH, SIZE = 8, 4096, 128
@@ -62,15 +64,28 @@ def _attention(forward: Any, extra: tuple[Any, ...], array: jax.ShapeDtypeStruct
     return Workload(function=function, args=(*extra, array, array, array), flops=flops)
 
 
-def grouped_matmul(m: int = 8192, k: int = 4096, n: int = 4096, groups: int = 8, tiling: Any = None) -> Workload:
-    """Megablox, with groups of the same size."""
+def grouped_matmul(tiling: Any, sizes: Any = None, m: int = 8192, k: int = 4096, n: int = 4096) -> Workload:
+    """Megablox; with 8 groups of the same size unless sizes are given."""
     gmm = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
     def function(rows: Any, weights: Any, sizes: Any) -> Any:
         return gmm.gmm(rows, weights, sizes, preferred_element_type=jnp.bfloat16, tiling=tiling)
 
-    sizes = np.full(groups, m // groups, np.int32)
-    return Workload(function=function, args=(shape(m, k), shape(groups, k, n), sizes), flops=2 * m * n * k)
+    groups = np.array(sizes or [m // 8] * 8, np.int32)
+    return Workload(function=function, args=(shape(m, k), shape(len(groups), k, n), groups), flops=2 * m * n * k)
+
+
+def our_grouped_matmul(tiling: Any = None, sizes: Any = None, m: int = 8192, k: int = 4096, n: int = 4096) -> Workload:
+    """The library's, as `grouped_matmul`; with the tiles that it chooses unless some are given."""
+    tiles = dict(zip(("block_m", "block_k", "block_n"), tiling or (), strict=False))
+    cfg = GroupedMatmulConfig(**tiles) if tiles else None
+
+    def function(rows: Any, weights: Any, sizes: Any) -> Any:
+        options: dict[str, Any] = {"preferred_element_type": jnp.bfloat16, "platform": "pallas", "cfg": cfg}
+        return library.grouped_matmul(rows, weights, sizes, **options)
+
+    groups = np.array(sizes or [m // 8] * 8, np.int32)
+    return Workload(function=function, args=(shape(m, k), shape(len(groups), k, n), groups), flops=2 * m * n * k)
 
 
 def ragged_pages(queries: int, page: int = 16, pages: int = 64, q_block: int = 8) -> Workload:

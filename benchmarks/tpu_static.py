@@ -5,8 +5,9 @@
     python benchmarks/tpu_static.py --only grouped       # kernels whose name has the word
     python benchmarks/tpu_static.py --quick              # a kernel of each kind, for one chip
 
-Shows the kernels that JAX ships, with blocks worth comparing with. Needs libtpu: pip install "ejkernel-pallas[aot]".
-What the figures mean and how good they are is on the page "TPU kernels without a TPU".
+Shows ejkernel's kernels with the tiles that they choose, and those that JAX ships with blocks worth comparing with.
+Needs libtpu: pip install "ejkernel-pallas[aot]". What the figures mean and how good they are is on the page "TPU
+kernels without a TPU".
 """
 
 import argparse
@@ -19,31 +20,39 @@ import _report
 
 from ejkernel_pallas.tpu.profile import CHIPS, Case, Report, profile_many
 
-BUILDERS = Path(__file__).with_name("_tpu_peers.py")
+PEERS, OURS = Path(__file__).with_name("_tpu_peers.py"), Path(__file__).with_name("_tpu_ours.py")
 COLUMNS = ("kernel", "µs", "MFU", "computing µs", "HBM µs", "matrix units", "VMEM MiB", "spilled", "reloaded")
 
 
-def case(label: str, build: str, **kwargs: Any) -> Case:
-    return Case(label=label, build=f"{BUILDERS}:{build}", kwargs=kwargs)
+def case(label: str, build: str, file: Path = PEERS, **kwargs: Any) -> Case:
+    return Case(label=label, build=f"{file}:{build}", kwargs=kwargs)
+
+
+UNEQUAL = (1500, 300, 1024, 12, 2100, 40, 1800, 1416)
 
 
 QUICK = (
+    case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
     case("grouped matmul, JAX megablox, 512x1024x1024", "grouped_matmul", tiling=(512, 1024, 1024)),
     case("paged decode, JAX ragged, 64 pages a block", "ragged_pages", queries=1),
 )
 ALL = (
-    case("flash attention, JAX flash, blocks of 512", "flash", block=512),
     QUICK[0],
+    case("flash attention, JAX flash, blocks of 512", "flash", block=512),
+    QUICK[1],
     case("flash attention, JAX splash, blocks of 512", "splash", block_q=512, block_kv=512),
     case("flash attention, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024),
     case("flash attention, JAX splash, blocks of 1024x2048", "splash", block_q=1024, block_kv=2048),
+    case("forward and gradient, ejkernel", "attention", OURS, gradient=True),
     case("forward and gradient, JAX flash, blocks of 512", "flash", block=512, gradient=True),
     case("forward and gradient, JAX splash, blocks of 512", "splash", block_q=512, block_kv=512, gradient=True),
     case("forward and gradient, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024, gradient=True),
-    QUICK[1],
     QUICK[2],
+    QUICK[3],
+    case("paged decode, ejkernel", "pages", OURS, queries=1),
     case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
+    case("paged prefill of 512, ejkernel", "pages", OURS, queries=512),
 )
 
 

@@ -1,7 +1,6 @@
 """The attention kernels compiled for real chips by their own compiler, which needs none of them."""
 
 import functools
-import importlib.util
 import os
 
 import jax
@@ -17,10 +16,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
 
-pytestmark = [
-    pytest.mark.libtpu,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
-]
+pytestmark = pytest.mark.libtpu
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 SMALL = FwdParams(q_blocksize=256, kv_blocksize=256, blocksize_m=256, blocksize_n=256)

@@ -1,16 +1,17 @@
 """Records of the tiled softmax family, small and awkward, and the family's own answers for them."""
 
 import dataclasses
-import functools
+import os
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl  # noqa: TID251
 from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
 
 from ejkernel.families.tiled_attention import TiledAttention, reference
+from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, MultiHeadMask, NumpyMask
+from ejkernel_pallas.tpu.interpret import VARIABLE
 
 
 def record(shape=(1, 160, 160, 2, 1, 64, 64), dtype="float32", **fields):
@@ -42,6 +43,27 @@ def places(*size):
     return lambda random: jnp.asarray(random.integers(0, 300, size=size), jnp.int32)
 
 
+def hiding(*size):
+    """A bias that hides the first tile of keys from some queries, by the least number there is, and one key by more."""
+
+    def made(random):
+        bias = random.normal(size=size).astype(np.float32)
+        bias[..., 3:90, :128] = np.finfo(np.float32).min
+        bias[..., 7] = -np.inf
+        return jnp.asarray(bias)
+
+    return made
+
+
+def by_head(queries, keys):
+    """Patterns of four heads, two of which share theirs."""
+    shape = (queries, keys)
+    scattered = NumpyMask(np.random.default_rng(5).random(shape) < 0.3)
+    return MultiHeadMask(
+        (LocalMask(shape, (40, 10)), ChunkedCausalMask(shape, 100), scattered, LocalMask(shape, (40, 10)))
+    )
+
+
 LONG = (1, 300, 300, 1, 1, 32, 32)
 CASES = {
     "plain": record((2, 130, 150, 2, 2, 32, 32)),
@@ -66,6 +88,11 @@ CASES = {
     "bias": record((2, 140, 260, 2, 1, 32, 32), bias=normal(1, 2, 140, 260)),
     "bias of keys": record((2, 130, 150, 2, 1, 32, 32), bias=normal(2, 1, 1, 150)),
     "bias of queries": record((2, 130, 150, 2, 1, 32, 32), bias=normal(1, 2, 130, 1)),
+    "bias that hides": record((1, 140, 260, 1, 1, 32, 32), bias=hiding(1, 1, 140, 260)),
+    "pattern": record((1, 300, 300, 1, 1, 32, 32), pattern=LocalMask((300, 300), (150, 0))),
+    "patterns by head": record(
+        (2, 140, 260, 4, 2, 32, 32), pattern=by_head(140, 260), bias=normal(1, 4, 140, 260), sliding_window=(100, None)
+    ),
     "soft cap": record((1, 130, 150, 2, 1, 32, 32), logits_soft_cap=2.0, causal=True),
     "sinks": record((2, 130, 150, 2, 1, 32, 32), softmax_aux=normal(2), causal=True),
     "sinks alone": record((1, 130, 140, 2, 1, 32, 32), softmax_aux=normal(2), mask=jnp.zeros((1, 1, 130, 140), bool)),
@@ -113,7 +140,7 @@ def answers(made):
 
 def interpreted():
     """Kernels on the CPU, one operation after another, with blocks beyond an array's end full of NaN."""
-    return mock.patch.object(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    return mock.patch.dict(os.environ, {VARIABLE: "1"})
 
 
 def simulated():

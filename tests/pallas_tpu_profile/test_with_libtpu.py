@@ -11,7 +11,6 @@ from ejkernel.ops import plugins
 from ejkernel_pallas.tpu.profile import Case, profile, profile_many
 from ejkernel_pallas.tpu.profile.command import profile as command
 
-pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'ejkernel-pallas[aot]'")
 pytestmark = pytest.mark.libtpu
 
 BUILDERS = Path(profiled_kernels.__file__)
@@ -136,4 +135,4 @@ def test_the_command_says_that_a_call_has_no_kernel(monkeypatch):
     finally:
         plugins.reload()
     assert result.exit_code == 1, result.output
-    assert "no Pallas kernel; XLA computes it all" in result.output
+    assert "no Pallas kernel; XLA computes it all" in " ".join(result.output.split())

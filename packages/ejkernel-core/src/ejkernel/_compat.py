@@ -1,9 +1,14 @@
 """The few places where JAX moved something, or has no public door yet."""
 
+import contextlib
+import threading
+from collections.abc import Generator
 from typing import Any
 
 import jax
 from jax.core import Tracer
+
+_describing = threading.RLock()
 
 
 def coordination_client() -> Any | None:
@@ -74,3 +79,35 @@ def as_varying(tree: Any, like: Any) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def shape_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
+    """A shape of something that varies over the mesh axes that an array varies over, for kernels to promise."""
+    if not varying_axes(like):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    aval: Any = jax.typeof(like)
+    tracked = getattr(aval, "manual_axis_type", None)
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype, vma=aval.vma) if tracked is None else make(shape, dtype, manual_axis_type=tracked)
+
+
+@contextlib.contextmanager
+def described_tpu() -> Generator[None]:
+    """Within it, JAX traces pipelines of TPU kernels where it sees no TPU, as a machine that exports programs does.
+
+    They depend on the chip in that those before v4 lay arrays out in another way.
+    """
+    from jax._src.pallas.mosaic import tpu_info
+
+    info: Any = tpu_info
+    if info.is_tpu_device():
+        yield
+        return
+    with _describing:
+        kind, kinds = info.get_device_kind(), dict(info.registry)
+        info.registry.setdefault(kind, lambda: info.get_tpu_info_for_chip(info.ChipVersion.TPU_V5E, 1))
+        try:
+            yield
+        finally:
+            if kind not in kinds:
+                info.registry.pop(kind)

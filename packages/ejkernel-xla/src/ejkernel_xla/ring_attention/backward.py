@@ -12,10 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.config.params import BwdParams
-from ejkernel.ops.pullback import Pullback
-from ejkernel_xla.ring_attention.schedule import (
+from ejkernel.families.ring_schedule import (
     Load,
     Ring,
     columns,
@@ -25,6 +22,9 @@ from ejkernel_xla.ring_attention.schedule import (
     put_columns,
     ring_of,
 )
+from ejkernel.families.tiled_attention import SoftmaxResiduals
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from ejkernel_pallas.tpu.profile.report import Report
 
 _WORKER = "ejkernel_pallas.tpu.profile.worker"
 _LOG_LINES = 3
+_POLL_SECONDS = 0.1
+NEEDS_LIBTPU = "profiles need libtpu's compiler: pip install 'ejkernel-pallas[aot]'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ def profile_many(
         target: `"v5e"`, `"v5p"`, `"v6e"` or `"v7x"`.
         keep: Folder to leave everything in that libtpu writes; a temporary one if not given.
         timeout: Seconds after which a worker is stopped.
-        progress: Called with each report in order; those of a worker when it has ended.
+        progress: Called with each report in order, as soon as it is there.
 
     Returns:
         A report for every case, in their order; what went wrong with one is its `error`.
@@ -109,34 +112,43 @@ def profile_many(
     """
     chip(target)
     if importlib.util.find_spec("libtpu") is None:
-        raise ModuleNotFoundError("profiles need libtpu's compiler: pip install 'ejkernel-pallas[aot]'")
+        raise ModuleNotFoundError(NEEDS_LIBTPU)
     reports: list[Report] = []
     with _folder(keep) as folder:
         while len(reports) < len(cases):
             job = Job(target, cases[len(reports) :], len(reports), folder)
-            found = _work(job, timeout)
-            if len(found) < len(job.cases):  # the worker died of the case after the last that it reported
-                found.append(Report(label=job.cases[len(found)].label, target=target, error=_last_words(folder)))
-            reports += found
-            for report in found:
+            for report in _work(job, timeout):
+                reports.append(report)
                 if progress is not None:
                     progress(report)
     return reports
 
 
-def _work(job: Job, timeout: float) -> list[Report]:
-    """Runs a worker; the reports that it came to."""
+def _work(job: Job, timeout: float) -> Generator[Report]:
+    """Runs a worker; its reports as they come, the last of which says what it died of if it did."""
     shutil.rmtree(job.dumps, ignore_errors=True)  # what a worker left that did not live to move it away
     job.dumps.mkdir()
     path = job.folder / f"{job.first}.job"
     path.write_bytes(pickle.dumps(job))
-    with (job.folder / "log").open("wb") as log, contextlib.suppress(subprocess.TimeoutExpired):
-        command = [sys.executable, "-m", _WORKER, str(path)]
-        subprocess.run(command, env=_environment(job), timeout=timeout, stdout=log, stderr=log, check=False)
-    found: list[Report] = []
-    while (result := job.result(job.first + len(found))).exists():
-        found.append(pickle.loads(result.read_bytes()))
-    return found
+    command, end = [sys.executable, "-m", _WORKER, str(path)], time.monotonic() + timeout
+    found = 0
+    with (
+        (job.folder / "log").open("wb") as log,
+        subprocess.Popen(command, env=_environment(job), stdout=log, stderr=log) as worker,
+    ):
+        try:
+            running = True
+            while running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(_POLL_SECONDS)
+                running = worker.poll() is None and time.monotonic() < end
+                while (result := job.result(job.first + found)).exists():
+                    yield pickle.loads(result.read_bytes())
+                    found += 1
+        finally:
+            worker.kill()
+    if found < len(job.cases):  # the worker died of the case after the last that it reported
+        yield Report(label=job.cases[found].label, target=job.target, error=_last_words(job.folder))
 
 
 def _environment(job: Job) -> Mapping[str, str]:

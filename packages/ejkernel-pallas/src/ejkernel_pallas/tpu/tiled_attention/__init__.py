@@ -8,10 +8,12 @@ from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_pallas.tpu.tiled_attention import tiles
+from ejkernel_pallas.tpu.interpret import devices
+from ejkernel_pallas.tpu.tiled_attention import patterns, tiles
 
 OPS: dict[str, frozenset[str]] = {
     "flash_attention": MASKS | SOFTMAX | DROPOUT | {"bias", "precision"},
+    "blocksparse_attention": MASKS | SOFTMAX | {"bias", "pattern", "dropout_origin"},
     "scaled_dot_product_attention": MASKS | {"bias"},
 }
 """For every operation, the optional fields that its records can have and the kernels honour."""
@@ -21,6 +23,9 @@ def _reasons(record: Any) -> Iterable[str]:
     """What `Requires` has no word for."""
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
+        return
+    yield from patterns.reasons(record)
+    yield from tiles.reasons(record)
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -38,7 +43,7 @@ def _implementation(op: str, handles: frozenset[str]) -> Implementation:
         backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
         gradients=frozenset(FAMILY.differentiable) & (handles | {"query", "key", "value"}),
         requires=Requires(
-            devices=frozenset({"tpu"}),
+            devices=devices(),
             dtypes=frozenset({"bfloat16", "float32"}),
             head_dims=range(1, 257),
             handles=handles,

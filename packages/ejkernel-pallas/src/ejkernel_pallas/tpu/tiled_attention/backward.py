@@ -23,7 +23,7 @@ from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel
-from ejkernel_pallas.tpu.tiled_attention.launch import launch, walk
+from ejkernel_pallas.tpu.tiled_attention.launch import apart, launch, walk
 from ejkernel_pallas.tpu.tiled_attention.operands import (
     Operand,
     canonical,
@@ -33,7 +33,7 @@ from ejkernel_pallas.tpu.tiled_attention.operands import (
     rows,
     unrows,
 )
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, Blocks, Spec, make_spec, padded
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, LOWEST, Blocks, Spec, make_spec, padded
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
 
@@ -76,7 +76,7 @@ def _rows(pullback: Pullback, record: TiledAttention) -> Rows:
     if record.q_segment_ids is not None:  # padding's cotangent may be anything
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
     delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    return cotangent, jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, delta
+    return cotangent, jnp.maximum(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, LOWEST), delta
 
 
 def _inputs(record: TiledAttention, rows_of: Rows, spec: Spec) -> dict[str, Operand]:
@@ -91,21 +91,23 @@ def _inputs(record: TiledAttention, rows_of: Rows, spec: Spec) -> dict[str, Oper
 def _of_keys(record: TiledAttention, rows_of: Rows, spec: Spec, wanted: frozenset[str]) -> Gradients:
     fields = {name: getattr(record, name) for name in ("key", "value") if name in wanted}
     table = query_visits(record, spec)
-    batched = table.shape[0] > 1
+    own = apart(table)
 
     def where(b: Any, h: Any, step: Any, member: Any, table: Any) -> tuple[Any, Any, Any, Any]:
-        return walk(b, h * spec.group + member, step, table, batched=batched)
+        _, _, i, j = walk(b, h, step, table, apart=own)
+        return b, h * spec.group + member, i, j
 
     made = launch(
-        functools.partial(keys_kernel, spec=spec, batched=batched),
-        grid=(record.key.shape[0], record.key.shape[2], table.shape[1], spec.group),
-        tables=(table.reshape(-1),),
+        functools.partial(keys_kernel, spec=spec, apart=own),
+        grid=(record.key.shape[0], record.key.shape[2], table.shape[2], spec.group),
+        table=table,
         where=where,
         inputs=_inputs(record, rows_of, spec),
         outputs={f"d{name}": kv_rows(jax.ShapeDtypeStruct(x.shape, x.dtype), spec) for name, x in fields.items()},
         scratch={
             f"d{name}_sum": pltpu.VMEM((spec.kv_block, padded(x.shape[3])), jnp.float32) for name, x in fields.items()
-        },
+        }
+        | _chunks(record, spec),
         name="ejkernel_attention_backward_keys",
     )
     return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
@@ -114,13 +116,15 @@ def _of_keys(record: TiledAttention, rows_of: Rows, spec: Spec, wanted: frozense
 def _of_queries(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
     table, query = key_visits(record, spec), record.query
     made = launch(
-        functools.partial(queries_kernel, spec=spec, batched=table.shape[0] > 1),
-        grid=(query.shape[0], query.shape[2], table.shape[1]),
-        tables=(table.reshape(-1),),
-        where=functools.partial(walk, batched=table.shape[0] > 1),
+        functools.partial(queries_kernel, spec=spec, apart=apart(table)),
+        grid=(query.shape[0], query.shape[2], table.shape[2]),
+        table=table,
+        where=functools.partial(walk, apart=apart(table)),
         inputs=_inputs(record, rows_of, spec),
         outputs={"dquery": rows(jax.ShapeDtypeStruct(query.shape, query.dtype), spec.q_block)},
-        scratch={"dquery_sum": pltpu.VMEM((spec.q_block, padded(query.shape[3])), jnp.float32), **_columns(spec)},
+        scratch={"dquery_sum": pltpu.VMEM((spec.q_block, padded(query.shape[3])), jnp.float32)}
+        | _columns(spec)
+        | _chunks(record, spec),
         name="ejkernel_attention_backward_queries",
     )
     return unrows(made["dquery"], query.shape)
@@ -130,19 +134,19 @@ def _of_bias(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
     """The bias's gradient; a sum over what the bias is shared by is made tile by tile, so nothing larger is."""
     bias, kinds = record.bias, tile_kinds(record, spec)
     assert bias is not None  # a gradient of it was asked for
-    q_tiles, k_tiles = kinds.shape[1:]
+    q_tiles, k_tiles = kinds.shape[2:]
     counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
     own = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
     parts = tuple(n // k for n, k in zip(counts, own, strict=True))
     result, scratch = _bias_tiles(bias, spec)
     made = launch(
-        functools.partial(bias_kernel, spec=spec, tiles=(kinds.shape[0], q_tiles, k_tiles)),
+        functools.partial(bias_kernel, spec=spec, tiles=kinds.shape),
         grid=(*own, *parts),
-        tables=(kinds.reshape(-1),),
+        table=kinds,
         where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
         inputs=_inputs(record, rows_of, spec),
         outputs={"dbias": result},
-        scratch={"dbias_sum": pltpu.VMEM(scratch, jnp.float32), **_columns(spec)},
+        scratch={"dbias_sum": pltpu.VMEM(scratch, jnp.float32)} | _columns(spec) | _chunks(record, spec),
         name="ejkernel_attention_backward_bias",
     )["dbias"]
     if bias.shape[3] == 1:  # as a row, of queries or, where it is one number, of keys
@@ -166,6 +170,12 @@ def _bias_tiles(bias: jax.Array, spec: Spec) -> tuple[Operand, tuple[int, int]]:
 def _columns(spec: Spec) -> dict[str, Any]:
     """Scratch memory for the statistics of queries."""
     return {name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in ("shift_column", "delta_column")}
+
+
+def _chunks(record: TiledAttention, spec: Spec) -> dict[str, Any]:
+    """Scratch memory for what is written down of two chunks."""
+    shape = (2, spec.kv_chunk, spec.q_chunk) if spec.by_key else (2, spec.q_chunk, spec.kv_chunk)
+    return {"weights": pltpu.VMEM(shape, jnp.float32), "dscores": pltpu.VMEM(shape, record.query.dtype)}
 
 
 def _owned(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:

@@ -9,34 +9,37 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec
 from ejkernel_pallas.tpu.tiled_attention.tile import (
+    Apart,
     Chunk,
     Refs,
     allowed,
     column,
     dropped,
+    hidden,
     load_keys,
     load_queries,
+    noted,
     product,
     scores,
     visit,
+    visited,
     wide,
 )
 from ejkernel_pallas.tpu.tiled_attention.visits import FIRST, LAST
 
 
-def keys_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, batched: bool) -> None:
+def keys_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
     """One visit of a query tile by a key tile: adds to the gradients of keys and values.
 
     Args:
-        table: Visits by key tile, int32 [(B|1) * steps]; each is made once a head of the group.
+        table: Visits by key tile, int32 [(B|1) * (Hk|1) * steps]; each is made once a head of the group.
         refs: Blocks and scratch memory.
         names: What each of them is; "dkey" and "dvalue" where they are wanted.
         spec: The kernel's constants.
-        batched: Whether every batch row has its own visits.
+        apart: Whether batch rows, and heads, have visits of their own.
     """
     named = dict(zip(names, refs, strict=True))
-    step, member = pl.program_id(2), pl.program_id(3)
-    entry = table[step + pl.program_id(0) * pl.num_programs(2) if batched else step]
+    entry, member = visited(table, apart), pl.program_id(3)
     _clear(named, ((entry & FIRST) != 0) & (member == 0))
     visit(entry, spec, lambda at: _add_to_keys(named, at))
 
@@ -48,19 +51,18 @@ def keys_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, batc
             named["dvalue"][...] = (named["dvalue_sum"][...] * spec.kept).astype(named["dvalue"].dtype)
 
 
-def queries_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, batched: bool) -> None:
+def queries_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
     """One visit of a key tile by a query tile: adds to the gradient of the queries.
 
     Args:
-        table: Visits by query tile, int32 [(B|1) * steps].
+        table: Visits by query tile, int32 [(B|1) * (H|1) * steps].
         refs: Blocks and scratch memory.
         names: What each of them is.
         spec: The kernel's constants.
-        batched: Whether every batch row has its own visits.
+        apart: Whether batch rows, and heads, have visits of their own.
     """
     named = dict(zip(names, refs, strict=True))
-    step = pl.program_id(2)
-    entry = table[step + pl.program_id(0) * pl.num_programs(2) if batched else step]
+    entry = visited(table, apart)
     _clear(named, (entry & FIRST) != 0)
 
     @pl.when((entry & FIRST) != 0)
@@ -74,19 +76,20 @@ def queries_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, b
         named["dquery"][...] = (named["dquery_sum"][...] * spec.scale).astype(named["dquery"].dtype)
 
 
-def bias_kernel(kinds: Any, *refs: Any, names: tuple[str, ...], spec: Spec, tiles: tuple[int, int, int]) -> None:
+def bias_kernel(kinds: Any, *refs: Any, names: tuple[str, ...], spec: Spec, tiles: tuple[int, ...]) -> None:
     """One tile pair, as a part of the sum that a tile of the bias's gradient is.
 
     Args:
-        kinds: Flags of every tile pair, int32 [(B|1) * query tiles * key tiles].
+        kinds: Flags of every tile pair, int32 [(B|1) * (H|1) * query tiles * key tiles].
         refs: Blocks and scratch memory.
         names: What each of them is.
         spec: The kernel's constants.
-        tiles: Batch rows that `kinds` tells apart, and tiles of queries and of keys.
+        tiles: Batch rows and heads that `kinds` tells apart, and tiles of queries and of keys.
     """
     named = dict(zip(names, refs, strict=True))
-    b, i, j = (pl.program_id(axis) + pl.program_id(axis + 4) for axis in (0, 2, 3))
-    kind = kinds[((b if tiles[0] > 1 else 0) * tiles[1] + i) * tiles[2] + j]
+    b, h, i, j = (pl.program_id(axis) + pl.program_id(axis + 4) for axis in range(4))
+    row = (b if tiles[0] > 1 else 0) * tiles[1] + (h if tiles[1] > 1 else 0)
+    kind = kinds[(row * tiles[2] + i) * tiles[3] + j]
     parts = [pl.program_id(axis) for axis in range(4, 8)]
     start, end = jnp.bool_(True), jnp.bool_(True)
     for axis, part in enumerate(parts, 4):
@@ -113,26 +116,26 @@ def _clear(refs: Refs, when: jax.Array) -> None:
 
 def _add_to_keys(refs: Refs, at: Chunk) -> None:
     query, cotangent = load_queries(refs["query"], at), load_queries(refs["cotangent"], at)
-    weights, slope, kept = _weights(refs, query, at)
+    slope, kept = _note_weights(refs, query, at)
     if "dvalue" in refs:
-        chosen = dropped(weights, refs, at).astype(cotangent.dtype)
+        chosen = dropped(refs["weights"][noted(at)], refs, at).astype(cotangent.dtype)
         refs["dvalue_sum"][at.k, :] += product(chosen, cotangent, (1, 0), at.spec)
     if "dkey" in refs:
-        dscores = _score_gradient(refs, cotangent, weights, slope, kept, at)
-        refs["dkey_sum"][at.k, :] += product(dscores.astype(query.dtype), query, (1, 0), at.spec)
+        refs["dscores"][noted(at)] = _score_gradient(refs, cotangent, slope, kept, at).astype(query.dtype)
+        refs["dkey_sum"][at.k, :] += product(refs["dscores"][noted(at)], query, (1, 0), at.spec)
 
 
 def _add_to_queries(refs: Refs, at: Chunk) -> None:
-    weights, slope, kept = _weights(refs, refs["query"][at.q, :], at)
-    dscores = _score_gradient(refs, refs["cotangent"][at.q, :], weights, slope, kept, at)
+    slope, kept = _note_weights(refs, refs["query"][at.q, :], at)
     key = load_keys(refs["key"], at)
-    refs["dquery_sum"][at.q, :] += product(dscores.astype(key.dtype), key, (1, 0), at.spec)
+    refs["dscores"][noted(at)] = _score_gradient(refs, refs["cotangent"][at.q, :], slope, kept, at).astype(key.dtype)
+    refs["dquery_sum"][at.q, :] += product(refs["dscores"][noted(at)], key, (1, 0), at.spec)
 
 
 def _add_to_bias(refs: Refs, at: Chunk) -> None:
     cotangent = load_queries(refs["cotangent"], at)
-    weights, slope, kept = _weights(refs, load_queries(refs["query"], at), at)
-    dscores = _score_gradient(refs, cotangent, weights, slope, kept, at)
+    slope, kept = _note_weights(refs, load_queries(refs["query"], at), at)
+    dscores = _score_gradient(refs, cotangent, slope, kept, at)
     if refs["dbias_sum"].shape == (at.spec.q_block, at.spec.kv_block):
         refs["dbias_sum"][at.q, at.k] += dscores
     elif "bias_of_keys" in refs:
@@ -142,30 +145,26 @@ def _add_to_bias(refs: Refs, at: Chunk) -> None:
         refs["dbias_sum"][at.q, :] += functools.reduce(jnp.add, by_lane)
 
 
-def _weights(refs: Refs, query: jax.Array, at: Chunk) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Softmax weights, the slope of the soft cap, and which pairs attend, None for all."""
+def _note_weights(refs: Refs, query: jax.Array, at: Chunk) -> tuple[jax.Array | None, jax.Array | None]:
+    """Writes the softmax weights down; the slope of the soft cap, and which pairs attend where products need it."""
     s, slope = scores(refs, load_keys(refs["key"], at), query, at)
     weights = jnp.exp2(s - _statistic(refs, "shift", at))
-    if not at.masked:
-        return weights, slope, None
-    kept = allowed(refs, at)
-    return jnp.where(kept, weights, 0.0), slope, kept
+    refs["weights"][noted(at)] = hidden(weights, 0.0, refs, at) if at.masked else weights
+    return slope, allowed(refs, at) if at.masked and at.spec.ragged_queries else None
 
 
-def _score_gradient(
-    refs: Refs, cotangent: jax.Array, weights: jax.Array, slope: Any, kept: jax.Array | None, at: Chunk
-) -> jax.Array:
+def _score_gradient(refs: Refs, cotangent: jax.Array, slope: Any, kept: jax.Array | None, at: Chunk) -> jax.Array:
     """Gradient of the scaled and biased scores."""
     value = load_keys(refs["value"], at)
     pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
     dweights = dropped(product(*pair, (1, 1), at.spec), refs, at)
     if at.spec.threshold is not None:
         dweights = dweights * at.spec.kept
-    dscores = weights * (dweights - _statistic(refs, "delta", at))
+    dscores = refs["weights"][noted(at)] * (dweights - _statistic(refs, "delta", at))
     if slope is not None:
         dscores = dscores * slope
     # Beyond the last query delta is whatever memory holds.
-    return dscores if kept is None or not at.spec.ragged_queries else jnp.where(kept, dscores, 0.0)
+    return dscores if kept is None else jnp.where(kept, dscores, 0.0)
 
 
 def _statistic(refs: Refs, name: str, at: Chunk) -> jax.Array:

@@ -7,34 +7,36 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, Spec
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, LOWEST, Spec
 from ejkernel_pallas.tpu.tiled_attention.tile import (
+    Apart,
     Chunk,
     Refs,
-    allowed,
     dropped,
+    hidden,
     load_keys,
+    noted,
     product,
     scores,
     visit,
+    visited,
     wide,
 )
 from ejkernel_pallas.tpu.tiled_attention.visits import FIRST, LAST
 
 
-def forward_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, batched: bool) -> None:
+def forward_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
     """One visit of a tile pair.
 
     Args:
-        table: Visits, int32 [(B|1) * steps].
+        table: Visits, int32 [(B|1) * (H|1) * steps].
         refs: Blocks and scratch memory.
         names: What each of them is.
         spec: The kernel's constants.
-        batched: Whether every batch row has its own visits.
+        apart: Whether batch rows, and heads, have visits of their own.
     """
     named = dict(zip(names, refs, strict=True))
-    step = pl.program_id(2)
-    entry = table[step + pl.program_id(0) * pl.num_programs(2) if batched else step]
+    entry = visited(table, apart)
 
     @pl.when((entry & FIRST) != 0)
     def _() -> None:
@@ -50,23 +52,29 @@ def forward_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, b
 
 
 def _fold(refs: Refs, at: Chunk) -> None:
-    """Takes a chunk into the running softmax: its peak, in every lane, and by lane its total; and its sum."""
+    """Takes a chunk into the running softmax: its peak, in every lane, and by lane its total; and its sum.
+
+    Scores, weights and what fades are written down in between, where the compiler would else run out of registers.
+    """
     spec = at.spec
-    value = load_keys(refs["value"], at)
     s, _ = scores(refs, load_keys(refs["key"], at), refs["query"][at.q, :], at)
     if at.masked:
-        s = jnp.where(allowed(refs, at), s, -jnp.inf)
+        s = hidden(s, -jnp.inf, refs, at)
+    refs["scores"][noted(at)] = s
     before = refs["peak"][at.q, :]
     highest = functools.reduce(jnp.maximum, _by_lane(s))
     peak = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
-    refs["peak"][at.q, :] = peak
     # Rows that have seen nothing yet: exp2(-inf - 0) = 0, not NaN.
-    shift = jnp.where(peak == -jnp.inf, 0.0, peak) if spec.masks else peak
-    weights, fade = jnp.exp2(s - wide(shift, at.keys)), jnp.exp2(before - shift)
-    refs["total"][at.q, :] = fade * refs["total"][at.q, :] + functools.reduce(jnp.add, _by_lane(weights))
-    weights = dropped(weights, refs, at).astype(value.dtype)
-    faded = wide(fade, value.shape[1]) * refs["sum"][at.q, :]
-    refs["sum"][at.q, :] = faded + product(weights, value, (1, 0), spec)
+    shift = jnp.where(peak == -jnp.inf, 0.0, peak) if spec.masks or spec.biased else peak
+    refs["peak"][at.q, :] = peak
+    refs["fade"][at.q, :] = jnp.exp2(before - shift)
+    weights = jnp.exp2(refs["scores"][noted(at)] - wide(shift, at.keys))
+    total = functools.reduce(jnp.add, _by_lane(weights))
+    refs["total"][at.q, :] = refs["fade"][at.q, :] * refs["total"][at.q, :] + total
+    refs["weights"][noted(at)] = dropped(weights, refs, at).astype(refs["weights"].dtype)
+    value = load_keys(refs["value"], at)
+    found = product(refs["weights"][noted(at)], value, (1, 0), spec)
+    refs["sum"][at.q, :] = wide(refs["fade"][at.q, :], value.shape[1]) * refs["sum"][at.q, :] + found
 
 
 def _by_lane(x: jax.Array) -> list[jax.Array]:
@@ -75,18 +83,20 @@ def _by_lane(x: jax.Array) -> list[jax.Array]:
 
 def _finish(refs: Refs, spec: Spec) -> None:
     """Writes the output and lse of a query tile. The sink joins here, once."""
-    peak, total = refs["peak"][...], jnp.sum(refs["total"][...], axis=1, keepdims=True)
-    total = jnp.broadcast_to(total, peak.shape)
-    fade = None
+    total, fade = refs["total"], refs["fade"]
+    total[...] = jnp.broadcast_to(jnp.sum(total[...], axis=1, keepdims=True), total.shape)
     if "sinks" in refs:
-        sink = refs["sinks"][...] * LOG2E
+        sink, peak = refs["sinks"][...] * LOG2E, refs["peak"][...]
         top = jnp.maximum(peak, sink)
         shift = jnp.where(top == -jnp.inf, 0.0, top)
-        fade = jnp.exp2(peak - shift)
-        peak, total = top, total * fade + jnp.exp2(sink - shift)
-    some = total > 0.0
-    total = jnp.where(some, total, 1.0)
-    refs["lse"][...] = jnp.where(some, (peak + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf).T[:1]
-    factor = spec.kept / total if fade is None else spec.kept * fade / total
-    output = refs["sum"][...] * wide(factor, refs["sum"].shape[1])
+        fade[...] = jnp.exp2(peak - shift)
+        refs["peak"][...], total[...] = top, total[...] * fade[...] + jnp.exp2(sink - shift)
+    some = total[...] > 0.0
+    lse = (refs["peak"][...] + jnp.log2(jnp.where(some, total[...], 1.0))) * (1.0 / LOG2E)
+    if spec.biased:
+        lse = jnp.where(refs["peak"][...] == LOWEST, jnp.finfo(jnp.float32).min, lse)
+    refs["lse"][...] = jnp.where(some, lse, -jnp.inf).T[:1]
+    factor = spec.kept / jnp.where(total[...] > 0.0, total[...], 1.0)
+    fade[...] = factor * fade[...] if "sinks" in refs else factor
+    output = refs["sum"][...] * wide(fade[...], refs["sum"].shape[1])
     refs["output"][...] = output.astype(refs["output"].dtype)

@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+import numpy as np
+from jax import lax
 
 from ejkernel.families import dropout
 from ejkernel.families.tile_pairs import padding_as_segments
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.tpu.tiled_attention.patterns import Drawn, drawn
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec, padded
 
 Index = tuple[Any, ...]
@@ -25,16 +27,15 @@ class Operand:
     Attributes:
         array: What is passed, or for results its shape and dtype.
         block: Shape of a block; None drops an axis.
-        index: From (batch row, query head, query tile, key tile) to the block's place.
+        index: From (batch row, query head, query tile, key tile) to the block's place; then from `table` where there
+            is one.
+        table: int32 vector that `index` reads.
     """
 
     array: Any
     block: tuple[int | None, ...]
-    index: Callable[[Any, Any, Any, Any], Index]
-
-    def spec(self, where: Where) -> pl.BlockSpec:
-        """The block's specification on a grid."""
-        return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)))
+    index: Callable[..., Index]
+    table: Any = None
 
 
 def canonical(record: TiledAttention) -> TiledAttention:
@@ -72,7 +73,20 @@ def operands(record: TiledAttention, spec: Spec) -> dict[str, Operand]:
         made |= _pairs("bias", record.bias, spec)
     if record.mask is not None:
         made |= _pairs("mask", record.mask.astype(jnp.int8), spec)
+    pattern = drawn(record, spec)
+    if pattern is not None:
+        made["pattern"] = _of_pattern(pattern, spec)
     return made
+
+
+def _of_pattern(pattern: Drawn, spec: Spec) -> Operand:
+    heads, q_tiles, k_tiles = pattern.places.shape
+
+    def index(b: Any, h: Any, i: Any, j: Any, places: Any) -> Index:
+        return (places[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
+
+    block = (None, spec.q_block, spec.kv_block)
+    return Operand(jnp.asarray(pattern.drawings), block, index, pattern.places.reshape(-1))
 
 
 def rows(x: Any, block: int) -> Operand:
@@ -86,8 +100,8 @@ def rows(x: Any, block: int) -> Operand:
 
 def kv_rows(x: Any, spec: Spec) -> Operand:
     """[B, S, Hk, D] by tiles of keys."""
-    made = rows(x, spec.kv_block)
-    return dataclasses.replace(made, index=lambda b, h, i, j: made.index(b, h // spec.group, j, i))
+    made, group = rows(x, spec.kv_block), np.int32(spec.group)
+    return dataclasses.replace(made, index=lambda b, h, i, j: made.index(b, lax.div(h, group), j, i))
 
 
 def unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -17,6 +17,8 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 
 LOG2E = math.log2(math.e)
 LANES = 128
+LOWEST = -3e38
+"""The least score as a power of two: what a bias hides by the least number there is must stay finite."""
 
 
 class Blocks(NamedTuple):
@@ -47,6 +49,7 @@ class Spec:
         scale: Factor on the scores.
         plain: Whether a score is nothing but a product and a factor, which then is a part of `factor`.
         factor: What makes a score a power of two.
+        biased: Whether scores may be as low as numbers are, or lower.
         left: Band: `-left <= k - q`; None is open.
         right: Band: `k - q <= right`; None is open.
         cap: Soft cap, or None.
@@ -54,7 +57,7 @@ class Spec:
         kept: What kept weights are multiplied with.
         precision: Of the matrix products.
         trapezoid: Whether tiles on the diagonal are cut along it: where only causal masks, in whole square tiles.
-        restricted: Whether band, segments or mask may leave out pairs.
+        restricted: Whether band, segments, mask or pattern may leave out pairs.
     """
 
     queries: int
@@ -71,6 +74,7 @@ class Spec:
     scale: float
     plain: bool
     factor: float
+    biased: bool
     left: int | None
     right: int | None
     cap: float | None
@@ -79,6 +83,11 @@ class Spec:
     precision: lax.Precision | None
     trapezoid: bool
     restricted: bool
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether tiles on the diagonal are cut into products of few keys with all queries from there on."""
+        return self.by_key or self.kv_chunk <= 256
 
     @property
     def masks(self) -> bool:
@@ -103,6 +112,7 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> S
     left, right = band(record)
     plain = record.bias is None and record.logits_soft_cap is None
     indexed = record.q_positions is None and record.kv_positions is None and record.q_segment_ids is None
+    restrictions = (record.q_segment_ids, record.mask, record.pattern)
     whole = q_block == kv_block and queries % q_block == 0 and keys % kv_block == 0
     return Spec(
         queries=queries,
@@ -119,14 +129,15 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> S
         scale=record.softmax_scale,
         plain=plain,
         factor=record.softmax_scale * LOG2E if plain else LOG2E,
+        biased=record.bias is not None and record.logits_soft_cap is None,
         left=left,
         right=right,
         cap=record.logits_soft_cap,
         threshold=dropout.threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
         kept=1.0 / (1.0 - record.dropout_prob),
         precision=_precision(record),
-        trapezoid=indexed and left is None and right == 0 and record.mask is None and whole,
-        restricted=(left, right) != (None, None) or record.q_segment_ids is not None or record.mask is not None,
+        trapezoid=indexed and left is None and right == 0 and record.mask is None and record.pattern is None and whole,
+        restricted=(left, right) != (None, None) or not all(x is None for x in restrictions),
     )
 
 

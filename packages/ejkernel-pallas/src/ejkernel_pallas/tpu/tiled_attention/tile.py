@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec
-from ejkernel_pallas.tpu.tiled_attention.visits import MASKED, WORK, key_tile, query_tile
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOWEST, Spec
+from ejkernel_pallas.tpu.tiled_attention.visits import MASKED, WORK, entry_at, key_tile, query_tile
 
 Refs = dict[str, Any]
+Apart = tuple[bool, bool]
 DIAGONAL = 256
 """Queries, and keys, of one product on the diagonal of a query tile: small enough that little lies beyond it."""
+UNROLLED = 2**20
+"""Pairs of a tile whose products are laid out one after another; of larger tiles a loop goes through the queries."""
+SUBLANES = 8
 
 
 class Chunk(NamedTuple):
@@ -27,20 +31,22 @@ class Chunk(NamedTuple):
         keys: How many.
         masked: Whether some pair may not attend.
         spec: The kernel's constants.
+        turn: 0 or 1 in turns, so that what is kept of a chunk does not wait for the chunk before.
     """
 
     entry: Any
-    query: int
+    query: Any
     queries: int
     key: int
     keys: int
     masked: bool
     spec: Spec
+    turn: int = 0
 
     @property
-    def q(self) -> slice:
+    def q(self) -> Any:
         """The queries, in the tile."""
-        return slice(self.query, self.query + self.queries)
+        return pl.ds(self.query, self.queries)
 
     @property
     def k(self) -> slice:
@@ -53,39 +59,61 @@ class Chunk(NamedTuple):
         return (self.keys, self.queries) if self.spec.by_key else (self.queries, self.keys)
 
 
+def visited(table: Any, apart: Apart) -> Any:
+    """The entry of the step that a kernel is at, whose grid is (batch rows, heads, visits, ...)."""
+    b, h, step = (pl.program_id(axis) for axis in range(3))
+    return entry_at(table, apart, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
+
+
 def visit(entry: Any, spec: Spec, work: Callable[[Chunk], None]) -> None:
     """Calls `work` with every chunk of a tile pair, masked or not as the pair is."""
 
     @pl.when((entry & (WORK | MASKED)) == WORK)
     def _() -> None:
-        for at in _chunks(entry, spec, masked=False):
-            work(at)
+        _visit_unmasked(entry, spec, work)
 
     if spec.masks:
 
         @pl.when((entry & MASKED) != 0)
         def _() -> None:
-            for at in _chunks(entry, spec, masked=True):
+            for at in _chunks(entry, spec, spec.q_block, masked=True):
                 work(at)
 
 
-def _chunks(entry: Any, spec: Spec, masked: bool) -> list[Chunk]:
+def _visit_unmasked(entry: Any, spec: Spec, work: Callable[[Chunk], None]) -> None:
+    """Large tiles take the compiler too long unless a loop goes through their queries."""
+    if spec.by_key or spec.q_block * spec.kv_block <= UNROLLED:
+        for at in _chunks(entry, spec, spec.q_block, masked=False):
+            work(at)
+        return
+
+    def some(step: Any, carry: None) -> None:
+        for at in _chunks(entry, spec, spec.q_chunk, masked=False):
+            work(at._replace(query=pl.multiple_of(step * spec.q_chunk, LANES)))
+
+    lax.fori_loop(0, spec.q_block // spec.q_chunk, some, None)
+
+
+def _chunks(entry: Any, spec: Spec, queries: int, masked: bool) -> list[Chunk]:
+    """The products of a tile's first queries with its keys."""
     cut = masked and spec.trapezoid
     q_chunk, kv_chunk = spec.q_chunk, spec.kv_chunk
-    if cut and not spec.by_key and q_chunk > DIAGONAL:
+    if cut and not spec.by_columns and q_chunk > DIAGONAL:
         q_chunk, kv_chunk = min(q_chunk, DIAGONAL), min(kv_chunk, DIAGONAL)
     found = [
         Chunk(entry, query, q_chunk, key, kv_chunk, masked, spec)
-        for query in range(0, spec.q_block, q_chunk)
+        for query in range(0, queries, q_chunk)
         for key in range(0, spec.kv_block, kv_chunk)
     ]
-    return [_cut(at) for at in found if at.key < at.query + at.queries] if cut else found
+    if cut:
+        found = [_cut(at) for at in found if at.key < at.query + at.queries]
+    return [at._replace(turn=n % 2) for n, at in enumerate(found)]
 
 
 def _cut(at: Chunk) -> Chunk:
-    """A chunk on the diagonal without what lies beyond it: late keys of queries, early queries of keys."""
+    """A chunk on the diagonal without what lies beyond it: early queries, or late keys."""
     at = at._replace(masked=at.key + at.keys - 1 > at.query)
-    if not at.spec.by_key:
+    if not at.spec.by_columns:
         return at._replace(keys=min(at.keys, -(-(at.query + at.queries - at.key) // LANES) * LANES))
     skipped = max(0, (at.key - at.query) // LANES * LANES)
     return at._replace(query=at.query + skipped, queries=at.queries - skipped)
@@ -128,6 +156,8 @@ def scores(refs: Refs, key: jax.Array, query: jax.Array, at: Chunk) -> tuple[jax
     if spec.cap is not None:
         t = jnp.tanh(s * (1.0 / spec.cap))
         s, slope = t * spec.cap, 1.0 - t * t
+    if spec.biased:
+        return jnp.where(s == -jnp.inf, s, jnp.maximum(s * spec.factor, LOWEST)), slope
     return s * spec.factor, slope
 
 
@@ -139,9 +169,10 @@ def allowed(refs: Refs, at: Chunk) -> jax.Array:
     if "q_ids" in refs:
         q_ids, k_ids = of_query(refs["q_ids"], at), of_key(refs["k_ids"], at)
         conditions += [q_ids == k_ids, q_ids >= 0]
-    mask = _pairs(refs, "mask", at)
-    if mask is not None:
-        conditions.append(mask != 0.0)
+    for name in ("mask", "pattern"):
+        mask = _pairs(refs, name, at)
+        if mask is not None:
+            conditions.append(mask != 0.0)
     if spec.ragged_keys:
         conditions.append(_key_index(at) < spec.keys)
     if spec.ragged_queries:
@@ -150,6 +181,21 @@ def allowed(refs: Refs, at: Chunk) -> jax.Array:
     for condition in conditions[1:]:
         kept = kept & condition
     return kept
+
+
+def hidden(x: jax.Array, instead: float, refs: Refs, at: Chunk) -> jax.Array:
+    """What a masked chunk has of every pair, with another number where pairs do not attend."""
+    late = at.key + at.keys - at.query
+    if not (at.spec.trapezoid and at.spec.by_columns and late < at.queries):
+        return jnp.where(allowed(refs, at), x, instead)
+    axis = 1 if at.spec.by_key else 0
+    first, rest = jnp.split(x, [late], axis=axis)  # queries from there on see all keys of the chunk
+    return jnp.concatenate([jnp.where(allowed(refs, at._replace(queries=late)), first, instead), rest], axis=axis)
+
+
+def noted(at: Chunk) -> tuple[int, slice, slice]:
+    """Where scratch memory has what is written down of a chunk because registers would not hold it."""
+    return at.turn, slice(0, at.shape[0]), slice(0, at.shape[1])
 
 
 def dropped(x: jax.Array, refs: Refs, at: Chunk) -> jax.Array:
@@ -195,11 +241,26 @@ def _in_band(refs: Refs, at: Chunk) -> list[jax.Array]:
         q = of_query(refs["q_positions"], at) if "q_positions" in refs else _query_index(at)
         k = of_key(refs["k_positions"], at) if "k_positions" in refs else _key_index(at)
         distance, corner = k - q, 0
-    else:  # distances in a chunk are the same in every tile but for that of its corner, a scalar
+    else:
         corner = key_tile(at.entry) * spec.kv_block + at.key - query_tile(at.entry) * spec.q_block - at.query
-        distance = _along(at, key=True) - _along(at, key=False)
+        distance, corner = _distances(at, corner), 0
     sides = [] if spec.left is None else [distance >= -spec.left - corner]
     return sides if spec.right is None else [*sides, distance <= spec.right - corner]
+
+
+def _distances(at: Chunk, corner: Any) -> jax.Array:
+    """Key minus query of every pair, register by register, where the corner's is a number that is not known yet.
+
+    So none is the same as in another chunk: the compiler would keep those, in more registers than there are.
+    """
+    sign = 1 if at.spec.by_key else -1
+    across = [lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1)]
+    first = corner + sign * (across[0] - across[1])
+    rows = [
+        jnp.concatenate([first + sign * (row - lane) for lane in range(0, at.shape[1], LANES)], axis=1)
+        for row in range(0, at.shape[0], SUBLANES)
+    ]
+    return jnp.concatenate(rows, axis=0)
 
 
 def _pairs(refs: Refs, name: str, at: Chunk) -> jax.Array | None:

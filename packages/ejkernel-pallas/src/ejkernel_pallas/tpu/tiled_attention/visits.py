@@ -9,10 +9,12 @@ An entry is one int32: `query tile << 18 | key tile << 4 | flags`.
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tile_pairs import sorted_pairs
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.tpu.tiled_attention.patterns import drawn
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 
 WORK, MASKED, FIRST, LAST = 1, 2, 4, 8
@@ -20,21 +22,47 @@ WORK, MASKED, FIRST, LAST = 1, 2, 4, 8
 
 
 def key_visits(record: TiledAttention, spec: Spec) -> Any:
-    """For one query tile after another the key tiles to visit: int32 [B|1, steps]."""
-    some, every, xp = sorted_pairs(record, spec.q_block, spec.kv_block)
-    return _listed(some, every, xp, by_query=True)
+    """For one query tile after another the key tiles to visit: int32 [B|1, H|1, steps]."""
+    return _listed(*_pairs(record, spec), by_query=True)
 
 
 def query_visits(record: TiledAttention, spec: Spec) -> Any:
-    """For one key tile after another the query tiles to visit: int32 [B|1, steps]."""
-    some, every, xp = sorted_pairs(record, spec.q_block, spec.kv_block)
+    """For one key tile after another the query tiles that some head of a group visits: int32 [B|1, Hk|1, steps]."""
+    some, every, xp = _pairs(record, spec)
+    if some.shape[1] > 1:
+        groups = (some.shape[0], -1, spec.group, *some.shape[2:])
+        some, every = some.reshape(groups).any(axis=2), every.reshape(groups).all(axis=2)
     return _listed(some, every, xp, by_query=False)
 
 
 def tile_kinds(record: TiledAttention, spec: Spec) -> Any:
-    """Flags of every pair of tiles: int32 [B|1, query tiles, key tiles]."""
-    some, every, _ = sorted_pairs(record, spec.q_block, spec.kv_block)
+    """Flags of every pair of tiles: int32 [B|1, H|1, query tiles, key tiles]."""
+    some, every, _ = _pairs(record, spec)
     return (some * WORK + (some & ~every) * MASKED).astype(np.int32)
+
+
+def _pairs(record: TiledAttention, spec: Spec) -> tuple[Any, Any, Any]:
+    """Which pairs of tiles have work, which are full, both [B|1, H|1, query tiles, key tiles], and of which module."""
+    some, every, xp = sorted_pairs(record, spec.q_block, spec.kv_block)
+    some, every, pattern = some[:, None], every[:, None], drawn(record, spec)
+    if pattern is None:
+        return some, every, xp
+    return some & pattern.some, every & pattern.every, xp if record.dropout_origin is None else jnp
+
+
+def entry_at(table: Any, apart: tuple[bool, bool], b: Any, h: Any, step: Any, sizes: tuple[Any, Any]) -> Any:
+    """An entry of a table [B|1, H|1, steps] that is one vector.
+
+    Args:
+        table: The vector.
+        apart: Whether batch rows, and heads, have visits of their own.
+        b: Batch row.
+        h: Head.
+        step: Which visit.
+        sizes: Heads and visits.
+    """
+    row = (b if apart[0] else 0) * (sizes[0] if apart[1] else 1) + (h if apart[1] else 0)
+    return table[row * sizes[1] + step]
 
 
 def query_tile(entry: Any) -> Any:
@@ -49,7 +77,8 @@ def key_tile(entry: Any) -> Any:
 
 def _listed(some: Any, every: Any, xp: Any, by_query: bool) -> Any:
     """The list of visits. A tile that has no work is visited once, for its result to be written."""
-    batch, q_tiles, k_tiles = some.shape
+    apart, (q_tiles, k_tiles) = some.shape[:2], some.shape[2:]
+    some, every = some.reshape(-1, q_tiles, k_tiles), every.reshape(-1, q_tiles, k_tiles)
     if max(q_tiles, 2 * k_tiles) > 2**14:
         raise ValueError(f"tiles: got {q_tiles} of queries and {k_tiles} of keys, wants fewer: choose larger tiles")
     pairs = np.arange(q_tiles)[:, None] << 18 | np.arange(k_tiles) << 4
@@ -59,10 +88,11 @@ def _listed(some: Any, every: Any, xp: Any, by_query: bool) -> Any:
     count = xp.cumsum(visited, axis=2)
     first, last = visited & (count == 1), visited & (count == count[:, :, -1:])
     flags = some * WORK + (some & ~every) * MASKED + first * FIRST + last * LAST
-    entries = (pairs | flags).reshape(batch, -1)
-    visited = visited.reshape(batch, -1)
+    entries = (pairs | flags).reshape(some.shape[0], -1)
+    visited = visited.reshape(some.shape[0], -1)
     order = xp.argsort(~visited, axis=1, stable=True)
     entries, total = xp.take_along_axis(entries, order, axis=1), visited.sum(axis=1, keepdims=True)
     final = xp.take_along_axis(entries, total - 1, axis=1) & ~(WORK | MASKED | FIRST | LAST)
     entries = xp.where(np.arange(entries.shape[1]) < total, entries, final)
-    return (entries[:, : total.max()] if xp is np else entries).astype(np.int32)
+    entries = entries[:, : total.max()] if xp is np else entries
+    return entries.reshape(*apart, -1).astype(np.int32)

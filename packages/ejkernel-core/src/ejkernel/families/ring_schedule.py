@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.families import ring_stripes as stripes
 from ejkernel.families.ring_attention import RingAttention, axis_size, tiled
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel_xla.ring_attention import stripes
 
 Tree = TypeVar("Tree")
 Load = dict[str, jax.Array]
@@ -36,7 +36,7 @@ class Ring:
         size: Devices along it.
         back: How many devices before it every device meets.
         ahead: How many after it.
-        striped: Whether parts are those of `stripes`.
+        striped: Whether parts are those of `ring_stripes`.
     """
 
     axis_name: str

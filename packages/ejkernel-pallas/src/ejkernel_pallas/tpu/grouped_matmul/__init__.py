@@ -1,0 +1,54 @@
+"""Grouped matmul in Mosaic TPU.
+
+What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.grouped_matmul import FAMILY
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_pallas.tpu.grouped_matmul import tiles
+from ejkernel_pallas.tpu.interpret import devices
+
+OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
+"""Optional fields that the kernels honour."""
+
+DTYPES = ("bfloat16", "float32")
+NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not record.lhs.shape[0]:
+        yield "lhs has no rows"
+    if str(record.rhs.dtype) not in (*DTYPES, *NARROW):
+        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW))}"
+    for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", _dtype(record.existing_out))):
+        if dtype is not None and str(dtype) not in DTYPES:
+            yield f"{name} {dtype} is not among {', '.join(DTYPES)}"
+
+
+def _dtype(array: Any) -> Any:
+    return None if array is None else array.dtype
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation for every operation."""
+    return (
+        Implementation(
+            op="grouped_matmul",
+            name="pallas_tpu",
+            platform="pallas",
+            backend="tpu",
+            forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
+            backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
+            gradients=frozenset(FAMILY.differentiable),
+            requires=Requires(devices=devices(), dtypes=frozenset(DTYPES), handles=frozenset(OPTIONAL), extra=_reasons),
+            config=ConfigSpace(
+                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind
+            ),
+            priority=10,
+            tuned="ejkernel_pallas:tuned",
+        ),
+    )

@@ -1,0 +1,218 @@
+"""What is summed over the rows of a group: the gradients of its matrix, scales and bias."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
+from ejkernel_pallas.tpu.grouped_matmul.spec import (
+    CHUNK,
+    SUBLANES,
+    Spec,
+    divided,
+    factors,
+    in_block,
+    padded_scales,
+    zero_outside,
+)
+from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, by_matrices, visit
+
+Refs = dict[str, Any]
+
+
+def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozenset[str]) -> dict[str, jax.Array]:
+    """Gradients of what belongs to a matrix.
+
+    Args:
+        record: The record.
+        cotangent: [M, N] of the output.
+        spec: The kernel's constants.
+        wanted: Any of `"rhs"`, `"rhs_scale"` and `"rhs_bias"`.
+
+    Returns:
+        Each, in the shape and dtype of its field.
+    """
+    visits, products = by_matrices(record, spec.blocks.rows), bool(wanted & {"rhs", "rhs_scale"})
+    # A bias alone needs one tile of contracted elements, of which none is read.
+    k_tiles, n_tiles = spec.steps if products else 1, -(-spec.columns // spec.blocks.columns)
+    outputs, scratch = _results(record, spec, k_tiles, wanted)
+    inputs = _operands(record, cotangent, spec, wanted) if products else {"cotangent": _cotangent(cotangent, spec)}
+    made = launch(
+        functools.partial(_kernel, spec=spec),
+        visits=visits,
+        grid=(k_tiles, n_tiles, visits.total) if spec.transposed else (n_tiles, k_tiles, visits.total),
+        axis=2,
+        inputs=inputs,
+        outputs=outputs,
+        scratch=scratch,
+        name="ejkernel_grouped_matmul_backward_matrices",
+    )
+    if "rhs_scale" in made:
+        made["rhs_scale"] = made["rhs_scale"].sum(axis=0)[:, : spec.scales, None]
+    return {name: x.astype(getattr(record, name).dtype) for name, x in made.items()}
+
+
+def _at(spec: Spec, index: Callable[[Visit, Any, Any], tuple[Any, ...]]) -> Callable[[Visit, Any, Any], Any]:
+    """An index from visit and tiles of contracted elements and columns: the grid's first axis is that of the lanes."""
+    return index if spec.transposed else lambda v, n, k: index(v, k, n)
+
+
+def _cotangent(cotangent: jax.Array, spec: Spec) -> Operand:
+    return Operand(cotangent, (spec.blocks.rows, spec.blocks.columns), _at(spec, lambda v, k, n: (v.tile, n)))
+
+
+def _matrix(array: Any, spec: Spec) -> Operand:
+    """An array of matrices, by tiles."""
+    _, depth, width = spec.blocks
+    if spec.transposed:
+        return Operand(array, (None, width, depth), _at(spec, lambda v, k, n: (v.matrix, n, k)))
+    return Operand(array, (None, depth, width), _at(spec, lambda v, k, n: (v.matrix, k, n)))
+
+
+def _operands(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozenset[str]) -> dict[str, Operand]:
+    """What the products are made of, and what becomes of them."""
+    rows = (spec.blocks.rows, spec.blocks.contracted)
+    made = {
+        "cotangent": _cotangent(cotangent, spec),
+        "rows": Operand(record.lhs, rows, _at(spec, lambda v, k, n: (v.tile, k))),
+    }
+    if record.rhs_scale is not None:
+        scales = padded_scales(record.rhs_scale)
+        block = (None, scales.shape[1], spec.blocks.columns)
+        made["scales"] = Operand(scales, block, _at(spec, lambda v, k, n: (v.matrix, 0, n)))
+    if "rhs_scale" in wanted:
+        made["matrices"] = _matrix(record.rhs, spec)
+    return made
+
+
+def _results(
+    record: GroupedMatmul, spec: Spec, k_tiles: int, wanted: frozenset[str]
+) -> tuple[dict[str, Operand], dict[str, jax.ShapeDtypeStruct]]:
+    """What is written, and what is kept."""
+    matrices, width = record.rhs.shape[0], spec.blocks.columns
+    outputs: dict[str, Operand] = {}
+    scratch: dict[str, jax.ShapeDtypeStruct] = {}
+    if "rhs" in wanted:
+        outputs["rhs"] = _matrix(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
+    if record.rhs_scale is not None and "rhs_scale" in wanted:
+        blocks = -(-spec.scales // SUBLANES) * SUBLANES
+        array = jax.ShapeDtypeStruct((k_tiles, matrices, blocks, spec.columns), jnp.float32)
+        place = _at(spec, lambda v, k, n: (k, v.matrix, 0, n))
+        outputs["rhs_scale"] = Operand(array, (None, None, blocks, width), place)
+    if wanted & {"rhs", "rhs_scale"}:
+        tile = (width, spec.blocks.contracted) if spec.transposed else (spec.blocks.contracted, width)
+        scratch["sum"] = jax.ShapeDtypeStruct(tile, jnp.float32)
+    if "rhs_bias" in wanted:
+        array = jax.ShapeDtypeStruct((matrices, 1, spec.columns), jnp.float32)
+        outputs["rhs_bias"] = Operand(array, (None, 1, width), _at(spec, lambda v, k, n: (v.matrix, 0, n)))
+        scratch["bias_sum"] = jax.ShapeDtypeStruct((1, width), jnp.float32)
+    return outputs, scratch
+
+
+def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec) -> None:
+    """One visit of a tile of rows by a tile of a matrix.
+
+    Args:
+        table: Visits.
+        refs: Blocks and scratch memory.
+        names: What each of them is.
+        spec: The kernel's constants.
+    """
+    named, v = dict(zip(names, refs, strict=True)), visit(table, pl.program_id(2))
+
+    @pl.when(v.has(FIRST))
+    def _() -> None:
+        for name in named.keys() & {"sum", "bias_sum"}:
+            named[name][...] = jnp.zeros_like(named[name])
+
+    pl.when(v.has(WHOLE))(lambda: _add(named, v, spec, False))
+    pl.when((v.flags & (WORK | WHOLE)) == WORK)(lambda: _add(named, v, spec, True))
+    first = pl.program_id(0 if spec.transposed else 1) * spec.blocks.contracted
+    pl.when(v.has(LAST))(lambda: _store(named, first, spec))
+
+
+def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
+    """Adds what rows contribute; `cut` where not all of a tile's are the matrix's own."""
+    rows = spec.blocks.rows
+    if "bias_sum" in refs:
+        cotangent = refs["cotangent"][...].astype(jnp.float32)
+        cotangent = zero_outside(cotangent, v.low, v.high, 0) if cut else cotangent
+        refs["bias_sum"][...] += jnp.sum(cotangent, axis=0, keepdims=True)
+    if "sum" not in refs:
+        return
+    if not cut:
+        deep = rows if spec.accumulates else math.gcd(rows, CHUNK)
+        for row in range(0, rows, deep):
+            _add_products(refs, row, deep, spec, lambda x, row: x)
+        return
+    deep = math.gcd(rows, CHUNK)
+
+    def some(n: Any, carry: Any) -> Any:
+        row = pl.multiple_of(n * deep, deep)
+        _add_products(refs, row, deep, spec, lambda x, row: zero_outside(x, v.low - row, v.high - row, 0))
+        return carry
+
+    # A loop and not conditions, which a compiler may turn into products whose results are not used.
+    lax.fori_loop(divided(v.low, deep), divided(v.high + (deep - 1), deep), some, np.int32(0))
+
+
+def _add_products(refs: Refs, row: Any, rows: int, spec: Spec, own: Callable[[jax.Array, Any], jax.Array]) -> None:
+    """Adds the products of some rows, part after part, so that no sum is kept in more registers than there are.
+
+    Args:
+        refs: Blocks and scratch memory.
+        row: First of the rows.
+        rows: How many.
+        spec: The kernel's constants.
+        own: Puts 0 in place of rows that are not the matrix's own.
+    """
+    height, width = refs["sum"].shape
+    left, right = (refs[name] for name in (("cotangent", "rows") if spec.transposed else ("rows", "cotangent")))
+    for part in range(0, height, CHUNK):
+        parts = slice(part, min(height, part + CHUNK))
+        for column in range(0, width, spec.strip):
+            columns = slice(column, min(width, column + spec.strip))
+            refs["sum"][parts, columns] += lax.dot_general(
+                own(left[pl.ds(row, rows), parts], row).astype(spec.operand),
+                own(right[pl.ds(row, rows), columns], row).astype(spec.operand),
+                (((0,), (0,)), ((), ())),
+                precision=spec.precision,
+                preferred_element_type=jnp.float32,
+            )
+
+
+def _store(refs: Refs, first: Any, spec: Spec) -> None:
+    """Writes what belongs to a tile of a matrix whose first row, of the contracted elements, is `first`."""
+    if "rhs_bias" in refs:
+        refs["rhs_bias"][...] = refs["bias_sum"][...]
+    if "rhs" in refs and "scales" not in refs:
+        for column in range(0, refs["sum"].shape[1], CHUNK):
+            part = (slice(None), slice(column, min(refs["sum"].shape[1], column + CHUNK)))
+            refs["rhs"][part] = refs["sum"][part].astype(refs["rhs"].dtype)
+    if "scales" in refs:
+        _store_scaled(refs, first, spec)
+
+
+def _store_scaled(refs: Refs, first: Any, spec: Spec) -> None:
+    """Writes the gradients of a tile of a matrix that has scales, and of these."""
+    total, size = refs["sum"][...], spec.blocks.contracted
+    if "rhs_scale" in refs:
+        shares = total * refs["matrices"][...].astype(jnp.float32)
+        axis = 1 if spec.transposed else 0
+        shares = zero_outside(shares, 0, spec.contracted - first, axis)
+        ones = in_block(refs["rhs_scale"].shape[0], first, size, spec)
+        dims = (((1,), (axis,)), ((), ()))
+        refs["rhs_scale"][...] = lax.dot_general(
+            ones, shares, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
+    if "rhs" in refs:
+        factor = factors(refs["scales"][...], first, size, spec, columns_first=spec.transposed)
+        refs["rhs"][...] = (total * factor).astype(refs["rhs"].dtype)

@@ -1,0 +1,230 @@
+"""Rows times the matrices of their groups: the output, and the gradient of lhs."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, divided, factors, padded_scales, zero_outside
+from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, by_rows, visit
+
+Refs = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """Tile of columns and tile of contracted elements."""
+
+    n: Any
+    k: Any
+
+
+class Part(NamedTuple):
+    """A part of a tile of the output: some rows, maybe traced, and columns."""
+
+    row: Any
+    rows: int
+    column: Any
+    columns: int
+
+    @property
+    def r(self) -> Any:
+        """The rows."""
+        return pl.ds(self.row, self.rows)
+
+    @property
+    def c(self) -> Any:
+        """The columns."""
+        return pl.ds(self.column, self.columns)
+
+
+def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str, jax.Array], dtype: Any) -> jax.Array:
+    """Every row times the matrix of its group.
+
+    Args:
+        record: Matrices, their scales, and which rows are theirs.
+        rows: [M, K] of the product.
+        spec: The kernel's constants.
+        extra: What is added: `"bias"` [E, 1, N] float32 and `"existing"` [M, N].
+        dtype: Of the result.
+
+    Returns:
+        [M, N]; rows of no group are `"existing"`, or 0.
+    """
+    visits, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
+    array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
+    total = {"sum": jax.ShapeDtypeStruct((height, width), jnp.float32)}
+    made = launch(
+        functools.partial(_kernel, spec=spec),
+        visits=visits,
+        grid=(-(-spec.columns // width), visits.total, spec.steps),
+        axis=1,
+        inputs=_inputs(record, rows, spec, extra),
+        outputs={"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))},
+        scratch=total if spec.sums_in_memory else {},
+        name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
+    )
+    return made["output"]
+
+
+def _inputs(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str, jax.Array]) -> dict[str, Operand]:
+    height, depth, width = spec.blocks
+    made = {"rows": Operand(rows, (height, depth), lambda v, n, k: (v.source, _step(v, k, spec)))}
+    if spec.transposed:
+        block, place = (None, width, depth), lambda v, n, k: (v.matrix, n, _step(v, k, spec))
+    else:
+        block, place = (None, depth, width), lambda v, n, k: (v.matrix, _step(v, k, spec), n)
+    made["matrices"] = Operand(record.rhs, block, place)
+    if record.rhs_scale is not None:
+        made["scales"] = _scales(padded_scales(record.rhs_scale), spec)
+    if "bias" in extra:
+        made["bias"] = Operand(extra["bias"], (None, 1, width), lambda v, n, k: (v.matrix, 0, n))
+    if "existing" in extra:
+        made["existing"] = Operand(extra["existing"], (height, width), lambda v, n, k: (v.tile, n))
+    return made
+
+
+def _step(v: Visit, k: Any, spec: Spec) -> Any:
+    """The tile of contracted elements; where there is no work, that of the next visit or of the one before."""
+    return jnp.where(v.has(WORK), k, jnp.where(v.has(LEADING), 0, spec.steps - 1))
+
+
+def _scales(scales: jax.Array, spec: Spec) -> Operand:
+    size = spec.blocks.contracted if spec.backward else spec.blocks.columns
+    block = (None, scales.shape[1], size)
+    if spec.backward:
+        return Operand(scales, block, lambda v, n, k: (v.matrix, 0, _step(v, k, spec)))
+    return Operand(scales, block, lambda v, n, k: (v.matrix, 0, n))
+
+
+def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec) -> None:
+    """One tile of contracted elements of one visit.
+
+    Args:
+        table: Visits.
+        refs: Blocks and scratch memory.
+        names: What each of them is.
+        spec: The kernel's constants.
+    """
+    named, v = dict(zip(names, refs, strict=True)), visit(table, pl.program_id(1))
+    at = Place(pl.program_id(0), pl.program_id(2))
+    whole, part = v.has(WHOLE), (v.flags & (WORK | WHOLE)) == WORK
+    last = at.k == spec.steps - 1
+    if spec.steps > 1:
+
+        @pl.when(v.has(WORK) & (at.k == 0))
+        def _() -> None:
+            named["sum"][...] = jnp.zeros_like(named["sum"])
+
+    if "sum" in named:
+        for when, cut in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
+            add = functools.partial(_add, named, at, spec=spec, cut=cut)
+            pl.when(whole & when)(functools.partial(_over_columns, spec, 0, add))
+            pl.when(part & when)(functools.partial(_over_parts, spec, v, add))
+    write = functools.partial(_write, named, at, spec=spec)
+    pl.when(whole & last)(functools.partial(_over_columns, spec, 0, write))
+    pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_left_over, named))
+    pl.when(part & last)(functools.partial(_over_parts, spec, v, functools.partial(write, v=v)))
+
+
+def _over_columns(spec: Spec, row: Any, work: Callable[[Part], None], rows: int | None = None) -> None:
+    """Calls `work` with parts that have all of the tile's rows, or some; few columns each, whose sums fit registers."""
+    height, _, width = spec.blocks
+
+    def part(n: Any, carry: Any) -> Any:
+        work(Part(row, rows or height, pl.multiple_of(n * CHUNK, CHUNK), CHUNK))
+        return carry
+
+    looped = 0 if spec.unrolls else width // CHUNK
+    if looped:
+        lax.fori_loop(np.int32(0), np.int32(looped), part, np.int32(0))
+    for column in range(looped * CHUNK, width, CHUNK):
+        work(Part(row, rows or height, column, min(CHUNK, width - column)))
+
+
+def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
+    """Calls `work` with parts that have all rows of the visit, and few others."""
+    rows = math.gcd(spec.blocks.rows, CHUNK)
+
+    def some(n: Any, carry: Any) -> Any:
+        _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)
+        return carry
+
+    lax.fori_loop(divided(v.low, rows), divided(v.high + (rows - 1), rows), some, np.int32(0))
+
+
+def _add(refs: Refs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
+    """Adds the products of a part of a tile; `cut` where the tiles reach beyond the contracted elements."""
+    for start, size in spec.pieces:
+        product = _product(refs, at, part, spec, (start, size), cut)
+        if start == 0 and spec.steps == 1:
+            refs["sum"][part.r, part.c] = product
+        else:
+            refs["sum"][part.r, part.c] += product
+
+
+def _product(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, int], cut: bool = False) -> jax.Array:
+    """The product over a piece of the contracted elements."""
+    start, size = piece
+    inner = slice(start, start + size)
+    rows = refs["rows"][part.r, inner]
+    matrix = refs["matrices"][part.c, inner] if spec.transposed else refs["matrices"][inner, part.c]
+    if "scales" in refs and not spec.scales_products:
+        matrix = matrix.astype(jnp.float32) * _factors(refs, at, part, spec, piece)
+    if cut:
+        left = spec.contracted - at.k * spec.blocks.contracted - start
+        rows = zero_outside(rows, 0, left, 1)
+        matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
+    product = lax.dot_general(
+        rows.astype(spec.operand),
+        matrix.astype(spec.operand),
+        (((1,), (1 if spec.transposed else 0,)), ((), ())),
+        precision=spec.precision,
+        preferred_element_type=jnp.float32,
+    )
+    if spec.scales_products and not spec.scales_sum:
+        block = divided(at.k * spec.blocks.contracted + start, spec.per_scale)
+        product = product * refs["scales"][pl.ds(block, 1), part.c]
+    return product
+
+
+def _factors(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, int]) -> jax.Array:
+    """The scales of a part of a matrix, in its shape."""
+    columns_first = spec.transposed != spec.backward
+    if spec.backward:
+        scales = refs["scales"][:, slice(piece[0], piece[0] + piece[1])]
+        return factors(scales, at.n * spec.blocks.columns + part.column, part.columns, spec, columns_first)
+    first = at.k * spec.blocks.contracted + piece[0]
+    return factors(refs["scales"][:, part.c], first, piece[1], spec, columns_first)
+
+
+def _left_over(refs: Refs) -> None:
+    """Writes what rows of no matrix are."""
+    output = refs["output"]
+    if "existing" in refs:
+        output[...] = refs["existing"][...].astype(output.dtype)
+    else:
+        output[...] = jnp.zeros_like(output)
+
+
+def _write(refs: Refs, at: Place, part: Part, spec: Spec, v: Visit | None = None) -> None:
+    """Writes a part of the output; of a visit's rows alone where it is given."""
+    total = refs["sum"][part.r, part.c] if "sum" in refs else _product(refs, at, part, spec, spec.pieces[0])
+    if spec.scales_sum:
+        total = total * refs["scales"][:1, part.c]
+    if "bias" in refs:
+        total = total + refs["bias"][:, part.c]
+    if "existing" in refs:
+        total = total + refs["existing"][part.r, part.c].astype(jnp.float32)
+    output = refs["output"]
+    if v is not None:
+        row = part.row + lax.broadcasted_iota(jnp.int32, total.shape, 0)
+        total = jnp.where((row >= v.low) & (row < v.high), total, output[part.r, part.c].astype(jnp.float32))
+    output[part.r, part.c] = total.astype(output.dtype)

@@ -1,0 +1,228 @@
+"""What a grouped-matmul kernel is compiled for: all about a product that is neither an array nor a traced number."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.families.precision import product_precision
+from ejkernel.modules.operations.configs import GroupedMatmulConfig
+from ejkernel.ops.device import current_device
+
+LANES, SUBLANES = 128, 8
+CHUNK = 256
+"""Columns of one product, and its contracted elements where they are summed up in registers."""
+UNROLLED = 2**30
+"""Multiplications of the largest tile whose products are compiled one by one: libtpu takes seconds for more."""
+WIDE = ("v6", "7x")
+"""What the kinds of chips have in their names whose matrix units are 256 wide."""
+ACCUMULATE = "7x"
+"""What the kinds of chips have in their names whose matrix units keep sums."""
+
+
+class Blocks(NamedTuple):
+    """Rows, contracted elements and columns a tile."""
+
+    rows: int
+    contracted: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Constants of the products of rows and matrices.
+
+    Attributes:
+        rows: M.
+        contracted: K of the product; for the gradient of lhs, the matrices' N.
+        columns: N of the product.
+        blocks: Tiles.
+        transposed: Whether the matrices lie with the product's columns first.
+        operand: Dtype of what is multiplied.
+        precision: Of the products.
+        scales: Blocks of scales a matrix has; 0 for matrices without.
+        per_scale: Contracted elements of the forward product that share a scale.
+        accumulates: Whether matrix units keep sums, so that a product may be as long as a tile.
+        wide: Whether matrix units are 256 wide.
+        backward: Whether this is the gradient of lhs, so that scales lie along contracted elements.
+    """
+
+    rows: int
+    contracted: int
+    columns: int
+    blocks: Blocks
+    transposed: bool
+    operand: Any
+    precision: lax.Precision | None
+    scales: int
+    per_scale: int
+    accumulates: bool
+    wide: bool
+    backward: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Tiles of contracted elements."""
+        return -(-self.contracted // self.blocks.contracted)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last tile of contracted elements reaches beyond them."""
+        return self.contracted % self.blocks.contracted != 0
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Where the products of a tile begin, in its contracted elements, and their sizes; none has two scales."""
+        depth = self.blocks.contracted
+        own = math.gcd(depth, self.per_scale) if self.scales_products and not self.scales_sum else depth
+        most = own if self.accumulates else CHUNK
+        return tuple(
+            (at, min(most, start + own - at))
+            for start in range(0, depth, own)
+            for at in range(start, start + own, most)
+        )
+
+    @property
+    def strip(self) -> int:
+        """Columns of one product of the kernel that sums over rows; its other operand is transposed once a strip."""
+        return 2 * CHUNK if self.wide else 4 * CHUNK
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether the products of a tile follow each other without a loop, which a tile of few is too short for."""
+        return math.prod(self.blocks) <= UNROLLED
+
+    @property
+    def sums_in_memory(self) -> bool:
+        """Whether a sum is more than one product."""
+        return self.steps > 1 or len(self.pieces) > 1
+
+    @property
+    def scales_products(self) -> bool:
+        """Whether products are scaled, and not the matrices."""
+        whole = self.per_scale % LANES == 0 and self.blocks.contracted % LANES == 0
+        return self.scales > 0 and not self.backward and (self.scales == 1 or whole)
+
+    @property
+    def scales_sum(self) -> bool:
+        """Whether a scale holds for a whole column, so that the sum is scaled."""
+        return self.scales_products and self.scales == 1
+
+
+def forward_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
+    """The constants of the output's kernel."""
+    (rows, contracted), width = record.lhs.shape, columns(record)
+    scales = 0 if record.rhs_scale is None else record.rhs_scale.shape[1]
+    operand, precision = operands(record, spread=scales > 1)
+    return Spec(
+        rows=rows,
+        contracted=contracted,
+        columns=width,
+        blocks=fitting(blocks, contracted, width),
+        transposed=record.transpose_rhs,
+        operand=operand,
+        precision=precision,
+        scales=scales,
+        per_scale=contracted // max(1, scales),
+        accumulates=ACCUMULATE in current_device().kind,
+        wide=any(word in current_device().kind for word in WIDE),
+    )
+
+
+def backward_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
+    """The constants of the kernel of lhs's gradient, which multiplies with the matrices the other way around."""
+    made = forward_spec(record, blocks)
+    operand, precision = operands(record, spread=True)
+    return dataclasses.replace(
+        made,
+        contracted=made.columns,
+        columns=made.contracted,
+        blocks=fitting(blocks, made.columns, made.contracted),
+        transposed=not record.transpose_rhs,
+        operand=operand,
+        precision=precision,
+        backward=True,
+    )
+
+
+def matrices_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
+    """The constants of the kernel of what belongs to a matrix."""
+    operand, precision = operands(record, spread=True)
+    return dataclasses.replace(forward_spec(record, blocks), operand=operand, precision=precision)
+
+
+def operands(record: GroupedMatmul, spread: bool) -> tuple[Any, lax.Precision | None]:
+    """Dtype and precision of products; matrix units take lhs's dtype, and float32 in one pass or in six.
+
+    Args:
+        record: The record.
+        spread: Whether there is an operand that has more digits than lhs: scaled matrices, or a cotangent.
+    """
+    asked = product_precision(record.lhs.dtype, record.precision)
+    exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    if record.lhs.dtype == jnp.float32 or (exact and spread):
+        return jnp.float32, lax.Precision.HIGHEST if exact else asked
+    return record.lhs.dtype, None
+
+
+def fitting(blocks: Blocks, contracted: int, columns: int) -> Blocks:
+    """Blocks no longer than the arrays; sizes that are not whole lanes must be the array's own.
+
+    Raises:
+        ValueError: A block is none that a kernel can have.
+    """
+    for name, size in zip(("block_m", "block_k", "block_n"), blocks, strict=True):
+        if size % LANES:
+            raise ValueError(f"cfg: got {name}={size}, wants a multiple of {LANES}")
+    inner = contracted if blocks.contracted >= contracted else blocks.contracted
+    return Blocks(blocks.rows, inner, columns if blocks.columns >= columns else blocks.columns)
+
+
+def padded_scales(scale: jax.Array) -> jax.Array:
+    """Scales [E, blocks, 1, N] as float32 [E, blocks up to whole sublanes, N], with zeros."""
+    flat = scale[:, :, 0].astype(jnp.float32)
+    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % SUBLANES), (0, 0)))
+
+
+def factors(scales: jax.Array, first: Any, size: int, spec: Spec, columns_first: bool) -> jax.Array:
+    """What a tile of a matrix is multiplied with: every row takes the scales of its block, by a product with ones.
+
+    Args:
+        scales: [blocks, n] of a tile's columns, padded.
+        first: First row of the tile, in the matrix.
+        size: Its rows.
+        spec: The kernel's constants.
+        columns_first: Whether the tile, and the result, is [n, size] and not [size, n].
+    """
+    ones = in_block(scales.shape[0], first, size, spec)
+    pair = (scales, ones) if columns_first else (ones, scales)
+    dims = (((0,), (0,)), ((), ()))
+    return lax.dot_general(*pair, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def in_block(blocks: int, first: Any, size: int, spec: Spec) -> jax.Array:
+    """1 where a row of a tile belongs to a block of scales, else 0: float32 [blocks, size]."""
+    index = first + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
+    block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.per_scale
+    return jnp.where((index >= block) & (index < block + spec.per_scale), 1.0, 0.0)
+
+
+def zero_outside(x: jax.Array, low: Any, high: Any, axis: int) -> jax.Array:
+    """x with 0 where an index is below `low`, or not below `high`."""
+    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))
+
+
+def blocks_of(config: GroupedMatmulConfig) -> Blocks:
+    """Tiles of a configuration."""
+    return Blocks(config.block_m or 512, config.block_k or 1024, config.block_n or 1024)
+
+
+def divided(x: Any, by: int) -> jax.Array:
+    """An int32 that is not negative over another: `//` asks which TPU this is, and an exported call does not know."""
+    return lax.div(x, np.int32(by))

@@ -1,0 +1,105 @@
+"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.modules.operations.configs import GroupedMatmulConfig
+from ejkernel.ops.config.params import Direction
+
+READS = frozenset({"block_m", "block_k", "block_n"})
+"""Fields of the configuration that the kernels look at."""
+
+LANES = 128
+ROWS = (1024, 512, 256, 128)
+DEEPEST = 2**32
+"""Multiplications of a tile at most: libtpu takes seconds for more."""
+
+
+class Chip(NamedTuple):
+    """What tiles depend on: bfloat16 operations and bytes of HBM a nanosecond, and bytes of VMEM for blocks."""
+
+    operations: float
+    bandwidth: float
+    memory: int
+
+
+CHIPS = {
+    "v5 lite": Chip(197e3, 819, 60 * 2**20),
+    "v5": Chip(459e3, 2765, 36 * 2**20),
+    "v6": Chip(918e3, 1640, 60 * 2**20),
+    "7x": Chip(1154e3, 3690, 36 * 2**20),
+}
+"""By words in the kind of a device; the first that is found."""
+
+
+def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> GroupedMatmulConfig:
+    """The tiles for a record on a device: those that wait least, by operations and bytes alone."""
+    chip = _chip(device)
+    return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
+
+
+def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[GroupedMatmulConfig, ...]:
+    """Tiles worth measuring for a record on a device."""
+    return tuple(_fitting(record, _chip(device), direction))
+
+
+def kind(record: GroupedMatmul) -> str:
+    """What the calls have in common that share an entry of a shipped table: matrices, and about the rows of each."""
+    fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"transpose_rhs={record.transpose_rhs}")
+    sizes = f"k={record.lhs.shape[1]} n={columns(record)} rows={_rows(record)}"
+    return " ".join((*fields, f"out={jnp.dtype(record.out_dtype)}", f"scaled={record.rhs_scale is not None}", sizes))
+
+
+def _chip(device: Any) -> Chip:
+    return next((chip for word, chip in CHIPS.items() if word in device.kind), CHIPS["v5"])
+
+
+def _rows(record: GroupedMatmul) -> int:
+    """Rows a tile: no more than a group has, about."""
+    average = record.lhs.shape[0] / record.group_sizes.shape[0]
+    return next((rows for rows in ROWS if rows <= average), ROWS[-1])
+
+
+def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[GroupedMatmulConfig]:
+    """Tiles that memory has room for, each once."""
+    depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
+    for height in (_rows(record), _rows(record) // 2):
+        for k, n in ((1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)):
+            tiles = (min(max(LANES, height), _padded(record.lhs.shape[0])), min(k, depth), min(n, width))
+            small = tiles[0] * tiles[1] * tiles[2] <= DEEPEST and _bytes(record, direction, *tiles) <= chip.memory
+            if tiles not in seen and (small or not seen):
+                seen.add(tiles)
+                yield GroupedMatmulConfig(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
+
+
+def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) -> int:
+    """Of the blocks, all twice, and of the sum; for the backward pass of whichever kernel needs more."""
+    rows, matrices, out = record.lhs.dtype.itemsize, record.rhs.dtype.itemsize, jnp.dtype(record.out_dtype).itemsize
+    if direction == "backward":
+        scaled = 2 if record.rhs_scale is None else 6
+        own = 2 * (m * k * rows + m * n * out) + k * n * (scaled * matrices + 4)
+        return max(own, 2 * (m * n * rows + k * n * matrices + m * k * rows) + 4 * m * k)
+    existing = 0 if record.existing_out is None else record.existing_out.dtype.itemsize
+    return 2 * (m * k * rows + k * n * matrices + m * n * (out + existing)) + 4 * m * n
+
+
+def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: GroupedMatmulConfig) -> float:
+    """The larger of the time that products take, with what tiles compute in vain, and that copies take."""
+    (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
+    m, k, n = tiles.block_m or LANES, tiles.block_k or LANES, tiles.block_n or LANES
+    across, steps = -(-width // n), -(-depth // k)
+    visits = -(-rows // m) + groups / 2
+    matrices = record.rhs.shape[0] if steps == 1 else visits
+    copied = across * visits * m * depth * record.lhs.dtype.itemsize
+    copied += matrices * depth * width * record.rhs.dtype.itemsize
+    copied += rows * width * jnp.dtype(record.out_dtype).itemsize
+    # Beginning and ending a tile costs what 40 of its contracted elements do, and more where it has several steps.
+    products = 2 * (rows + groups * min(m, 256) / 2) * steps * (k + 40) * across * n
+    return max(products / chip.operations, copied / chip.bandwidth)
+
+
+def _padded(size: int) -> int:
+    return -(-size // LANES) * LANES

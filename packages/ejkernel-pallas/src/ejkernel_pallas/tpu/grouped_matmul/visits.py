@@ -1,0 +1,119 @@
+"""The order in which the kernels visit tiles of rows, as tables that their index maps and bodies read.
+
+The rows of a matrix cover some tiles, of which the first and the last may belong to others too: such a tile is visited
+once by each. The number of visits depends on the groups, which are traced, and is a bound of the grid; a table is as
+long as it could be.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+
+WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
+"""Rows of the tile belong to the matrix; all of them do; the first, and the last, visit of what the kernel owns; the
+tile lies before the rows of any matrix."""
+
+
+class Visits(NamedTuple):
+    """A list of visits.
+
+    Attributes:
+        total: int32 scalar, how many there are.
+        table: int32 [6 * most], read by `Visit`.
+    """
+
+    total: jax.Array
+    table: jax.Array
+
+
+class Visit(NamedTuple):
+    """One entry of a table, int32 scalars.
+
+    Attributes:
+        matrix: Which is multiplied with.
+        tile: Tile of rows.
+        source: Tile of rows that is read; that of a neighbour where there is no work, so that nothing is copied.
+        low: First row of the matrix, in the tile.
+        high: The row after its last, in the tile.
+        flags: Sum of the constants above.
+    """
+
+    matrix: Any
+    tile: Any
+    source: Any
+    low: Any
+    high: Any
+    flags: Any
+
+    def has(self, flag: int) -> Any:
+        """Whether it has a flag."""
+        return (self.flags & flag) != 0
+
+
+def visit(table: Any, step: Any) -> Visit:
+    """An entry of a table."""
+    most = table.shape[0] // len(Visit._fields)
+    return Visit(*(table[step + field * most] for field in range(len(Visit._fields))))
+
+
+def by_rows(record: GroupedMatmul, size: int) -> Visits:
+    """Visits for a kernel that owns tiles of rows: every tile at least once, and what visits one in a row."""
+    first, end = group_rows(record)
+    rows = record.lhs.shape[0]
+    tiles, some = -(-rows // size), end > first
+    start, counts = first // size, jnp.where(some, (end - 1) // size + 1 - first // size, 0)
+    # Rows of no matrix lie before those of the first and after those of the last: tiles that have no others.
+    before = first[0] // size
+    after = jnp.where(some.any(), -(-end[-1] // size), before)
+    counts = jnp.concatenate([before[None], counts, (tiles - after)[None]])
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
+    matrix, tile, count = _listed(start, counts, tiles + first.shape[0] - 1)
+    work = (matrix > 0) & (matrix <= first.shape[0])
+    # What has no work names the blocks of the nearest visit that has.
+    index = jnp.arange(first.shape[0], dtype=jnp.int32)
+    least = jnp.min(jnp.where(some, index, first.shape[0] - 1))
+    most = jnp.max(jnp.where(some, index, 0))
+    leading = matrix == 0
+    matrix = jnp.where(work, matrix - 1, jnp.where(leading, least, most))
+    source = jnp.where(work, tile, jnp.where(leading, before, jnp.maximum(after - 1, 0)))
+    flags = work * WORK + leading * LEADING + _changes(tile) * FIRST
+    return _visits(Visit(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
+
+
+def by_matrices(record: GroupedMatmul, size: int) -> Visits:
+    """Visits for a kernel that owns matrices: every matrix at least once."""
+    first, end = group_rows(record)
+    tiles, some = -(-record.lhs.shape[0] // size), end > first
+    counts = jnp.where(some, (end - 1) // size + 1 - first // size, 1)
+    start = jnp.minimum(first // size, tiles - 1)
+    matrix, tile, count = _listed(start, counts, tiles + first.shape[0])
+    flags = jnp.take(some, matrix) * WORK + _changes(matrix) * FIRST
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST
+    return _visits(Visit(matrix, tile, tile, first, end, flags), count, size)
+
+
+def _listed(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists owners, each as often as it counts, with tiles that go up from its first; and how long the list is."""
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    step = jnp.arange(most, dtype=jnp.int32)
+    owner = jnp.sum(step[:, None] >= ends, axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(owner, counts.shape[0] - 1)
+    return owner, jnp.take(start, owner) + step - jnp.take(ends - counts, owner), ends[-1]
+
+
+def _changes(x: jax.Array) -> jax.Array:
+    """Where a list has another value than before."""
+    return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
+
+
+def _visits(made: Visit, count: jax.Array, size: int) -> Visits:
+    """The table of visits whose rows are still those of the matrices."""
+    low = jnp.clip(jnp.take(made.low, made.matrix) - made.tile * size, 0, size)
+    high = jnp.clip(jnp.take(made.high, made.matrix) - made.tile * size, 0, size)
+    whole = (low == 0) & (high == size) & (made.flags & WORK != 0)
+    table = made._replace(low=low, high=high, flags=made.flags + whole * WHOLE)
+    return Visits(count, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))

@@ -1,0 +1,130 @@
+"""The forward pass of paged attention on TPUs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import custom_batching
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel_pallas.tpu.interpret import interpreting
+from ejkernel_pallas.tpu.paged_attention import operands
+from ejkernel_pallas.tpu.paged_attention.kernel import kernel
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, Spec, make_spec, stored
+from ejkernel_pallas.tpu.paged_attention.tiles import chosen
+from ejkernel_pallas.tpu.paged_attention.work import FIELDS, Work, find_work
+
+PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel",),
+    # Bytes: what the chip with the least memory has, with room for what XLA keeps there.
+    vmem_limit_bytes=48 * 2**20,
+    # Page numbers are known to be the cache's, and to look once more takes longer than to start a copy.
+    disable_bounds_checks=True,
+)
+
+
+def forward(record: PagedAttention, params: Any) -> tuple[tuple[jax.Array, ...], None]:
+    """Attention output of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes; reads the fields of `tiles.READS`.
+
+    Returns:
+        Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
+    """
+    spec = make_spec(record, chosen(record, params))
+    work = find_work(record, spec)
+    run = custom_batching.sequential_vmap(lambda record, work: tuple(launch(record, spec, work)))
+    output, lse, *pages = run(record, work)
+    shape = None if record.value_pages is not None else record.key_pages.shape
+    pages = [x if shape is None else x.reshape(shape) for x in pages]
+    results = (operands.unpack_outputs(record, spec, work, output), operands.unpack_lse(record, spec, work, lse))
+    return (*results, *pages), None
+
+
+def launch(record: PagedAttention, spec: Spec, work: Work) -> list[jax.Array]:
+    """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the caches that it wrote to."""
+    tables = {"items": work.items, "spans": work.spans, "tables": work.tables}
+    caches: dict[str, jax.Array] = dict(zip(("keys", "values"), stored(record), strict=False))
+    tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
+    constants, query = _constants(record, spec), operands.pack_queries(record, spec, work)
+    inputs = {**constants, "query": query, **tokens, **caches}
+    lanes = -(-spec.rows // LANES) * LANES
+    outputs = {
+        "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_size), record.query.dtype),
+        "lse": jax.ShapeDtypeStruct((work.items.size // len(FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
+    }
+    written = caches if tokens else {}
+    scratch = _scratch(record, spec, lanes, caches, bool(tokens))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    first = len(tables) + len(inputs) - len(caches)
+    # A cache that is written to is one array, which the kernel knows as its output.
+    names = (*tables, *(f"{x}_before" if x in written else x for x in inputs), *outputs, *written, *scratch)
+    return pl.pallas_call(
+        functools.partial(_named, names=names, spec=spec),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables),
+            grid=(spec.parts,),
+            in_specs=[_whole(x) if name in constants else anywhere for name, x in inputs.items()],
+            out_specs=[anywhere] * (len(outputs) + len(written)),
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[*outputs.values(), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written.values())],
+        input_output_aliases={first + k: len(outputs) + k for k in range(len(written))},
+        compiler_params=PARAMS,
+        interpret=interpreting(),
+        name="paged_attention",
+    )(*tables.values(), *inputs.values())
+
+
+def _constants(record: PagedAttention, spec: Spec) -> dict[str, jax.Array]:
+    """What stays in the kernel's memory all the time."""
+    made: dict[str, jax.Array] = {}
+    if record.softmax_aux is not None:
+        made["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
+    if spec.tokens > 1:
+        places = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group
+        made["places"] = jnp.broadcast_to(places[:, None], (spec.rows, LANES))
+    return made
+
+
+def _named(*refs: Any, names: tuple[str, ...], spec: Spec) -> None:
+    kernel(*refs, names=names, spec=spec)
+
+
+def _whole(x: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def _scratch(
+    record: PagedAttention, spec: Spec, lanes: int, caches: dict[str, jax.Array], writes: bool
+) -> dict[str, Any]:
+    """What the kernel keeps."""
+    heads, cache = spec.kv_heads, spec.cache
+    state = (heads, spec.rows, LANES)
+    made: dict[str, Any] = {
+        "query_buffer": pltpu.VMEM((2, heads, spec.rows, spec.size), spec.operand),
+        "output_buffer": pltpu.VMEM((2, heads, spec.rows, spec.value_size), record.query.dtype),
+        "lse_buffer": pltpu.VMEM((2, heads, 1, lanes), jnp.float32),
+        "peak": pltpu.VMEM(state, jnp.float32),
+        "total": pltpu.VMEM(state, jnp.float32),
+        "sum": pltpu.VMEM((heads, spec.rows, spec.value_size), jnp.float32),
+    }
+    for name, x in caches.items():
+        if cache.head_major:
+            shape = (2, heads, spec.block, x.shape[-1])
+        else:
+            groups = -(-x.shape[-1] // LANES)
+            shape = (2, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
+        made[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
+    if spec.rows > spec.few:
+        made["head_keys"] = pltpu.VMEM((heads, spec.chunk, spec.size), spec.operand)
+        made["head_values"] = pltpu.VMEM((heads, spec.chunk, spec.value_size), spec.weights)
+    made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("asked", "arrived", "left")}
+    if writes:
+        made |= {"writes": pltpu.SMEM((2,), jnp.int32), "written": pltpu.SemaphoreType.DMA}
+    return made

@@ -1,0 +1,188 @@
+"""Keys and values of a head, from the pages that were copied.
+
+Rows of a head lie as far apart as a token has rows, and numbers of less than 32 bits share their words with those of
+other rows. So words are read with a stride, and those of keys n/p apart are put together, p numbers in a word: rows of
+the head, in an order of their own, which keys and values have in common. `order` gives it.
+"""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas.tpu.paged_attention.spec import TILE, Spec
+
+
+class Chunk(NamedTuple):
+    """Keys of one product.
+
+    Attributes:
+        slot: The buffer that they are in.
+        start: The first, in the buffer.
+        key: Its position in the sequence.
+        low: First position that any row attends.
+        high: One more than the last.
+        masked: Whether some key may not be attended by all.
+    """
+
+    slot: Any
+    start: Any
+    key: Any
+    low: Any
+    high: Any
+    masked: bool
+
+
+def order(index: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
+    """Which key of a chunk, and which of the joined heads, is at an index of what `load` gives; None for one head."""
+    cache, packing = spec.cache, spec.cache.packing
+    if spec.joined == 1:
+        return (index if packing == 1 else _word(index, spec.chunk, packing)), None
+    if not cache.alternates:
+        return index // spec.joined, index % spec.joined
+    words = cache.words // cache.turns
+    total = spec.chunk * words
+    word, which = _word(index % total, total, packing), index // total
+    return word // words, word % words * cache.heads_per_unit + which
+
+
+def _word(index: jax.Array, total: int, packing: int) -> jax.Array:
+    """Which row of words a row of numbers that were taken apart is from."""
+    return index // packing + index % packing * (total // packing)
+
+
+def turns(spec: Spec) -> int:
+    """How many groups of heads there are, with a loop from one to the next."""
+    heads = spec.kv_heads
+    if spec.cache.head_major:
+        return heads // TILE if heads % TILE == 0 else 1
+    return spec.cache.turns
+
+
+def load(buffers: tuple[Any, ...], turn: Any, at: Chunk, spec: Spec, *, values: bool) -> list[jax.Array]:
+    """Keys [n, D], or values [n, Dv], of the KV heads of a turn, or of all of them joined.
+
+    Args:
+        buffers: Of keys and values, or of both.
+        turn: Which group of heads; may be traced.
+        at: The chunk.
+        spec: The kernel's constants.
+        values: Which of the two. They are wanted at different times, and would fill the registers in between.
+
+    Returns:
+        Of every head, or group of joined heads; zeros where a masked chunk's keys are attended by none.
+    """
+    buffer, cache = buffers[-1 if values else 0], spec.cache
+    if spec.joined > 1:
+        rows = _all_rows(buffer, turn, at, spec, values)
+        found = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
+    else:
+        heads = spec.kv_heads // turns(spec)
+        units = range(heads // cache.heads_per_unit)
+        if cache.head_major:
+            found = [_kept(buffer[at.slot, turn * heads + n, pl.ds(at.start, spec.chunk), :], at, 1) for n in units]
+        else:
+            found = [row for unit in units for row in _rows(buffer, turn, unit, at, spec, values)]
+    size, dtype = (spec.value_size, spec.weights) if values else (spec.size, spec.operand)
+    return [_widened(_rounded(x[:, :size], spec), dtype) for x in found]
+
+
+def _all_rows(buffer: Any, turn: Any, at: Chunk, spec: Spec, values: bool) -> list[jax.Array]:
+    """Rows of all words of a turn: those that share words apart, where keys and values do; else as they are."""
+    cache, made = spec.cache, list[list[jax.Array]]()
+    words = cache.words // cache.turns
+    for group in range(cache.groups):
+        flat = _as_words(buffer.at[at.slot, group], spec)
+        lanes = flat.shape[-1]
+        if cache.turns == 1:
+            flat = flat.reshape(spec.block * words, lanes)
+            x = flat[pl.ds(pl.multiple_of(at.start * words, spec.chunk * words), spec.chunk * words), :]
+        else:
+            flat = flat.reshape(spec.block * cache.turns, TILE, lanes)
+            x = flat[pl.ds(at.start * cache.turns + turn, spec.chunk, stride=cache.turns)]
+            x = x.reshape(spec.chunk * TILE, lanes)
+        x = _kept(x, at, words)
+        if cache.alternates:
+            made.append([_apart(x, which, buffer.dtype, cache.packing) for which in range(values, cache.packing, 2)])
+        else:
+            made.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
+    return _across(made)
+
+
+def _rows(buffer: Any, turn: Any, unit: int, at: Chunk, spec: Spec, values: bool) -> list[jax.Array]:
+    """Rows of the heads of a unit: keys of one chunk each."""
+    cache, word = spec.cache, unit
+    places = range(cache.packing)
+    if cache.alternates:
+        places = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
+        word = 2 * unit + values if cache.packing == 1 else unit
+    parts = [_words(buffer.at[at.slot, group], turn, word, at, spec) for group in range(cache.groups)]
+    return _across([[_apart(x, which, buffer.dtype, cache.packing) for which in places] for x in parts])
+
+
+def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
+    """Rows, of groups of lanes of each."""
+    return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
+
+
+def _as_words(buffer: Any, spec: Spec) -> Any:
+    return buffer if spec.cache.packing == 1 else buffer.bitcast(jnp.uint32)
+
+
+def _words(buffer: Any, turn: Any, word: int, at: Chunk, spec: Spec) -> jax.Array:
+    """Words [n, lanes] of keys in their order. A load with a stride begins at a row that the compiler knows."""
+    words, chunk = spec.cache.words, spec.chunk
+    flat = _as_words(buffer, spec)
+    flat = flat.reshape(spec.block * words, flat.shape[-1])
+    together = words // spec.cache.turns
+    start = at.start * words
+    if together < words:
+        start = pl.multiple_of(start + turn * together, together)
+    part = flat.at[pl.ds(start, (chunk - 1) * words + together)]
+    return _kept(part[pl.ds(word, chunk, stride=words), :] if words > 1 else part[...], at, 1)
+
+
+def _kept(x: jax.Array, at: Chunk, each: int) -> jax.Array:
+    """Rows of keys in their order, `each` rows a key; 0 for those that nobody attends, whatever memory has there."""
+    if not at.masked:
+        return x
+    key = lax.broadcasted_iota(jnp.int32, x.shape, 0) // each
+    kept = (key >= at.low - at.key) & (key < at.high - at.key)
+    if x.dtype.itemsize == 4:
+        return jnp.where(kept, x, jnp.zeros_like(x))
+    return jnp.where(kept, x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def _apart(words: jax.Array, which: int, dtype: Any, packing: int) -> jax.Array:
+    """Rows [n, lanes] of the numbers at one place of their words, in the order that `order` gives."""
+    if packing == 1:
+        return words
+    bits, part = 32 // packing, words.shape[0] // packing
+
+    def moved(k: int) -> jax.Array:
+        x, shift = words[k * part : (k + 1) * part], (which - k) * bits
+        x = x >> jnp.uint32(shift) if shift > 0 else x << jnp.uint32(-shift) if shift < 0 else x
+        # The outermost numbers are alone once they are moved to the outermost place.
+        return x if abs(which - k) == packing - 1 else x & jnp.uint32(((1 << bits) - 1) << (k * bits))
+
+    made = functools.reduce(operator.or_, map(moved, range(packing)))
+    return pltpu.bitcast(made, dtype)
+
+
+def _widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """Numbers of 8 bits take the way over float32, which every chip has."""
+    return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
+
+
+def _rounded(x: jax.Array, spec: Spec) -> jax.Array:
+    """float32 with the digits of bfloat16; ties go to even digits. In bits, so that no compiler leaves it out."""
+    if not spec.rounded:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-65536)
+    return lax.bitcast_convert_type(bits, jnp.float32)

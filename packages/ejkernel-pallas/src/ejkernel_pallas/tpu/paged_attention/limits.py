@@ -1,0 +1,60 @@
+"""What the kernel does not do, in sentences."""
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.families import paged_cache
+from ejkernel.families.paged_attention import PagedAttention
+
+LANES = 128
+DENSE_ROWS = (1, 2, 4)
+"""How many rows memory takes as they are, beside multiples of 8."""
+
+CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
+ENTRIES = 2**17
+"""Page numbers that scalar memory has room for."""
+
+BLOCK = 2**12
+"""Most keys that whole pages and whole lanes may have in common."""
+
+
+def reasons(record: PagedAttention) -> Generator[str]:
+    """Why a record cannot be served; nothing if it can."""
+    pages = record.key_pages
+    if not (record.query.size and record.kv_lens.size and pages.size and paged_cache.capacity(record)):
+        yield "an array is empty"
+        return
+    if pages.dtype.name not in CACHES:
+        yield f"key_pages: caches of {pages.dtype.name} are not read, those of {', '.join(CACHES)} are"
+        return
+    if record.block_tables is None:
+        yield "block_tables: a cache without pages is not read"
+        return
+    if record.block_tables.size > ENTRIES:
+        yield f"block_tables: {record.block_tables.size} entries do not fit into scalar memory, {ENTRIES} do"
+    narrower = record.compute_dtype is not None and jnp.dtype(record.compute_dtype).itemsize < pages.dtype.itemsize
+    if narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
+        yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
+    yield from _pages(record)
+
+
+def _pages(record: PagedAttention) -> Generator[str]:
+    slots, letters, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
+    sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
+    if math.lcm(slots, LANES) > BLOCK:
+        yield f"key_pages: no block of at most {BLOCK} keys has whole pages of {slots} and whole lanes"
+    if letters in ("phsd", "hpsd"):
+        wanted = 32 // dtype.itemsize
+        if slots % wanted:
+            yield f"key_pages: pages of {slots} slots where heads come first; wants a multiple of {wanted}"
+        return
+    if any(size > LANES and size % LANES for size in sizes) or len({-(-size // LANES) for size in sizes}) > 1:
+        yield f"key_pages: rows of {' and '.join(map(str, sizes))}; beyond {LANES} wants the same multiple of it"
+    if record.new_keys is not None and letters == paged_cache.COMBINED:
+        return
+    rows = record.key_pages.shape[letters.index("h")] * (2 if letters == paged_cache.COMBINED else 1)
+    if (rows not in DENSE_ROWS and rows % 8) or rows % paged_cache.packing(dtype):
+        yield f"key_pages: {rows} rows of {dtype.name} a token do not fill tiles of memory; wants 2, 4, or 8 times some"

@@ -1,0 +1,63 @@
+"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+
+from typing import Any
+
+from ejkernel.families import paged_cache
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes
+
+READS = frozenset({"q_blocksize", "kv_blocksize", "seq_blocksize"})
+"""Fields of the configuration that the kernel looks at."""
+
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
+"""Kinds of chips whose two cores work as one device."""
+
+BYTES = 4 * 2**20
+"""Of a block of keys: large enough that a page table's walk hides, small enough that two fit beside everything else."""
+
+ROWS, STATE = 1024, 2**20
+"""Query rows a KV head a tile, at most, and numbers that the rows of all of them have."""
+
+
+def chosen(record: PagedAttention, params: Any) -> Sizes:
+    """The tiles that a configuration asks for."""
+    return Sizes(
+        params.q_blocksize or _queries(record), params.kv_blocksize or _keys(record), params.seq_blocksize or 1
+    )
+
+
+def heuristic(record: PagedAttention, device: Any, direction: Any, config: type) -> Any:
+    """Tile sizes for a record on a device, by the static profile."""
+    parts = 2 if device.kind in TWO_CORES else 1
+    return config(q_blocksize=_queries(record), kv_blocksize=_keys(record), seq_blocksize=parts)
+
+
+def candidates(record: PagedAttention, device: Any, direction: Any, config: type) -> tuple[Any, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    parts = 2 if device.kind in TWO_CORES else 1
+    keys = _keys(record)
+    found = (
+        config(q_blocksize=queries, kv_blocksize=block, seq_blocksize=parts)
+        for queries in dict.fromkeys((_queries(record), max(1, _queries(record) // 2)))
+        for block in dict.fromkeys((keys, max(128, keys // 2), keys * 2))
+    )
+    return tuple(found)
+
+
+def _queries(record: PagedAttention) -> int:
+    """One where no sequence need have more; what the average has does not tell, as one may have all the others."""
+    tokens, heads, size = record.query.shape
+    if record.query_start is None or tokens <= record.kv_lens.shape[0]:
+        return 1
+    most = min(ROWS * paged_cache.kv_heads(record) // heads, STATE // (heads * max(LANES, size)))
+    return max(1, min(most, tokens))
+
+
+def _keys(record: PagedAttention) -> int:
+    arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
+    slots = paged_cache.page_count(record) * paged_cache.page_size(record)
+    token = sum(x.size // max(1, slots) * x.dtype.itemsize for x in arrays)
+    keys = 128
+    while keys < 4096 and 2 * keys * token <= BYTES:
+        keys *= 2
+    return min(keys, -(-paged_cache.capacity(record) // 128) * 128)

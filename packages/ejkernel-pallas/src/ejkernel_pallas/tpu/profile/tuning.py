@@ -1,0 +1,106 @@
+"""Tuning without a TPU: candidates of an implementation by the predicted time of their kernels."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from ejkernel.ops.config.chain import Measures, Request
+from ejkernel.ops.config.measurement import Measurement, TunerError, TuningResult
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.execution.target import Target
+from ejkernel.ops.model import load_object
+from ejkernel_pallas.tpu.profile.cases import Case, Workload
+from ejkernel_pallas.tpu.profile.chips import CHIPS
+from ejkernel_pallas.tpu.profile.jobs import NEEDS_LIBTPU, profile_many
+from ejkernel_pallas.tpu.profile.report import Report
+
+
+def targets() -> Mapping[str, Target]:
+    """The chips, as what `ejkernel tune --target` can name."""
+    return {name: _target(name) for name in CHIPS}
+
+
+def _target(name: str) -> Target:
+    def tuner(show_progress: bool) -> Measures:
+        if importlib.util.find_spec("libtpu") is None:
+            raise TunerError(NEEDS_LIBTPU)
+        return ProfileTuner(target=name, show_progress=show_progress)
+
+    device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[name].kind)
+    return Target(device=device, tuner=tuner)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileTuner:
+    """Compiles candidates for a chip in one worker process, one after another, and predicts their kernels' time.
+
+    Attributes:
+        target: Name of the chip.
+        show_progress: Whether to show a progress bar.
+    """
+
+    target: str
+    show_progress: bool = False
+
+    def tune(self, request: Request, argument: Any) -> TuningResult:
+        """Predicts every candidate of an implementation for one direction of a call.
+
+        Args:
+            request: What is tuned; its device is the chip.
+            argument: Record or `Pullback`: shapes, and values where they decide what the kernels do.
+
+        Raises:
+            TunerError: No candidate has a prediction, and then the message gives each one's error.
+        """
+        implementation, direction = request.implementation, request.direction
+        path = implementation.backward if direction == "backward" else implementation.forward
+        parts = implementation.config.candidates(request.record, request.device, direction)
+        unique = tuple(dict.fromkeys((request.heuristic(), *parts)))
+        label = f"{request.op.name} {direction} {implementation.name}"
+        kwargs = {"path": path, "argument": argument}
+        cases = [
+            Case(label=f"{label} {part}", build=f"{__name__}:workload", kwargs={**kwargs, "part": part})
+            for part in unique
+        ]
+        measured = [_measurement(*pair) for pair in zip(unique, self._profiles(cases, label), strict=True)]
+        ranked = sorted(measured, key=lambda m: float("inf") if m.seconds is None else m.seconds)
+        if ranked[0].seconds is None:
+            lines = (f"{m.part}: {m.error}" for m in ranked)
+            raise TunerError("\n  ".join([f"no candidate of {label} can be predicted for {self.target}:", *lines]))
+        return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind())
+
+    def _profiles(self, cases: list[Case], label: str) -> list[Report]:
+        if not self.show_progress:
+            return profile_many(cases, target=self.target)
+        import tqdm
+
+        with tqdm.tqdm(total=len(cases), desc=f"{label} for {self.target}", unit="config") as bar:
+
+            def seen(report: Report) -> None:
+                bar.update()
+
+            return profile_many(cases, target=self.target, progress=seen)
+
+
+def workload(path: str, argument: Any, part: Any) -> Workload:
+    """One direction of an implementation with a configuration."""
+    kernel = load_object(path)
+    return Workload(function=lambda argument: kernel(argument, part), args=(argument,))
+
+
+def _measurement(part: Any, report: Report) -> Measurement:
+    error = report.error or _doubt(report)
+    return Measurement(part, None if error else report.seconds, error)
+
+
+def _doubt(report: Report) -> str | None:
+    """Why a profile is no prediction."""
+    if not report.kernels:
+        return "it has no TPU kernels, and only these can be predicted"
+    unknown = sorted({name for kernel in report.kernels for name in kernel.simulation.unknown})
+    if unknown:
+        return f"its schedule depends on values that are not known: {', '.join(unknown)}"
+    if not all(kernel.simulation.complete for kernel in report.kernels):
+        return "simulating it takes too long"
+    return None

@@ -1,0 +1,194 @@
+"""Backward pass of ring attention on TPUs: keys travel by collectives, their gradients with them.
+
+The kernels are those of tiled attention. Of the whole row they need its lse and `<cotangent, output>`, which are there
+from the forward pass; what they add to a gradient they leave in float32.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_schedule import Load, Ring, columns, load_of, put_columns, ring_of
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.tpu.ring_attention.launch import launch
+from ejkernel_pallas.tpu.ring_attention.plan import Plan
+from ejkernel_pallas.tpu.tiled_attention import backward as tiles
+from ejkernel_pallas.tpu.tiled_attention.backward_kernels import keys_kernel, queries_kernel
+from ejkernel_pallas.tpu.tiled_attention.launch import apart
+from ejkernel_pallas.tpu.tiled_attention.operands import Operand, kv_rows, of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, Spec, padded
+from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits
+
+Gradients = dict[str, jax.Array]
+
+
+class Rows(NamedTuple):
+    """Of every query of this device: cotangent and output [B, T, H, Dv], lse and delta [B, H, T] float32."""
+
+    cotangent: jax.Array
+    output: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+    """Gradients of the wanted fields of one device's record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
+            softmax_aux.
+        params: As for tiled attention.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
+        complete; those of bias and softmax_aux are what the device's queries contribute.
+    """
+    record = pullback.record
+    ring = ring_of(record)
+    if ring is None:
+        return tiles.backward(dataclasses.replace(pullback, record=tiled(record)), params)
+    given = rows_of(pullback)
+    grads = _around(Plan.of(record, ring), striped(given, ring), params, pullback.wanted - {"softmax_aux"})
+    if "softmax_aux" in pullback.wanted:
+        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), given.delta)
+    return {name: home(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+
+
+def rows_of(pullback: Pullback) -> Rows:
+    """What the gradients need of every query's whole row."""
+    record, cotangent = pullback.record, pullback.cotangent
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # padding's cotangent may be anything
+        cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
+    delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    return Rows(cotangent.astype(record.query.dtype), pullback.output, pullback.residuals.lse, delta)
+
+
+def striped(given: Rows, ring: Ring) -> Rows:
+    """The rows of the queries that this device works on."""
+    return Rows(
+        *(ring.stripe(x, 1) for x in (given.cotangent, given.output)),
+        *(ring.stripe(x, 2) for x in (given.lse, given.delta)),
+    )
+
+
+def _around(plan: Plan, given: Rows, params: BwdParams, wanted: frozenset[str]) -> Gradients:
+    """The gradients of everything but sinks, in the layout that the ring works in, float32."""
+    record, ring = plan.record, plan.ring
+    zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in wanted}
+    zeros = _compat.as_varying(zeros, (record, given))
+    travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
+    staying = {name: x for name, x in zeros.items() if name not in travelling}
+
+    def visit(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
+        added = _encounter(plan, source, load, given, params, wanted)
+        if "bias" in staying:
+            keys = load["key"].shape[1]
+            sum_ = columns(staying["bias"], ring, source, keys) + added["bias"]
+            added["bias"] = put_columns(staying["bias"], sum_, ring, source, keys)
+        if "query" in staying:
+            added["query"] = staying["query"] + added["query"]
+        return {name: added[name] for name in travelling}, {name: added[name] for name in staying}
+
+    collected, kept = ring.walk(load_of(record), travelling, visit, staying)
+    return {**collected, **kept}
+
+
+def _encounter(
+    plan: Plan, source: jax.Array, load: Load, given: Rows, params: BwdParams, wanted: frozenset[str]
+) -> Gradients:
+    """What one load of keys adds to the gradients, float32."""
+    met, (by_key, by_query) = plan.met(source, load), backward_blocks(params)
+    added: Gradients = {}
+    if wanted & {"key", "value"}:
+        spec = plan.spec(met, by_key, by_key=True)
+        table = plan.visits(met, spec, source, query_visits)
+        added |= _of_keys(met, given, spec, table, wanted & {"key", "value"})
+    if "query" in wanted:
+        spec = plan.spec(met, by_query)
+        added["query"] = _of_queries(met, given, spec, plan.visits(met, spec, source, key_visits))
+    if "bias" in wanted:
+        added["bias"] = _of_bias(plan, met, source, given, params)
+    return added
+
+
+def _of_keys(met: TiledAttention, given: Rows, spec: Spec, table: Any, wanted: frozenset[str]) -> Gradients:
+    fields = {name: getattr(met, name) for name in sorted(wanted)}
+    made = launch(
+        functools.partial(keys_kernel, spec=spec, apart=apart(table)),
+        table,
+        grid=(*met.key.shape[:3:2], table.shape[2], spec.group),
+        inputs=inputs_of(met, given, spec),
+        outputs={f"d{name}": kv_rows(_float32(x), spec) for name, x in fields.items()},
+        scratch=scratch_of(met, spec, tuple(f"d{name}" for name in fields)),
+        group=spec.group,
+        name="ejkernel_ring_backward_keys",
+    )
+    return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
+
+
+def _of_queries(met: TiledAttention, given: Rows, spec: Spec, table: Any) -> jax.Array:
+    query = met.query
+    made = launch(
+        functools.partial(queries_kernel, spec=spec, apart=apart(table)),
+        table,
+        grid=(*query.shape[:3:2], table.shape[2]),
+        inputs=inputs_of(met, given, spec),
+        outputs={"dquery": rows(_float32(query), spec.q_block)},
+        scratch=scratch_of(met, spec, ("dquery",)),
+        name="ejkernel_ring_backward_queries",
+    )
+    return unrows(made["dquery"], query.shape)
+
+
+def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, params: BwdParams) -> jax.Array:
+    """The gradient of a bias's columns, which tiled attention has a kernel for: its tiles are written once."""
+    pullback = Pullback(
+        record=plan.placed(met, source),
+        residuals=SoftmaxResiduals(lse=given.lse),
+        output=given.output,
+        cotangent=given.cotangent,
+        wanted=frozenset({"bias"}),
+    )
+    return tiles.backward(pullback, params)["bias"].astype(jnp.float32)
+
+
+def inputs_of(met: TiledAttention, given: Rows, spec: Spec) -> dict[str, Operand]:
+    """What kernels read of an encounter, and of its queries' rows."""
+    lse = given.lse
+    return operands(met, spec) | {
+        "cotangent": rows(given.cotangent, spec.q_block),
+        "shift": of_queries(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
+        "delta": of_queries(given.delta, spec),
+    }
+
+
+def scratch_of(met: TiledAttention, spec: Spec, results: tuple[str, ...]) -> dict[str, Any]:
+    """What a kernel keeps: sums of its results, what it writes down of two products, statistics of its queries."""
+    sizes = {"dquery": spec.size, "dkey": spec.size, "dvalue": spec.value_size}
+    owned = spec.kv_block if spec.by_key else spec.q_block
+    made = {f"{name}_sum": pltpu.VMEM((owned, padded(sizes[name])), jnp.float32) for name in results}
+    chunk = (2, spec.kv_chunk, spec.q_chunk) if spec.by_key else (2, spec.q_chunk, spec.kv_chunk)
+    made |= {"weights": pltpu.VMEM(chunk, jnp.float32), "dscores": pltpu.VMEM(chunk, met.query.dtype)}
+    columns = () if spec.by_key else ("shift_column", "delta_column")
+    return made | {name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in columns}
+
+
+def _float32(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+
+
+def home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+    """A gradient in its field's dtype and layout."""
+    field = getattr(record, name)
+    gradient = gradient.astype(field.dtype)
+    axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)
+    return gradient if axis is None or field.shape[axis] == 1 else ring.unstripe(gradient, axis)

@@ -1,0 +1,75 @@
+"""Forward pass of ring attention on TPUs: keys travel by collectives, a kernel works on those that are there."""
+
+import functools
+from typing import Any
+
+import jax
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_schedule import Load, load_of, ring_of
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.config.params import FwdParams
+from ejkernel_pallas.tpu.ring_attention import softmax
+from ejkernel_pallas.tpu.ring_attention.launch import launch
+from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
+from ejkernel_pallas.tpu.tiled_attention import forward as tiles
+from ejkernel_pallas.tpu.tiled_attention.launch import apart
+from ejkernel_pallas.tpu.tiled_attention.operands import Operand, of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.spec import Spec
+from ejkernel_pallas.tpu.tiled_attention.tile import Apart, visited
+from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
+
+State = tuple[jax.Array, jax.Array]
+"""Output and lse of the keys so far."""
+
+
+def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of one device's queries.
+
+    Args:
+        record: The canonical arguments.
+        params: As for tiled attention.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    ring = ring_of(record)
+    if ring is None:
+        return tiles.forward(tiled(record), params)
+    plan, blocks = Plan.of(record, ring), forward_blocks(params)
+
+    def visit(source: jax.Array, load: Load, state: State) -> tuple[Load, State]:
+        met = plan.met(source, load)
+        spec = plan.spec(met, blocks)
+        return {}, _attend(met, spec, plan.visits(met, spec, source, key_visits), state)
+
+    begin = _compat.as_varying(beginning(record), record)
+    _, (output, lse) = ring.walk(load_of(plan.record), {}, visit, begin)
+    output = ring.unstripe(output.astype(record.query.dtype), 1)
+    return output, SoftmaxResiduals(lse=ring.unstripe(lse, 2))
+
+
+def _attend(met: TiledAttention, spec: Spec, table: Any, state: State) -> State:
+    """The state with the keys of an encounter."""
+    results = states(state, spec)
+    made = launch(
+        functools.partial(_kernel, spec=spec, apart=apart(table)),
+        table,
+        grid=(*met.query.shape[:3:2], table.shape[2]),
+        inputs=operands(met, spec) | {f"{name}_before": x for name, x in results.items()},
+        outputs=results,
+        scratch=softmax.scratch(spec, met.value.dtype),
+        name="ejkernel_ring_forward",
+    )
+    return unrows(made["output"], state[0].shape), made["lse"].reshape(state[1].shape)
+
+
+def states(state: State, spec: Spec) -> dict[str, Operand]:
+    """Output and lse as kernels read and write them."""
+    return {"output": rows(state[0], spec.q_block), "lse": of_queries(state[1], spec)}
+
+
+def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
+    softmax.go_on(visited(table, apart), dict(zip(names, refs, strict=True)), spec)

@@ -1,0 +1,99 @@
+"""What one device's kernels are compiled for, and which tile pairs they visit of one load of keys and the next.
+
+Parts of a causal ring are two halves of the sequence. Of another device's keys the early queries see the early half or
+nothing, and the late queries all or the early half: whole tiles, where tiles divide halves. What is left to compare is
+a device's own keys, of which indices in the part are in order. So no kernel is given positions there; anything else
+that compares places gets them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_schedule import Load, Ring, encounter, local_part
+from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel_pallas.tpu.ring_attention.tiles import fitted
+from ejkernel_pallas.tpu.tiled_attention.operands import canonical
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, Spec, make_spec
+
+Lister = Callable[[TiledAttention, Spec], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One device's side of a ring.
+
+    Attributes:
+        record: Of the device's own part, with positions if kernels compare them.
+        ring: The ring.
+        indexed: Whether causal compares indices in the part, which holds for the device's own keys.
+    """
+
+    record: RingAttention
+    ring: Ring
+    indexed: bool
+
+    @classmethod
+    def of(cls, record: RingAttention, ring: Ring) -> Self:
+        """The plan for a record, which is cut as the ring cuts it."""
+        local = local_part(record, ring)
+        indexed = ring.striped and record.query.shape[1] % 256 == 0 and not _compares_pairs(record)
+        if band(tiled(record)) == (None, None):
+            return cls(dataclasses.replace(local, q_positions=None, kv_positions=None), ring, False)
+        return cls(local if indexed else _placed(local, ring), ring, indexed)
+
+    def spec(self, met: TiledAttention, blocks: Blocks, by_key: bool = False) -> Spec:
+        """The constants of the kernels of every encounter."""
+        return make_spec(met, fitted(self.record, blocks), by_key=by_key)
+
+    def met(self, source: jax.Array, load: Load) -> TiledAttention:
+        """An encounter as its kernels see it."""
+        met = canonical(encounter(self.record, self.ring, source, load))
+        return dataclasses.replace(met, q_positions=None, kv_positions=None) if self.indexed else met
+
+    def visits(self, met: TiledAttention, spec: Spec, source: jax.Array, visits: Lister) -> Any:
+        """The tile pairs of an encounter: int32 [B|1, 1, steps]."""
+        if not self.indexed:
+            return visits(met, spec)
+        return visits(self.placed(met, source), spec)[..., : self._most(spec)]
+
+    def placed(self, met: TiledAttention, source: jax.Array) -> TiledAttention:
+        """An encounter by itself, with the positions that `met` may have left out."""
+        if not self.indexed:
+            return met
+        me, length = lax.axis_index(self.ring.axis_name), met.query.shape[1]
+        return dataclasses.replace(
+            met, q_positions=self.ring.indices(me, length), kv_positions=self.ring.indices(source, length)
+        )
+
+    def _most(self, spec: Spec) -> int:
+        """Pairs visited of any load: half of all, with the rest of the diagonal, or one a tile without work."""
+        queries, keys = spec.queries // spec.q_block, spec.keys // spec.kv_block
+        return queries * keys // 2 + max(queries, keys)
+
+
+def _compares_pairs(record: RingAttention) -> bool:
+    """Whether tiles beside the diagonal may be masked, too."""
+    ids = (record.q_segment_ids, record.kv_segment_ids)
+    return record.mask is not None or None not in ids
+
+
+def _placed(record: RingAttention, ring: Ring) -> RingAttention:
+    """The record with positions, which travel with their keys."""
+    me = lax.axis_index(ring.axis_name)
+    q, k = record.q_positions, record.kv_positions
+    q = ring.indices(me, record.query.shape[1]) if q is None else q
+    k = ring.indices(me, record.key.shape[1]) if k is None else k
+    return dataclasses.replace(record, q_positions=q, kv_positions=k)
+
+
+def beginning(record: RingAttention) -> tuple[jax.Array, jax.Array]:
+    """Attention to no key: output [B, T, H, Dv] and lse [B, H, T], the sinks alone, which are thereby counted once."""
+    (b, t, h, _), size = record.query.shape, record.value.shape[3]
+    sinks = jnp.full(h, -jnp.inf) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32)
+    return jnp.zeros((b, t, h, size), jnp.float32), jnp.broadcast_to(sinks[:, None], (b, h, t))

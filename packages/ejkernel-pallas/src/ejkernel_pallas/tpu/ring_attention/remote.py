@@ -1,0 +1,127 @@
+"""Forward pass of ring attention in one kernel a device, which itself sends keys on while it works on them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention
+from ejkernel.families.ring_schedule import load_of, ring_of
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.config.params import FwdParams
+from ejkernel_pallas.tpu.ring_attention import softmax
+from ejkernel_pallas.tpu.ring_attention.alone import (
+    collective,
+    launch_alone,
+    neighbours,
+    route_of,
+    slots_of,
+    tables,
+)
+from ejkernel_pallas.tpu.ring_attention.forward import State, states
+from ejkernel_pallas.tpu.ring_attention.launch import block_of
+from ejkernel_pallas.tpu.ring_attention.neighbours import Refs, Route
+from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
+from ejkernel_pallas.tpu.tiled_attention.operands import Operand, operands, unrows
+from ejkernel_pallas.tpu.tiled_attention.spec import Spec
+from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.visits import key_tile, key_visits, query_tile
+
+
+def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of one device's queries.
+
+    Args:
+        record: The canonical arguments, of a part of whole tiles.
+        params: As for tiled attention.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    ring = ring_of(record)
+    assert ring is not None  # what the implementation requires says so
+    plan = Plan.of(record, ring)
+    me, own = lax.axis_index(ring.axis_name), load_of(plan.record)
+    met = plan.met(me, own)
+    spec, state = plan.spec(met, forward_blocks(params)), _compat.as_varying(beginning(record), record)
+    state = _leg(plan, spec, met, state, range(0, ring.back + 1))
+    if ring.ahead:
+        moved = dataclasses.replace(met, **ring.shift({name: getattr(met, name) for name in own}, -1))
+        state = _leg(plan, spec, moved, state, range(-1, -ring.ahead - 1, -1))
+    output = ring.unstripe(state[0].astype(record.query.dtype), 1)
+    return output, SoftmaxResiduals(lse=ring.unstripe(state[1], 2))
+
+
+def _leg(plan: Plan, spec: Spec, met: TiledAttention, state: State, hops: range) -> State:
+    """The state with the loads of one direction, the first of which is met's."""
+    visits, inputs, results = tables(plan, spec, met, hops, key_visits), operands(met, spec), states(state, spec)
+    route = route_of(plan.ring, hops, inputs)
+    slots = slots_of(route.load, inputs)
+    scratch = softmax.scratch(spec, met.value.dtype) | route.load.scratch()
+    names = (*inputs, *(f"{name}_before" for name in results), *results, *slots, *scratch)
+    arrays = [x.array for x in (*inputs.values(), *results.values())]
+    arrays = [visits.reshape(-1), neighbours(plan.ring, hops), *arrays]
+    shapes = [*(x.array for x in results.values()), *slots.values()]
+    work = _Work(spec=spec, inputs=inputs, results=results, visits=visits.shape)
+    made = launch_alone(
+        functools.partial(_kernel, names=names, route=route, work=work),
+        arrays,
+        shapes,
+        scratch,
+        {2 + len(inputs) + n: n for n in range(len(results))},
+        collective=collective(plan.ring, hops),
+        name="ejkernel_ring_forward_remote",
+    )
+    return unrows(made[0], state[0].shape), made[1].reshape(state[1].shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The tiles of a load.
+
+    Attributes:
+        spec: The kernels' constants.
+        inputs: What tiles are read from.
+        results: What is read and written.
+        visits: Shape of the table.
+    """
+
+    spec: Spec
+    inputs: dict[str, Operand]
+    results: dict[str, Operand]
+    visits: tuple[int, ...]
+
+    def __call__(self, table: Any, refs: Refs, number: Any, load: Refs) -> None:
+        """Takes a load into the state, tile by tile, with the next tiles on their way."""
+        (_, batched, _, steps), spec = self.visits, self.spec
+        read = (*self.inputs, *(f"{name}_before" for name in self.results))
+
+        def entry(b: Any, step: Any) -> Any:
+            return table[(number * batched + (b if batched > 1 else 0)) * steps + step]
+
+        def where(b: Any, h: Any, step: Any) -> Any:
+            at = entry(b, step)
+            return b, h, query_tile(at), key_tile(at)
+
+        def tile(*blocks: Any) -> None:
+            named = dict(zip((*read, *self.results), blocks, strict=True))
+            softmax.go_on(entry(pl.program_id(0), pl.program_id(2)), {**refs, **named}, spec)
+
+        given = [*self.inputs.values(), *self.results.values()]
+        held = {**refs, **{f"{name}_before": refs[name] for name in self.results}, **load}
+        pltpu.emit_pipeline(
+            tile,
+            grid=(self.results["lse"].array.shape[0], spec.heads, steps),
+            in_specs=[block_of(x, where) for x in given],
+            out_specs=[block_of(x, where) for x in self.results.values()],
+        )(*(held[name] for name in (*read, *self.results)))
+
+
+def _kernel(table: Any, places: Any, *refs: Any, names: tuple[str, ...], route: Route, work: _Work) -> None:
+    named = dict(zip(names, refs, strict=True))
+    route.walk(places, named, lambda number, load: work(table, named, number, load), lambda number, load: None)

@@ -1,0 +1,211 @@
+"""Backward pass of ring attention in one kernel a device: keys travel, and their gradients a load behind them."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.ring_attention import tiled
+from ejkernel.families.ring_schedule import load_of, ring_of
+from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.tpu.ring_attention import backward as collectives
+from ejkernel_pallas.tpu.ring_attention.alone import (
+    collective,
+    launch_alone,
+    neighbours,
+    route_of,
+    slots_of,
+    tables,
+)
+from ejkernel_pallas.tpu.ring_attention.backward import Gradients, Rows, home, inputs_of, rows_of, scratch_of, striped
+from ejkernel_pallas.tpu.ring_attention.launch import block_of
+from ejkernel_pallas.tpu.ring_attention.neighbours import Refs, Route
+from ejkernel_pallas.tpu.ring_attention.plan import Plan
+from ejkernel_pallas.tpu.tiled_attention.backward_kernels import keys_kernel, queries_kernel
+from ejkernel_pallas.tpu.tiled_attention.operands import Operand, kv_rows, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.spec import Spec
+from ejkernel_pallas.tpu.tiled_attention.tile import visited
+from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.visits import LAST, key_tile, key_visits, query_tile, query_visits
+
+Three = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+    """Gradients of the wanted fields of one device's record.
+
+    Args:
+        pullback: As for the pass by collectives, which serves what does not want query, key and value all three.
+        params: As for tiled attention.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, ring = pullback.record, ring_of(pullback.record)
+    if ring is None or not pullback.wanted >= {"query", "key", "value"}:
+        return collectives.backward(pullback, params)
+    given = rows_of(pullback)
+    plan, parts = Plan.of(record, ring), striped(given, ring)
+    own = load_of(plan.record)
+    met = plan.met(lax.axis_index(ring.axis_name), own)
+    query, *home_ = _leg(plan, met, parts, params, range(0, ring.back + 1), None)
+    if ring.ahead:
+        moved = dataclasses.replace(met, **ring.shift({name: getattr(met, name) for name in own}, -1))
+        query, *more = _leg(plan, moved, parts, params, range(-1, -ring.ahead - 1, -1), query)
+        home_ = [one + other for one, other in zip(home_, more, strict=True)]
+    grads = {"query": query, "key": home_[0], "value": home_[1]}
+    if "softmax_aux" in pullback.wanted:
+        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), given.delta)
+    return {name: home(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+
+
+class Side(NamedTuple):
+    """One of the two sweeps over a load: that which owns queries, or that which owns keys.
+
+    Attributes:
+        spec: The kernel's constants.
+        inputs: What tiles are read from.
+        results: What is read, added to, and written.
+        visits: Table of all loads, int32 [loads, B|1, 1, steps].
+        start: Where it begins in the table of both.
+        scratch: What the kernel keeps between tiles.
+    """
+
+    spec: Spec
+    inputs: dict[str, Operand]
+    results: dict[str, Operand]
+    visits: Any
+    start: int
+    scratch: dict[str, Any]
+
+    @property
+    def apart(self) -> tuple[bool, bool]:
+        """Whether batch rows have visits of their own; heads have none."""
+        return self.visits.shape[1] > 1, False
+
+    def page(self, table: Any, number: Any) -> Any:
+        """The visits of a load."""
+        _, batch, _, steps = self.visits.shape
+        return Page(table, self.start + number * (batch * steps))
+
+
+class Page(NamedTuple):
+    """A part of a table in scalar memory."""
+
+    table: Any
+    start: Any
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.table[self.start + at]
+
+
+def _sides(plan: Plan, met: TiledAttention, given: Rows, params: BwdParams, hops: range) -> tuple[Side, Side]:
+    by_key, by_query = backward_blocks(params)
+    spec = plan.spec(met, by_query)
+    zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", met.query), ("k", met.key), ("v", met.value))}
+    visits = tables(plan, spec, met, hops, key_visits)
+    results = {"dquery": rows(zeros["q"], spec.q_block)}
+    queries = Side(spec, inputs_of(met, given, spec), results, visits, 0, scratch_of(met, spec, ("dquery",)))
+    spec = plan.spec(met, by_key, by_key=True)
+    results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
+    after = visits.size
+    visits = tables(plan, spec, met, hops, query_visits)
+    scratch = scratch_of(met, spec, ("dkey", "dvalue"))
+    return queries, Side(spec, inputs_of(met, given, spec), results, visits, after, scratch)
+
+
+def _leg(
+    plan: Plan, met: TiledAttention, given: Rows, params: BwdParams, hops: range, query: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Gradients of queries, keys and values with the loads of one direction; those of keys are at home again."""
+    queries, keys = _sides(plan, met, given, params, hops)
+    if query is not None:
+        queries = queries._replace(results={"dquery": rows(query, queries.spec.q_block)})
+    inputs, results = queries.inputs, queries.results | keys.results
+    route = route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
+    slots = slots_of(route.load, inputs) | slots_of(route.cargo, results)
+    scratch = {f"q {name}": x for name, x in queries.scratch.items()}
+    scratch |= {f"k {name}": x for name, x in keys.scratch.items()}
+    scratch |= route.load.scratch() | route.cargo.scratch()
+    names = (*inputs, "dquery_before", "dkey", "dvalue", "dquery", *slots, *scratch)
+    made = launch_alone(
+        functools.partial(_kernel, names=names, route=route, queries=queries, keys=keys),
+        [
+            jnp.concatenate([queries.visits.reshape(-1), keys.visits.reshape(-1)]),
+            neighbours(plan.ring, hops),
+            *(x.array for x in (*inputs.values(), *results.values())),
+        ],
+        [results["dquery"].array, *slots.values()],
+        scratch,
+        {2 + len(inputs): 0},
+        collective=collective(plan.ring, hops),
+        name="ejkernel_ring_backward_remote",
+    )
+    last = (len(hops) - 1) % 2
+    cargo = (unrows(x[last], like.shape) for x, like in zip(made[-2:], (met.key, met.value), strict=True))
+    return unrows(made[0], met.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
+
+
+def _kernel(
+    table: Any, places: Any, *refs: Any, names: tuple[str, ...], route: Route, queries: Side, keys: Side
+) -> None:
+    named = dict(zip(names, refs, strict=True))
+
+    def work(number: Any, load: Refs) -> None:
+        _sweep(queries, queries.page(table, number), {**named, **load}, "q ", _queries)
+
+    def collect(number: Any, load: Refs) -> None:
+        _sweep(keys, keys.page(table, number), {**named, **load}, "k ", _keys)
+
+    route.walk(places, named, work, collect)
+
+
+def _sweep(side: Side, page: Page, refs: Refs, prefix: str, kernel: Any) -> None:
+    """One pass over a load's tiles, with the next tiles on their way; adds to results where they lie."""
+    spec, steps = side.spec, side.visits.shape[3]
+    heads = (spec.heads // spec.group, steps, spec.group) if spec.by_key else (spec.heads, steps)
+    read = (*side.inputs, *(f"{name}_before" for name in side.results))
+    scratch = {name: refs[prefix + name] for name in side.scratch}
+
+    def where(b: Any, h: Any, step: Any, *member: Any) -> Any:
+        at = page[(b if side.apart[0] else 0) * steps + step]
+        return b, h * spec.group + member[0] if member else h, query_tile(at), key_tile(at)
+
+    def tile(*blocks: Any) -> None:
+        kernel(page, {**dict(zip((*read, *side.results), blocks, strict=True)), **scratch}, side)
+
+    given = [*side.inputs.values(), *side.results.values()]
+    held = {**refs, **{f"{name}_before": refs[name] for name in side.results}}
+    pltpu.emit_pipeline(
+        tile,
+        grid=(side.inputs["query"].array.shape[0], *heads),
+        in_specs=[block_of(x, where) for x in given],
+        out_specs=[block_of(x, where) for x in side.results.values()],
+    )(*(held[name] for name in (*read, *side.results)))
+
+
+def _queries(page: Page, refs: Refs, side: Side) -> None:
+    queries_kernel(page, *refs.values(), names=tuple(refs), spec=side.spec, apart=side.apart)
+    _add_before(refs, side, (visited(page, side.apart) & LAST) != 0)
+
+
+def _keys(page: Page, refs: Refs, side: Side) -> None:
+    keys_kernel(page, *refs.values(), names=tuple(refs), spec=side.spec, apart=side.apart)
+    last = (visited(page, side.apart) & LAST) != 0
+    _add_before(refs, side, last & (pl.program_id(3) == side.spec.group - 1))
+
+
+def _add_before(refs: Refs, side: Side, done: Any) -> None:
+    """Adds what earlier loads, or devices, found to what the kernel just wrote."""
+
+    @pl.when(done)
+    def _() -> None:
+        for name in side.results:
+            refs[name][...] += refs[f"{name}_before"][...]

@@ -1,0 +1,31 @@
+"""Tile sizes: those of tiled attention, cut so that no tile lies in both halves of a part."""
+
+from typing import Any
+
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel_pallas.tpu.tiled_attention import tiles
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks
+
+
+def heuristic(record: RingAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
+    """Tile sizes for a record on a device, by the static profile of tiled attention."""
+    return tiles.heuristic(tiled(record), device, direction)
+
+
+def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    return tiles.candidates(tiled(record), device, direction)
+
+
+def fitted(record: RingAttention, blocks: Blocks) -> Blocks:
+    """The blocks, no larger than half of a part where that can be cut into whole tiles."""
+    pieces = 2 if record.causal else 1
+    queries, keys = record.query.shape[1] // pieces, record.key.shape[1] // pieces
+    return blocks._replace(queries=_dividing(queries, blocks.queries), keys=_dividing(keys, blocks.keys))
+
+
+def _dividing(length: int, block: int) -> int:
+    """The largest tile up to a block that divides a length; the block itself where none does."""
+    sizes = range(LANES, min(block, length) + 1, LANES)
+    return max((size for size in sizes if length % size == 0), default=block)

@@ -1,0 +1,54 @@
+"""Distributions that offer targets for `ejkernel tune --target`."""
+
+import sys
+
+import pytest
+
+SMALL = ("tune", "flash_attention", "--shape", "1,64,2,16")
+
+
+@pytest.fixture
+def offer(tmp_path, monkeypatch):
+    """Makes a module a distribution with targets."""
+
+    def installed(module, source):
+        metadata = tmp_path / f"{module}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[ejkernel.targets]\n{module} = {module}:targets\n")
+        (tmp_path / f"{module}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return installed
+
+
+GUESSES = """
+from ejkernel.ops.config.measurement import Measurement, TuningResult
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.execution.target import Target
+
+class Guesses:
+    def tune(self, request, argument):
+        part = request.heuristic()
+        return TuningResult(request.key(), request.implementation.name, (Measurement(part, 0.001),), request.kind())
+
+def targets():
+    device = DeviceInfo(platform="cpu", kind="abacus")
+    return {"abacus": Target(device=device, tuner=lambda show_progress: Guesses())}
+"""
+
+
+def test_a_distribution_can_offer_a_device(run, offer, store):
+    offer("guessing_backend", GUESSES)
+    output = run(*SMALL, "--target", "abacus").output
+    assert "flash_attention, backward, xla predicted for abacus" in output
+    assert "abacus" in store.read_text()
+
+
+def test_one_that_does_not_load_is_named_where_a_target_is_missing(run, offer):
+    offer("broken_targets", "raise RuntimeError('no beads')")
+    output = run(*SMALL, "--target", "abacus", status=2).output
+    assert "got 'abacus'" in output
+    assert "broken_targets" in output
+    assert "no beads" in output

@@ -1,0 +1,31 @@
+"""The conformance suite on the TPU kernels, interpreted on a CPU; whether they are is read when plugins load."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel_pallas.tpu.interpret import VARIABLE
+
+# The numbers of every field are in `test_tpu_attention.py`; here is what only the suite asks, on few cases. All of it
+# runs with the same variable: `pytest --pyargs ejkernel_conformance --ejk-impl pallas_tpu`.
+OPS = ("flash_attention", "blocksparse_attention", "scaled_dot_product_attention")
+PARTS = {
+    "claims": "test_capabilities",
+    "calls": "(everything and not eager and not determinism) or (test_candidates and forward)",
+    "packed": "flash_attention and packed and not other and (test_padding or test_shard or test_vmap)",
+    "patterns": "blocksparse_attention and patterns and (test_gradients or test_shard)",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_conformance(part):
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-impl", "pallas_tpu", "-k", PARTS[part]]
+    command += [f"--ejk-op={op}" for op in OPS]
+    environment = {**os.environ, VARIABLE: "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout

@@ -1,0 +1,51 @@
+"""The paged-attention kernel compiled for real chips by their own compiler, which needs none of them."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_tpu_ahead import CHIPS, compiled
+from tpu_paged_records import layouts
+
+from ejkernel.modules import ragged_page_attention_v3
+from ejkernel.modules.operations.configs import PageAttentionConfig
+from ejkernel_pallas.tpu.paged_attention import limits
+from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.profile.chips import chip
+from ejkernel_pallas.tpu.profile.compiling import compiling_for
+
+pytestmark = pytest.mark.libtpu
+
+
+def attend(record):
+    return forward(record, PageAttentionConfig())[0]
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("layout", ["v2", "v3", "v3, 8 bits"])
+def test_every_chip(layout, name):
+    made = compiled(attend, (layouts()[layout],), name)
+    assert "tpu_custom_call" in made.as_text()
+
+
+def test_a_donated_cache_stays_where_it_is():
+    """A model's cache: the program keeps none of its own, and its output is its input."""
+    shapes = {"queries": (16, 32, 128), "keys": (16, 8, 128), "values": (16, 8, 128), "cache": (4096, 16, 8, 2, 128)}
+    ints = {"lengths": (16,), "tables": (16 * 128,), "starts": (17,), "distribution": (3,)}
+    with compiling_for(chip("v5e")) as sharding:
+        arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes.values()]
+        arrays += [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ints.values()]
+        step = jax.jit(functools.partial(ragged_page_attention_v3, platform="pallas"), donate_argnums=3)
+        stats = step.trace(*arrays).lower(lowering_platforms=("tpu",)).compile().memory_analysis()
+    size = 2 * math.prod(shapes["cache"])
+    assert stats.alias_size_in_bytes >= size
+    assert stats.temp_size_in_bytes < size // 8
+
+
+@pytest.mark.parametrize("layout", sorted(set(layouts()) - {"v2", "v3", "v3, 8 bits"}))
+def test_every_layout(layout):
+    record = layouts()[layout]
+    assert list(limits.reasons(record)) == []
+    assert "tpu_custom_call" in compiled(attend, (record,), "v5e").as_text()

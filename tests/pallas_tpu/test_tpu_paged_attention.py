@@ -1,0 +1,95 @@
+"""The paged-attention kernel's numbers, interpreted, against the family's meaning; and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tpu_paged_records import case, lowered
+from tpu_records import close, interpreted
+
+from ejkernel.families.paged_attention import reference
+from ejkernel.modules.operations import paged_inputs
+from ejkernel.modules.operations.configs import PageAttentionConfig
+from ejkernel.modules.operations.paged_inputs import Sizes
+from ejkernel_pallas.tpu.paged_attention import limits
+from ejkernel_pallas.tpu.paged_attention.forward import forward
+
+V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""What is compiled here runs once."""
+
+TILES = PageAttentionConfig(q_blocksize=8, kv_blocksize=128, seq_blocksize=2)
+SINGLE = PageAttentionConfig(q_blocksize=1, kv_blocksize=128)
+CASES = {
+    "joined heads, sinks": (V2, "sinks, bfloat16", SINGLE),
+    "tiles of prefill and decode, rounded operands": (V2, "rounded operands", TILES),
+    "written, window, soft cap": (V3, "window and soft cap", TILES),
+    "written in lanes": (V3, "head size 64 in lanes, bfloat16", SINGLE),
+    "written in 8 bits, padded heads": (V3, "padded heads, float8", TILES),
+    "pages of two heads": ("page_attention", "wide table, bfloat16", SINGLE),
+    "heads first": ("prefill_page_attention", "window", TILES),
+}
+
+
+def check(record, params):
+    with interpreted():
+        got = jax.jit(lambda record: forward(record, params)[0], compiler_options=QUICKLY)(record)
+    for x, wanted in zip(got, reference(record)[0], strict=True):
+        assert x.dtype == wanted.dtype
+        close(x, wanted, record.query.dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name):
+    op, which, params = CASES[name]
+    check(case(op, which), params)
+
+
+@pytest.mark.parametrize(("op", "make", "params", "fields"), [
+    ("unified_attention", paged_inputs.packed_inputs, TILES, {"causal": False, "sliding_window": (60, 30)}),
+    (V2, paged_inputs.v2_inputs, SINGLE, {}),
+])  # fmt: skip
+def test_absent_pages_have_no_keys(op, make, params, fields):
+    sizes = Sizes(lens=(150, 40, 70), q_lens=(20, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
+    tables = sizes.tables()
+    tables[0, [1, 4, 8]], tables[1, :], tables[2, 3] = -1, 10_000, -5
+    check(lowered(op, make, sizes, block_tables=jnp.asarray(tables), **fields), params)
+
+
+def test_new_tokens_fill_whole_pages_and_parts_of_them():
+    sizes = Sizes(lens=(40, 16, 9), q_lens=(37, 16, 1), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
+    record = lowered(V3, paged_inputs.v3_inputs, sizes, softmax_scale=None)
+    tables = np.array(record.block_tables)
+    tables[0, 2] = -1  # what is written there is dropped
+    check(dataclasses.replace(record, block_tables=jnp.asarray(tables)), TILES)
+
+
+def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields):
+    places = {"p": 6, "s": slots, "h": heads, "d": size}
+    pages = jax.ShapeDtypeStruct(tuple(places[x] for x in layout), dtype)
+    record = case("page_attention", "lengths 0 to 64")
+    return dataclasses.replace(record, key_pages=pages, value_pages=pages, kv_layout=layout, **fields)
+
+
+@pytest.mark.parametrize(("record", "word"), [
+    (lambda: paged(jnp.float16), "float16"),
+    (lambda: paged(heads=3), "3 rows"),
+    (lambda: paged(jnp.bfloat16, heads=1), "1 rows"),
+    (lambda: paged(size=192), "beyond 128"),
+    (lambda: paged(slots=1000), "whole pages of 1000"),
+    (lambda: paged(jnp.bfloat16, "phsd", slots=8), "pages of 8 slots"),
+    (lambda: paged(block_tables=None), "without pages"),
+    (lambda: paged(block_tables=jax.ShapeDtypeStruct((4, 2**16), jnp.int32)), "scalar memory"),
+    (lambda: paged(compute_dtype=jnp.float16), "compute_dtype"),
+    (lambda: paged(kv_lens=jax.ShapeDtypeStruct((0,), jnp.int32)), "empty"),
+])  # fmt: skip
+def test_refusals_name_what_is_refused(record, word):
+    (reason,) = limits.reasons(record())
+    assert word in reason
+
+
+def test_what_is_served_is_not_refused():
+    assert not list(limits.reasons(paged()))
+    assert not list(limits.reasons(paged(jnp.bfloat16, "hpsd", size=192)))

@@ -1,0 +1,91 @@
+"""Calls of ring attention on rings of host devices, and the family's own answers for them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.families.ring_attention import RingAttention, reference
+from ejkernel.ops.config.params import BwdParams, FwdParams
+from ejkernel.ops.pullback import Pullback
+
+FORWARD = FwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=128, blocksize_n=128)
+BACKWARD = BwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=128, blocksize_n=128, blocksize_k=128)
+FIELDS = ("query", "key", "value", "bias", "softmax_aux")
+SPREAD = {"bias": P(None, None, "sp"), "mask": P(None, None, "sp"), "softmax_aux": P()}
+OUTPUTS = P(None, "sp"), P(None, None, "sp")
+
+
+def arrays(shape, **others):
+    """query, key and value of (B, T, H, Hk, D, Dv), a cotangent, and other arrays, of the whole sequence."""
+    b, t, h, g, d, v = shape
+    random = np.random.default_rng(0)
+    sizes = {"query": (b, t, h, d), "key": (b, t, g, d), "value": (b, t, g, v), "cotangent": (b, t, h, v)}
+    made = {name: jnp.asarray(random.normal(size=size), jnp.float32) for name, size in sizes.items()}
+    return made | {name: jnp.asarray(x) for name, x in others.items()}
+
+
+def spread(function, size, given, outputs):
+    """Calls a function of a dict of parts on every device of a ring."""
+    mesh = jax.make_mesh((size,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:size])
+    specs = {name: SPREAD.get(name, P(None, "sp")) for name in given}
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=outputs, check_vma=False)
+    return jax.block_until_ready(jax.jit(mapped)(given))
+
+
+def record(given, **options):
+    """The record of one device's part."""
+    given = {name: x for name, x in given.items() if name != "cotangent"}
+    return RingAttention(**given, softmax_scale=given["query"].shape[3] ** -0.5, axis_name="sp", **options)
+
+
+def both(forward, backward, size, given, **options):
+    """Output, lse, and every gradient."""
+    wanted = [name for name in FIELDS if name in given]
+
+    def run(given):
+        part = record(given, **options)
+        output, residuals = forward(part, FORWARD)
+        pullback = Pullback(
+            record=part, residuals=residuals, output=output, cotangent=given["cotangent"], wanted=frozenset(wanted)
+        )
+        return (output, residuals.lse), _summed(backward(pullback, BACKWARD))
+
+    return spread(run, size, given, (OUTPUTS, _specs(wanted)))
+
+
+def answers(size, given, **options):
+    """The same by the family's reference."""
+    wanted = [name for name in FIELDS if name in given]
+
+    def run(given):
+        def outcome(fields):
+            output, residuals = reference(record({**given, **fields}, **options))
+            return output, residuals.lse
+
+        output, pull, lse = jax.vjp(outcome, {name: given[name] for name in wanted}, has_aux=True)
+        return (output, lse), _summed(pull(given["cotangent"])[0])
+
+    return spread(run, size, given, (OUTPUTS, _specs(wanted)))
+
+
+def _summed(gradients):
+    return gradients | {name: jax.lax.psum(x, "sp") for name, x in gradients.items() if name == "softmax_aux"}
+
+
+def _specs(names):
+    return {name: SPREAD.get(name, P(None, "sp")) for name in names}
+
+
+def ids(*lengths):
+    """Segments of the given lengths, the last of which is padding."""
+    made = [np.full(n, -1 if i + 1 == len(lengths) else i, np.int32) for i, n in enumerate(lengths)]
+    return np.concatenate(made)[None]
+
+
+def alike(got, wanted):
+    """Asserts equality of two trees up to rounding."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5), got, wanted)
