@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from tpu_records import interpreted
 from tpu_rings import alike, answers, arrays, both, ids
 
-from ejkernel import explain
 from ejkernel.modules import ring_attention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types import MaskInfo
@@ -68,36 +67,32 @@ def placed(devices):
     return {"mesh": mesh, "in_specs": (P(None, "sp"),) * 3, "out_specs": P(None, "sp"), "axis_name": "sp"}
 
 
-def decided(tokens, devices=4, **options):
-    """What a call on TPUs would do."""
-    query = jax.ShapeDtypeStruct((1, tokens, 2, 64), "bfloat16")
+def program(tokens, devices=4, **options):
+    """What a call compiles to on TPUs."""
+    mesh = AbstractMesh((devices,), ("sp",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", 1, "tpu"))
+    query = jax.ShapeDtypeStruct((1, tokens, 2, 128), "bfloat16", sharding=NamedSharding(mesh, P(None, "sp")))
+
+    def call(query):
+        spread = {**placed(devices), "mesh": mesh}
+        return ring_attention(query, query, query, platform="pallas", **spread, **options)
+
     with target_device(TPU):
-        return explain(ring_attention, query, query, query, **placed(devices), **options)
-
-
-def test_remote_copies_are_first_where_parts_are_whole_tiles():
-    decision = decided(1024, causal=True)
-    for choice in (decision.forward, decision.backward):
-        assert choice.implementation.name == "pallas_tpu_ring"
+        return export.export(jax.jit(call), platforms=["tpu"])(query).mlir_module()
 
 
 @pytest.mark.parametrize(
-    ("call", "reason"),
+    ("call", "remote"),
     [
-        ({"tokens": 512, "causal": True}, "query: a device's part of 128 tokens is not made of whole tiles"),
-        ({"tokens": 1000}, "key: a device's part of 250 tokens is not made of whole tiles"),
-        ({"tokens": 512, "devices": 1}, "axis_name: the whole sequence is on one device"),
-        (
-            {"tokens": 512, "mask_info": MASK},
-            "mask is not handled",
-        ),
+        ({"tokens": 1024, "causal": True}, True),
+        ({"tokens": 512}, True),
+        ({"tokens": 512, "causal": True}, False),
+        ({"tokens": 1000}, False),
+        ({"tokens": 512, "devices": 1}, False),
+        ({"tokens": 512, "mask_info": MASK}, False),
     ],
 )
-def test_what_they_do_not_serve_collectives_do(call, reason):
-    decision = decided(**call)
-    for choice in (decision.forward, decision.backward):
-        assert choice.implementation.name == "pallas_tpu"
-        assert reason in str(choice)
+def test_keys_travel_by_remote_copies_where_parts_are_whole_tiles(call, remote):
+    assert ("ejkernel_ring_forward_remote" in program(**call)) is remote
 
 
 def test_programs_for_tpus_are_exported_where_there_is_none():

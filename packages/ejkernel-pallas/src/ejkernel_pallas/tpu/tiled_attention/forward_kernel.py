@@ -44,14 +44,14 @@ def forward_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, a
         named["total"][...] = jnp.zeros_like(named["total"])
         named["sum"][...] = jnp.zeros_like(named["sum"])
 
-    visit(entry, spec, lambda at: _fold(named, at))
+    visit(entry, spec, lambda at: fold(named, at))
 
     @pl.when((entry & LAST) != 0)
     def _() -> None:
         _finish(named, spec)
 
 
-def _fold(refs: Refs, at: Chunk) -> None:
+def fold(refs: Refs, at: Chunk) -> None:
     """Takes a chunk into the running softmax: its peak, in every lane, and by lane its total; and its sum.
 
     Scores, weights and what fades are written down in between, where the compiler would else run out of registers.
