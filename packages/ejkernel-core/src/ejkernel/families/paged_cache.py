@@ -6,7 +6,7 @@ by nobody, and absent tokens are never written.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,40 @@ def query_ranges(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
     if record.num_seqs is not None:
         lengths = jnp.where(jnp.arange(sequences) < record.num_seqs, lengths, 0)
     return starts[:-1], lengths
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of query rows, each of one sequence, in the order of sequences. All int32.
+
+    Attributes:
+        first: [N], number of a sequence's first tile.
+        total: [], tiles that have rows; those from there on have none.
+        sequence: [W].
+        skipped: [W], rows of the sequence before the tile.
+        rows: [W], rows of the tile.
+        position: [W], of its first row.
+    """
+
+    first: jax.Array
+    total: jax.Array
+    sequence: jax.Array
+    skipped: jax.Array
+    rows: jax.Array
+    position: jax.Array
+
+
+def query_tiles(record: "PagedAttention", size: int, multiple: int = 1) -> QueryTiles:
+    """The query rows of all sequences in tiles of at most `size`, as many as there can be, up to a multiple."""
+    starts, lengths = query_ranges(record)
+    count = -(-lengths // size)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    bound = starts.shape[0] if record.query_start is None else record.query.shape[0] // size + starts.shape[0]
+    tile = jnp.arange(-(-bound // multiple) * multiple, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, tile, side="right").astype(jnp.int32), starts.shape[0] - 1)
+    skipped = (tile - (ends - count)[sequence]) * size
+    rows = jnp.where(tile < ends[-1], jnp.clip(lengths[sequence] - skipped, 0, size), 0)
+    position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + skipped
+    return QueryTiles(ends - count, ends[-1], sequence, skipped, rows, position)
 
 
 def token_places(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:

@@ -40,19 +40,12 @@ class Work(NamedTuple):
 
 def find_work(record: PagedAttention, tiles: Tiles) -> Work:
     """The tiles of a record; W is a multiple of `tiles.stack`."""
-    starts, lengths = paged_cache.query_ranges(record)
-    count = -(-lengths // tiles.queries)
-    ends = jnp.cumsum(count, dtype=jnp.int32)
-    bound = starts.shape[0] if record.query_start is None else record.query.shape[0] // tiles.queries + starts.shape[0]
-    entry = jnp.arange(-(-bound // tiles.stack) * tiles.stack, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, entry, side="right").astype(jnp.int32), starts.shape[0] - 1)
-    skipped = (entry - (ends - count)[sequence]) * tiles.queries
-    rows = jnp.where(entry < ends[-1], jnp.clip(lengths[sequence] - skipped, 0, tiles.queries), 0)
-    context = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence]
-    low, high = _reach(record, sequence, context + skipped, rows)
+    starts, _ = paged_cache.query_ranges(record)
+    _, _, sequence, skipped, rows, position = paged_cache.query_tiles(record, tiles.queries, tiles.stack)
+    low, high = _reach(record, sequence, position, rows)
     # Entries that are not real come last, after tiles without keys, whose rows still have an output.
     order = jnp.argsort(jnp.where(rows > 0, low - high, 1), stable=True)
-    fields = (sequence, starts[sequence] + skipped, rows, context + skipped, context, low, high)
+    fields = (sequence, starts[sequence] + skipped, rows, position, position - skipped, low, high)
     return Work(jnp.sum(rows > 0, dtype=jnp.int32), *(x[order] for x in fields))
 
 

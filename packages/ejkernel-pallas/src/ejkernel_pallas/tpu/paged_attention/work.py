@@ -46,17 +46,9 @@ class Work(NamedTuple):
 def find_work(record: PagedAttention, spec: Spec) -> Work:
     """The work of a record."""
     starts, lengths = paged_cache.query_ranges(record)
-    total, sequences = record.query.shape[0], starts.shape[0]
-    count = -(-lengths // spec.tokens)
-    ends = jnp.cumsum(count, dtype=jnp.int32)
-    bound = sequences if record.query_start is None else total // spec.tokens + sequences
-    entry = jnp.arange(bound, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, entry, side="right").astype(jnp.int32), sequences - 1)
-    skipped = (entry - (ends - count)[sequence]) * spec.tokens
-    tokens = jnp.where(entry < ends[-1], jnp.clip(lengths[sequence] - skipped, 0, spec.tokens), 0)
+    first_item, total, sequence, skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
     padded = -(-lengths // spec.step) * spec.step
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
-    position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + skipped
     low, high = _reach(record, spec, sequence, position, tokens)
     tables = _tables(record)
     first = (skipped == 0) & (tokens > 0)
@@ -72,15 +64,15 @@ def find_work(record: PagedAttention, spec: Spec) -> Work:
         "fresh": jnp.where(first, lengths[sequence], 0),
     }
     owner, _ = paged_cache.token_places(record)
-    inside = jnp.arange(total, dtype=jnp.int32) - starts[owner]
+    inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - starts[owner]
     return Work(
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in FIELDS]),
-        spans=_spans(spec, first, jnp.where(tokens > 0, high - low + spec.chunk, 0), ends[-1]),
+        spans=_spans(spec, first, jnp.where(tokens > 0, high - low + spec.chunk, 0), total),
         tables=tables.reshape(-1),
         tokens=_packed(record, spec, base + padded, starts - base, base + lengths),
         places=jnp.where(owner >= 0, base[owner] + inside, 0),
         owned=owner >= 0,
-        item=jnp.where(owner >= 0, (ends - count)[owner] + inside // spec.tokens, 0),
+        item=jnp.where(owner >= 0, first_item[owner] + inside // spec.tokens, 0),
         offset=jnp.where(owner >= 0, inside % spec.tokens, 0),
     )
 
