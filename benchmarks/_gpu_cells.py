@@ -26,6 +26,7 @@ class Cell:
     cap: float | None = None
     packed: int | None = None
     dropout: float = 0.0
+    sinks: bool = False
 
     @property
     def batch(self) -> int:
@@ -37,6 +38,7 @@ class Cell:
         mask += f", cap {self.cap:g}" if self.cap else ""
         mask += f", {self.packed} packed" if self.packed else ""
         mask += f", dropout {self.dropout:g}" if self.dropout else ""
+        mask += ", sinks" if self.sinks else ""
         return f"B{self.batch} S{self.length} H{self.heads}/{self.kv_heads} D{self.size} {mask}"
 
     @functools.cached_property
@@ -49,7 +51,7 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of `flash_attention`."""
+        """Keyword arguments of `flash_attention`."""
         window = {"sliding_window": (self.window - 1, 0)} if self.window else {}
         dropout = {"dropout_prob": self.dropout, "dropout_seed": 1} if self.dropout else {}
         return {"causal": self.causal, "logits_soft_cap": self.cap, **window, **dropout}
@@ -86,8 +88,10 @@ def headlines(quick: bool) -> Iterator[Cell]:
     yield Cell(window=1024)
     yield Cell(cap=30.0)
     yield Cell(dropout=0.1)
-    yield Cell(length=32768, packed=22)
+    yield Cell(sinks=True)
     yield Cell(length=32768)
+    yield Cell(length=32768, packed=1)
+    yield Cell(length=32768, packed=22)
     yield Cell(length=32768, window=1024)
     yield Cell(length=2048)
     for causal in (False, True):

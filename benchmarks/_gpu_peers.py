@@ -13,7 +13,7 @@ import jax.numpy as jnp
 def peers(cell: Any) -> dict[str, Callable[..., Any]]:
     """Functions of query, key, value and cuts by name; PyTorch's take all arrays, and return both passes, ready."""
     found: dict[str, Callable[..., Any]] = {}
-    if cell.dropout:  # everyone draws other weights
+    if cell.dropout or cell.sinks:  # everyone draws other weights, and few have sinks
         return found
     plain = cell.cap is None and cell.packed is None
     if plain:

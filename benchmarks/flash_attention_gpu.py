@@ -42,8 +42,9 @@ def attention(cell: Cell, platform: str) -> Callable[..., jax.Array]:
     """Our call on a platform."""
 
     def call(q: Any, k: Any, v: Any, *cuts: Any) -> jax.Array:
-        packed = (None, *cuts) if cuts else ()
-        return flash_attention(q, k, v, *packed, platform=platform, **cell.options)
+        packed = cuts[0] if cuts else None
+        sinks = jnp.ones(cell.heads) if cell.sinks else None
+        return flash_attention(q, k, v, None, packed, None, sinks, platform=platform, **cell.options)
 
     return call
 
@@ -79,9 +80,11 @@ def first_head(cell: Cell, x: Any, n: int) -> Any:
 def truth(cell: Cell, shapes: Arrays) -> Callable[..., Any]:
     """A compiled function of a cell's arrays: output and gradients of the first KV head, in float32."""
 
+    first = dataclasses.replace(cell, heads=cell.heads // cell.kv_heads, kv_heads=1)
+
     def both(*arrays: Any) -> Any:
         parts = [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(arrays[:4])]
-        return graded(attention(cell, "xla"), *parts, *arrays[4:])
+        return graded(attention(first, "xla"), *parts, *arrays[4:])
 
     with jax.default_matmul_precision("highest"):
         return jax.jit(both).lower(*shapes).compile(compiler_options={"xla_gpu_autotune_level": 0})
@@ -200,6 +203,17 @@ def behind(rows: list[list[str]]) -> list[list[str]]:
     return lines
 
 
+def costs(rows: list[list[str]]) -> list[list[str]]:
+    """What features cost ejkernel: the time of a pair that attends over that of one in the plain call of that shape."""
+    rates = {(row[0], row[1]): (float(row[3]), float(row[5])) for row in rows}
+    lines: list[list[str]] = []
+    for (shape, side), found in rates.items():
+        plain = rates.get((shape.split(", ")[0], side))
+        if side.startswith("ejkernel") and plain and plain is not found:
+            lines.append([shape, side, *(f"{one / other - 1:+.0%}" for one, other in zip(plain, found, strict=True))])
+    return lines
+
+
 def versions() -> str:
     """Of what is compared and of what compiles it, where it is installed."""
     names = ("ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda", "jax-triton", "triton", "torch", "tokamax")
@@ -245,6 +259,9 @@ def report(heading: str, rows: list[list[str]]) -> str:
     if slow := behind(rows):
         text += "\nWhat dispatch chooses is below 0.98 of the fastest peer in these, of all that were measured:\n\n"
         text += _report.markdown_table(("shape", "forward", "forward + backward"), slow) + "\n"
+    if dear := costs(rows):
+        text += "\nA pair that attends takes so much longer than in the plain call of the same shape:\n\n"
+        text += _report.markdown_table(("shape", "side", "forward", "forward + backward"), dear) + "\n"
     return text
 
 

@@ -1,7 +1,8 @@
-"""Measures flash attention's tiles on a GPU, into the table that `ejkernel-triton` ships for the chip.
+"""Measures flash attention's tiles on a GPU, into the tables that `ejkernel-triton` and `ejkernel-pallas` ship for it.
 
-    python benchmarks/flash_attention_gpu_tune.py --export packages/ejkernel-triton/src/ejkernel_triton/tuned
-    python benchmarks/flash_attention_gpu_tune.py --quick       # one call, no table
+    python benchmarks/flash_attention_gpu_tune.py triton --export packages/ejkernel-triton/src/ejkernel_triton/tuned
+    python benchmarks/flash_attention_gpu_tune.py pallas --export packages/ejkernel-pallas/src/ejkernel_pallas/tuned
+    python benchmarks/flash_attention_gpu_tune.py pallas --quick       # one call, no table
 
 Each line is one `ejkernel tune`, which measures both passes; a call stands for all of its kind: dtype, head sizes,
 lengths in coarse steps, mask, and what else there is to compute of a score. An interrupted run leaves the lines that
@@ -9,6 +10,8 @@ it finished.
 """
 
 import argparse
+import functools
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +21,13 @@ from _gpu_cells import Cell
 
 from ejkernel.cli import main as ejkernel
 
+Call = tuple[Cell, tuple[str, ...]]
+"""A shape and mask, with arguments of `ejkernel tune` that a `Cell` has no word for."""
 
-def calls(quick: bool) -> Iterator[tuple[Cell, tuple[str, ...]]]:
-    """The calls, with arguments of `ejkernel tune` that a `Cell` has no word for."""
-    yield Cell(), ()
-    if quick:
-        return
+
+def triton() -> Iterator[Call]:
     dropout = ("-o", "dropout_prob=0.1", "--shape", "dropout_seed=:uint32")
+    yield Cell(), ()
     yield Cell(causal=False), ()
     yield Cell(length=32768, packed=22), ()
     yield Cell(window=1024), ()
@@ -41,10 +44,24 @@ def calls(quick: bool) -> Iterator[tuple[Cell, tuple[str, ...]]]:
         yield Cell(causal=causal), ("--dtype", "float32")
 
 
-def arguments(cell: Cell, extra: tuple[str, ...]) -> list[str]:
+def pallas() -> Iterator[Call]:
+    for size in (128, 64, 256):
+        cell = functools.partial(Cell, heads=2048 // size, kv_heads=2048 // size, size=size)
+        for length in (8192, 32768, 2048):
+            yield cell(length=length), ()
+            yield cell(length=length, causal=False), ()
+            yield cell(length=length, window=1024), ()
+        yield cell(length=32768, packed=16), ()
+        yield cell(cap=30.0), ()
+
+
+CALLS = {"triton": triton, "pallas": pallas}
+
+
+def arguments(platform: str, cell: Cell, extra: tuple[str, ...]) -> list[str]:
     """What follows `ejkernel tune`."""
     query = f"{cell.batch},{cell.length},{cell.heads},{cell.size}"
-    given = ["flash_attention", "--platform", "triton", "--shape", query, "-o", f"causal={cell.causal}", *extra]
+    given = ["flash_attention", "--platform", platform, "--shape", query, "-o", f"causal={cell.causal}", *extra]
     if "--dtype" not in extra:
         given += ["--dtype", "bfloat16"]
     if cell.window:
@@ -58,6 +75,7 @@ def arguments(cell: Cell, extra: tuple[str, ...]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("platform", choices=CALLS, nargs="?", default="pallas")
     parser.add_argument("--quick", action="store_true", help="one call")
     parser.add_argument("--export", type=Path, help="folder of tables")
     options = parser.parse_args()
@@ -67,8 +85,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = ["--store", str(Path(folder, "store.json"))]
         export = ["--export", str(options.export)] if options.export else []
-        for cell, extra in calls(options.quick):
-            given = arguments(cell, extra)
+        for cell, extra in itertools.islice(CALLS[options.platform](), 1 if options.quick else None):
+            given = arguments(options.platform, cell, extra)
             print(f"\n$ ejkernel tune {' '.join(given)}", flush=True)
             ejkernel(["tune", *given, *store, *export], standalone_mode=False)
 

@@ -99,32 +99,6 @@ def test_candidates_are_different_and_small_enough(capability, size):
             assert all(tile.own * tile.visit // tile.warps <= 2048 for tile in chosen)
 
 
-def large(length=8192, **features):
-    array = jax.ShapeDtypeStruct((4, length, 16, 128), jnp.bfloat16)
-    return TiledAttention(query=array, key=array, value=array, softmax_scale=0.1, **features)
-
-
-def test_calls_of_a_kind_share_a_measured_configuration():
-    assert tiles.kind(large(causal=True)) == "16 bits 128x128 mediumxmedium causal"
-    assert tiles.kind(large(causal=True)) == tiles.kind(large(12000, causal=True, softmax_aux=jnp.ones(16)))
-    kinds = [
-        large(),
-        large(causal=True),
-        large(32768, causal=True),
-        large(causal=True, sliding_window=(1023, 0)),
-        large(causal=True, sliding_window=(100, 0)),
-        large(causal=True, logits_soft_cap=30.0),
-        large(causal=True, dropout_prob=0.1, dropout_seed=jnp.uint32(0)),
-        large(causal=True, q_segment_ids=jnp.zeros((4, 8192)), kv_segment_ids=jnp.zeros((4, 8192))),
-    ]
-    assert len({tiles.kind(x) for x in kinds}) == len(kinds)
-
-
-def test_small_calls_are_of_no_kind():
-    assert tiles.kind(record(4096, 4096, 128)) is None
-    assert tiles.kind(large(512)) is None
-
-
 def test_tiles_are_no_longer_than_what_there_is():
     part = tiles.heuristic(record(1, 100), H200, "forward")
     assert (part.q_blocksize, part.kv_blocksize) == (16, 128)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.attention_kinds import kind_of_large
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_triton.launch import interpreting
@@ -45,7 +46,9 @@ def _implementation(op: str, handles: frozenset[str], interpreted: bool) -> Impl
             handles=handles,
             extra=_reasons,
         ),
-        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind),
+        config=ConfigSpace(
+            reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+        ),
         priority=10,
         tuned="ejkernel_triton:tuned",
     )

@@ -143,43 +143,6 @@ def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction)
     return tuple(dict.fromkeys(made))
 
 
-def kind(record: TiledAttention) -> str | None:
-    """What calls have in common that share a measured configuration: sizes in coarse steps, and the kind of mask.
-
-    None for calls with less work than a large chip has room for: what is best for those depends on their shape.
-    """
-    (b, t, h, d), s, dv = record.query.shape, record.key.shape[1], record.value.shape[3]
-    if b * h * t < 2**18 or min(t, s) < KIBI:
-        return None
-    extras = {
-        "segments": record.q_segment_ids is not None,
-        "positions": record.q_positions is not None or record.kv_positions is not None,
-        "mask": record.mask is not None,
-        "bias": record.bias is not None,
-        "cap": record.logits_soft_cap is not None,
-        "dropout": record.dropout_prob > 0.0,
-        "rounded": record.logits_dtype != jnp.float32,
-        "numerator": not record.normalize_output,
-        str(record.precision): record.precision is not None,
-    }
-    bits = 8 * jnp.dtype(record.query.dtype).itemsize  # bfloat16 and float16 move and multiply alike
-    words = (f"{bits} bits", f"{padded(d)}x{padded(dv)}", f"{_step(t)}x{_step(s)}", _mask(record))
-    return " ".join((*words, *(name for name, there in extras.items() if there)))
-
-
-def _step(length: int) -> str:
-    return "short" if length <= 4 * KIBI else "medium" if length <= 16 * KIBI else "long"
-
-
-def _mask(record: TiledAttention) -> str:
-    left, right = band(record)
-    if left is None and right is None:
-        return "full"
-    if left is None or right is None:
-        return "causal" if left is None and right == 0 else "half-open"
-    return f"window<={1 << (left + right).bit_length()}"
-
-
 def forward_tile(params: FwdParams) -> Tile:
     """The tile of a forward configuration.
 

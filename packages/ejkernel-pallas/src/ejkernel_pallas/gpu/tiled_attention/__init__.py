@@ -6,6 +6,7 @@ What the kernels need, and what they do not do, is data here; nothing of Pallas 
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.attention_kinds import kind_of_large
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
 from ejkernel_pallas.gpu.tiled_attention import tiles
@@ -56,6 +57,9 @@ def _implementation(op: str) -> Implementation:
         gradients=frozenset({"query", "key", "value", "softmax_aux"}),
         requires=_requires(tuple(tiles.FORWARD)),
         backward_requires=_requires(tuple(tiles.BACKWARD)),
-        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates),
+        config=ConfigSpace(
+            reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+        ),
         priority=20,
+        tuned="ejkernel_pallas:tuned",
     )
