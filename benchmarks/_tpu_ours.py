@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from ejkernel.modules import flash_attention, ragged_page_attention_v2
+from ejkernel.modules import flash_attention, grouped_matmul, ragged_page_attention_v2, ring_attention
 from ejkernel_pallas.tpu.profile import Workload
 
 HEADS, LENGTH, SIZE = 8, 4096, 128
@@ -23,8 +24,36 @@ def attention(gradient: bool = False) -> Workload:
         return jax.grad(lambda arrays: forward(*arrays).astype(jnp.float32).sum())(arrays)
 
     array = jax.ShapeDtypeStruct((1, LENGTH, HEADS, SIZE), jnp.bfloat16)
-    function, flops = (both, 3.5 * FORWARD) if gradient else (forward, FORWARD)
-    return Workload(function=function, args=(array, array, array), flops=flops)
+    args, size = (array, array, array), HEADS * LENGTH * SIZE * 2
+    if gradient:
+        return Workload(function=both, args=args, flops=3.5 * FORWARD, bytes=12 * size)
+    return Workload(function=forward, args=args, flops=FORWARD, bytes=4 * size)
+
+
+def ring(devices: int, gradient: bool = False) -> Workload:
+    """Ring attention, causal, 4096 tokens a device; with the gradients of its sum."""
+    spec = PartitionSpec(None, "sp")
+    spread: dict[str, Any] = {"in_specs": (spec,) * 3, "out_specs": spec, "axis_name": "sp"}
+
+    def forward(query: Any, key: Any, value: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        return ring_attention(query, key, value, causal=True, mesh=mesh, platform="pallas", **spread)
+
+    def both(*arrays: Any) -> Any:
+        return jax.grad(lambda arrays: forward(*arrays).astype(jnp.float32).sum())(arrays)
+
+    array = jax.ShapeDtypeStruct((1, LENGTH * devices, HEADS, SIZE), jnp.bfloat16)
+    # Of one device: the square of the whole length is shared among them.
+    flops, size = FORWARD * devices, HEADS * LENGTH * SIZE * 2
+    function, products, arrays = (both, 3.5, 12) if gradient else (forward, 1, 4)
+    return Workload(
+        function=function,
+        args=(array, array, array),
+        flops=products * flops,
+        bytes=arrays * size,
+        axes={"sp": devices},
+        specs=(spec, spec, spec),
+    )
 
 
 def pages(queries: int, page: int = 16) -> Workload:
@@ -45,4 +74,25 @@ def pages(queries: int, page: int = 16) -> Workload:
         np.array([sequences], np.int32),
     )
     pairs = sequences * queries * (length - (queries - 1) / 2)
-    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE)
+    size = 2 * sequences * SIZE * (2 * length * kv_heads + 2 * queries * heads)
+    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, bytes=size)
+
+
+def experts(sizes: Any = None, of: str = "output") -> Workload:
+    """Grouped matmul: the output, or the gradient of `"lhs"` or of `"rhs"`; 8 groups alike unless some are given."""
+    m, k, n, count = 8192, 4096, 4096, 8
+    groups = np.array(sizes or [m // count] * count, np.int32)
+
+    def forward(rows: Any, matrices: Any, sizes: Any) -> Any:
+        return grouped_matmul(rows, matrices, sizes, preferred_element_type=jnp.bfloat16, platform="pallas")
+
+    def backward(rows: Any, matrices: Any, output: Any, sizes: Any) -> Any:
+        if of == "lhs":
+            return jax.vjp(lambda rows: forward(rows, matrices, sizes), rows)[1](output)
+        return jax.vjp(lambda matrices: forward(rows, matrices, sizes), matrices)[1](output)
+
+    rows, matrices, output = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((m, k), (count, k, n), (m, n)))
+    size = 2 * (m * k + count * k * n + m * n)
+    if of == "output":
+        return Workload(function=forward, args=(rows, matrices, groups), flops=2 * m * n * k, bytes=size)
+    return Workload(function=backward, args=(rows, matrices, output, groups), flops=2 * m * n * k, bytes=size)

@@ -11,8 +11,6 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import flash_attention as flash_module
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-from ejkernel import modules as library
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel_pallas.tpu.profile import Workload
 
 HEADS, LENGTH, SIZE = 8, 4096, 128
@@ -20,6 +18,10 @@ SCALE = SIZE**-0.5
 # Two products of the length squared, of which the causal mask leaves half; the gradients take five more.
 FORWARD = 4 * HEADS * LENGTH**2 * SIZE / 2
 BACKWARD = 3.5 * FORWARD
+# Query, key, value and output; backward all of these with the output's gradient and three more.
+FORWARD_BYTES, BOTH_BYTES = (count * HEADS * LENGTH * SIZE * 2 for count in (4, 12))
+M, K, N, EXPERTS = 8192, 4096, 4096, 8
+GROUPED_BYTES = 2 * (M * K + EXPERTS * K * N + M * N)
 
 
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -60,32 +62,32 @@ def _attention(forward: Any, extra: tuple[Any, ...], array: jax.ShapeDtypeStruct
     def both(*args: Any) -> Any:
         return jax.grad(total)(args[len(extra) :], *args[: len(extra)])
 
-    function, flops = (both, BACKWARD) if gradient else (forward, FORWARD)
-    return Workload(function=function, args=(*extra, array, array, array), flops=flops)
+    args = (*extra, array, array, array)
+    if gradient:
+        return Workload(function=both, args=args, flops=BACKWARD, bytes=BOTH_BYTES)
+    return Workload(function=forward, args=args, flops=FORWARD, bytes=FORWARD_BYTES)
 
 
-def grouped_matmul(tiling: Any, sizes: Any = None, m: int = 8192, k: int = 4096, n: int = 4096) -> Workload:
-    """Megablox; with 8 groups of the same size unless sizes are given."""
+def grouped_matmul(tiling: Any, sizes: Any = None, of: str = "output") -> Workload:
+    """Megablox: the output, or the gradient of `"lhs"` or `"rhs"`; 8 groups of the same size unless some are given."""
     gmm = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    groups = np.array(sizes or [M // EXPERTS] * EXPERTS, np.int32)
+    rows, columns, matrices = shape(M, K), shape(M, N), shape(EXPERTS, K, N)
+    m, k, n = tiling
 
-    def function(rows: Any, weights: Any, sizes: Any) -> Any:
-        return gmm.gmm(rows, weights, sizes, preferred_element_type=jnp.bfloat16, tiling=tiling)
+    def output(rows: Any, matrices: Any, sizes: Any) -> Any:
+        return gmm.gmm(rows, matrices, sizes, preferred_element_type=jnp.bfloat16, tiling=tiling)
 
-    groups = np.array(sizes or [m // 8] * 8, np.int32)
-    return Workload(function=function, args=(shape(m, k), shape(len(groups), k, n), groups), flops=2 * m * n * k)
+    def lhs(columns: Any, matrices: Any, sizes: Any) -> Any:
+        options: Any = {"preferred_element_type": jnp.bfloat16, "tiling": (m, n, k), "transpose_rhs": True}
+        return gmm.gmm(columns, matrices, sizes, **options)
 
+    def rhs(rows: Any, columns: Any, sizes: Any) -> Any:
+        return gmm.tgmm(rows.T, columns, sizes, preferred_element_type=jnp.bfloat16, tiling=tiling)
 
-def our_grouped_matmul(tiling: Any = None, sizes: Any = None, m: int = 8192, k: int = 4096, n: int = 4096) -> Workload:
-    """The library's, as `grouped_matmul`; with the tiles that it chooses unless some are given."""
-    tiles = dict(zip(("block_m", "block_k", "block_n"), tiling or (), strict=False))
-    cfg = GroupedMatmulConfig(**tiles) if tiles else None
-
-    def function(rows: Any, weights: Any, sizes: Any) -> Any:
-        options: dict[str, Any] = {"preferred_element_type": jnp.bfloat16, "platform": "pallas", "cfg": cfg}
-        return library.grouped_matmul(rows, weights, sizes, **options)
-
-    groups = np.array(sizes or [m // 8] * 8, np.int32)
-    return Workload(function=function, args=(shape(m, k), shape(len(groups), k, n), groups), flops=2 * m * n * k)
+    made: Any = {"output": (output, rows, matrices), "lhs": (lhs, columns, matrices), "rhs": (rhs, rows, columns)}
+    function, *args = made[of]
+    return Workload(function=function, args=(*args, groups), flops=2 * M * N * K, bytes=GROUPED_BYTES)
 
 
 def ragged_pages(queries: int, page: int = 16, pages: int = 64, q_block: int = 8) -> Workload:
@@ -113,4 +115,5 @@ def ragged_pages(queries: int, page: int = 16, pages: int = 64, q_block: int = 8
         np.array([sequences], np.int32),
     )
     pairs = sequences * queries * (length - (queries - 1) / 2)
-    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE)
+    size = 2 * sequences * SIZE * (2 * length * kv_heads + 2 * queries * heads)  # the cache, queries and output
+    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, bytes=size)

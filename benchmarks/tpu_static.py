@@ -1,18 +1,24 @@
 """TPU kernels without a TPU: predicted times, by the static profile of libtpu's schedules, for four chips.
 
-    python benchmarks/tpu_static.py                      # all chips and kernels; some minutes
+    python benchmarks/tpu_static.py                      # all chips and kernels; some ten minutes
     python benchmarks/tpu_static.py --target v6e         # one chip
     python benchmarks/tpu_static.py --only grouped       # kernels whose name has the word
     python benchmarks/tpu_static.py --quick              # a kernel of each kind, for one chip
+    python benchmarks/tpu_static.py --only ejkernel --update benchmarks/results/tpu_static.md
 
-Shows ejkernel's kernels with the tiles that they choose, and those that JAX ships with blocks worth comparing with.
+Shows ejkernel's kernels with the tiles that they choose, and those that JAX ships with blocks worth comparing with. The
+bound is what the useful operations take at the chip's peak, or what has to be copied takes of its HBM, whichever is
+more. A file to update keeps its rows of what is not run: the estimates are the same in every run.
+
 Needs libtpu: pip install "ejkernel-pallas[aot]". What the figures mean and how good they are is on the page "TPU
 kernels without a TPU".
 """
 
 import argparse
+import dataclasses
 import importlib.util
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +27,49 @@ import _report
 from ejkernel_pallas.tpu.profile import CHIPS, Case, Report, profile_many
 
 PEERS, OURS = Path(__file__).with_name("_tpu_peers.py"), Path(__file__).with_name("_tpu_ours.py")
-COLUMNS = ("kernel", "µs", "MFU", "computing µs", "HBM µs", "matrix units", "VMEM MiB", "spilled", "reloaded")
+COLUMNS = (
+    "kernel",
+    "µs",
+    "bound µs",
+    "MFU",
+    "computing µs",
+    "HBM µs",
+    "matrix units",
+    "VMEM MiB",
+    "spilled",
+    "reloaded",
+)
+BOTH, BACKWARD = "forward and gradient", "backward"
+OF_BACKWARD = re.compile("backward|bwd|dkv|dq")
+"""What the names of backward kernels have, and those of forward kernels have not."""
 
 
 def case(label: str, build: str, file: Path = PEERS, **kwargs: Any) -> Case:
     return Case(label=label, build=f"{file}:{build}", kwargs=kwargs)
 
 
-UNEQUAL = (1500, 300, 1024, 12, 2100, 40, 1800, 1416)
+def grouped() -> Iterable[Case]:
+    """Grouped matmul and its gradients, with groups that tiles fit and groups that they do not."""
+    tilings = ((512, 1024, 1024), (1024, 1024, 1024))
+    for of, what in (
+        ("output", "grouped matmul"),
+        ("lhs", "gradient of grouped lhs"),
+        ("rhs", "gradient of grouped rhs"),
+    ):
+        for kind, sizes in (("equal", None), ("unequal", (1500, 300, 1024, 12, 2100, 40, 1800, 1416))):
+            name = f"{what}, {kind} groups"
+            yield case(f"{name}, ejkernel", "experts", OURS, sizes=sizes, of=of)
+            for tiling in tilings:
+                label = f"{name}, JAX megablox, {'x'.join(map(str, tiling))}"
+                yield case(label, "grouped_matmul", tiling=tiling, sizes=sizes, of=of)
 
 
+GROUPED = tuple(grouped())
 QUICK = (
     case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
-    case("grouped matmul, JAX megablox, 512x1024x1024", "grouped_matmul", tiling=(512, 1024, 1024)),
-    case("paged decode, JAX ragged, 64 pages a block", "ragged_pages", queries=1),
+    GROUPED[0],
+    case("paged decode, ejkernel", "pages", OURS, queries=1),
 )
 ALL = (
     QUICK[0],
@@ -44,16 +78,27 @@ ALL = (
     case("flash attention, JAX splash, blocks of 512", "splash", block_q=512, block_kv=512),
     case("flash attention, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024),
     case("flash attention, JAX splash, blocks of 1024x2048", "splash", block_q=1024, block_kv=2048),
-    case("forward and gradient, ejkernel", "attention", OURS, gradient=True),
-    case("forward and gradient, JAX flash, blocks of 512", "flash", block=512, gradient=True),
-    case("forward and gradient, JAX splash, blocks of 512", "splash", block_q=512, block_kv=512, gradient=True),
-    case("forward and gradient, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024, gradient=True),
-    QUICK[2],
+    case(f"{BOTH}, ejkernel", "attention", OURS, gradient=True),
+    case(f"{BOTH}, JAX flash, blocks of 512", "flash", block=512, gradient=True),
+    case(f"{BOTH}, JAX splash, blocks of 512", "splash", block_q=512, block_kv=512, gradient=True),
+    case(f"{BOTH}, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024, gradient=True),
     QUICK[3],
-    case("paged decode, ejkernel", "pages", OURS, queries=1),
-    case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
+    case("paged decode, JAX ragged, 64 pages a block", "ragged_pages", queries=1),
     case("paged prefill of 512, ejkernel", "pages", OURS, queries=512),
+    case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
+    *GROUPED,
 )
+
+
+def with_backward(report: Report) -> Iterable[Report]:
+    """A report, and where it is of a forward and a backward pass that of the backward kernels by themselves."""
+    yield report
+    if report.label.startswith(BOTH) and report.error is None:
+        kernels = tuple(kernel for kernel in report.kernels if OF_BACKWARD.search(kernel.name))
+        # Five of the seven products are of the backward pass, and eight of the twelve arrays.
+        flops, size = (report.flops or 0) * 5 / 7, (report.bytes or 0) * 8 / 12
+        label = report.label.replace(BOTH, BACKWARD)
+        yield dataclasses.replace(report, label=label, kernels=kernels, flops=flops, bytes=size)
 
 
 def row(report: Report) -> Sequence[object]:
@@ -65,6 +110,7 @@ def row(report: Report) -> Sequence[object]:
     return (
         report.label + (" (values unknown)" if doubtful else ""),
         f"{report.seconds * 1e6:.0f}",
+        f"{(report.bound_seconds or 0) * 1e6:.0f}",
         f"{report.mfu or 0:.1%}",
         f"{sum(kernel.compute_seconds for kernel in kernels) * 1e6:.0f}",
         f"{sum(kernel.memory_seconds for kernel in kernels) * 1e6:.0f}",
@@ -75,11 +121,42 @@ def row(report: Report) -> Sequence[object]:
     )
 
 
+def labels() -> Iterable[str]:
+    """Every row's name, in order."""
+    for made in ALL:
+        yield made.label
+        if made.label.startswith(BOTH):
+            yield made.label.replace(BOTH, BACKWARD)
+
+
+def read_rows(path: Path) -> dict[str, dict[str, Sequence[object]]]:
+    """Target -> kernel -> row, of a file that this script wrote; none where there is no file."""
+    found: dict[str, dict[str, Sequence[object]]] = {}
+    target = ""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith("## "):
+            target = line.removeprefix("## ").strip()
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if line.startswith("| ") and len(cells) == len(COLUMNS) and cells[0] != COLUMNS[0]:
+            found.setdefault(target, {})[cells[0]] = cells
+    return found
+
+
+def write_rows(path: Path, found: Mapping[str, Mapping[str, Sequence[object]]]) -> None:
+    """Writes the rows of kernels that there still are, in the order of the cases."""
+    parts = [f"With `--update`, row by row: the estimates are the same in every run\n\n{_report.heading()}"]
+    for target in filter(found.get, CHIPS):
+        rows = [found[target][label] for label in labels() if label in found[target]]
+        parts.append(f"## {target}\n\n{_report.markdown_table(COLUMNS, rows)}\n")
+    path.write_text("\n".join(parts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a kernel of each kind, for v5e")
     parser.add_argument("--target", action="append", choices=list(CHIPS), help="repeatable; all if left out")
     parser.add_argument("--only", default="", help="a word in the kernel's name")
+    parser.add_argument("--update", type=Path, help="file of results whose rows are replaced, and others kept")
     arguments = parser.parse_args()
     print(_report.heading())
     if importlib.util.find_spec("libtpu") is None:
@@ -88,8 +165,12 @@ def main() -> None:
     cases = [made for made in (QUICK if arguments.quick else ALL) if arguments.only in made.label]
     for target in arguments.target or (["v5e"] if arguments.quick else CHIPS):
         reports = profile_many(cases, target=target)
-        print(f"## {target}\n")
-        print(_report.markdown_table(COLUMNS, map(row, reports)) + "\n")
+        rows = [row(part) for report in reports for part in with_backward(report)]
+        print(f"## {target}\n\n{_report.markdown_table(COLUMNS, rows)}\n", flush=True)
+        if arguments.update is not None:
+            found = read_rows(arguments.update)
+            found.setdefault(target, {}).update({str(cells[0]): cells for cells in rows})
+            write_rows(arguments.update, found)
 
 
 if __name__ == "__main__":
