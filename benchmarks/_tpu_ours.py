@@ -30,7 +30,7 @@ def attention(gradient: bool = False) -> Workload:
     return Workload(function=forward, args=args, flops=FORWARD, bytes=4 * size)
 
 
-def ring(devices: int, gradient: bool = False) -> Workload:
+def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workload:
     """Ring attention, causal, 4096 tokens a device; with the gradients of its sum."""
     spec = PartitionSpec(None, "sp")
     spread: dict[str, Any] = {"in_specs": (spec,) * 3, "out_specs": spec, "axis_name": "sp"}
@@ -42,15 +42,13 @@ def ring(devices: int, gradient: bool = False) -> Workload:
     def both(*arrays: Any) -> Any:
         return jax.grad(lambda arrays: forward(*arrays).astype(jnp.float32).sum())(arrays)
 
-    array = jax.ShapeDtypeStruct((1, LENGTH * devices, HEADS, SIZE), jnp.bfloat16)
-    # Of one device: the square of the whole length is shared among them.
-    flops, size = FORWARD * devices, HEADS * LENGTH * SIZE * 2
-    function, products, arrays = (both, 3.5, 12) if gradient else (forward, 1, 4)
+    query, key = (jax.ShapeDtypeStruct((1, LENGTH * devices, n, SIZE), jnp.bfloat16) for n in (HEADS, kv_heads))
+    function, products, passes = (both, 3.5, 3) if gradient else (forward, 1, 1)
     return Workload(
         function=function,
-        args=(array, array, array),
-        flops=products * flops,
-        bytes=arrays * size,
+        args=(query, key, key),
+        flops=products * FORWARD * devices,  # of one device: the square of the whole length, shared among them
+        bytes=passes * 4 * LENGTH * SIZE * (HEADS + kv_heads),
         axes={"sp": devices},
         specs=(spec, spec, spec),
     )

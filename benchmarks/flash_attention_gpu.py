@@ -43,7 +43,7 @@ def attention(cell: Cell, platform: str) -> Callable[..., jax.Array]:
 
     def call(q: Any, k: Any, v: Any, *cuts: Any) -> jax.Array:
         packed = cuts[0] if cuts else None
-        sinks = jnp.ones(cell.heads) if cell.sinks else None
+        sinks = jnp.ones((cell.heads, 1)) if cell.sinks else None
         return flash_attention(q, k, v, None, packed, None, sinks, platform=platform, **cell.options)
 
     return call
