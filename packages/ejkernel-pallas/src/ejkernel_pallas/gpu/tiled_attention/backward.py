@@ -11,8 +11,10 @@ With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
 Delta and the sink's gradient are sums over rows that XLA is left to do.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,11 +32,15 @@ from ejkernel_pallas.gpu.tiled_attention.backward_call import Call
 from ejkernel_pallas.gpu.tiled_attention.backward_kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import ADDERS, ROWS, WARPGROUPS, BackwardTile, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, WARPGROUPS, BackwardTile, backward_tile
 from ejkernel_pallas.gpu.tiled_attention.turns import turns
 from ejkernel_pallas.gpu.tiled_attention.visits import padded_ids, query_visits, tiles, without_padding
 
 Operands = dict[str, jax.Array]
+APART = 2
+"""Visits between the beginnings of two blocks of a head, at least."""
+SHORT = 32
+"""Of segments, of which it is not known how long they are: what part of a row one is taken for."""
 
 
 def backward(pullback: Pullback, params: BwdParams) -> dict[str, jax.Array]:
@@ -88,7 +94,8 @@ def _gradients(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, 
     visits = query_visits(spec, ids, tile.queries, tile.keys)
     ranks, visited = turns(visits, tiles(spec.queries, tile.queries))
     operands = operands | {"table": jnp.asarray(visits), "ranks": jnp.asarray(ranks)}
-    run = functools.partial(_run, spec, tile, _heads_together(visits, spec))
+    plan, by_head = _plan(visits, spec, tile), _by_head(visits, spec, tile)
+    run = functools.partial(_run, spec, tile, plan, by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
     dq = dq[:, : spec.queries] * spec.scale
     if not (isinstance(visited, np.ndarray) and visited.all()):
@@ -97,33 +104,67 @@ def _gradients(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, 
     return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
 
 
-def _heads_together(visits: Any, spec: Spec) -> int:
-    """How many heads blocks work on at a time, at least, for two blocks of a head to begin two visits apart.
+def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], schedule.Plan]:
+    """Which block owns what, of a number of batch rows.
 
-    There is a block on every multiprocessor, and they begin evenly while one makes its visits.
+    There is a block on every multiprocessor, and they begin evenly while one makes its visits: so many heads are worked
+    on together that two blocks of a head begin some visits apart. Under a causal mask, where later blocks are shorter,
+    they only do so if the list is folded. Then the queries of that many heads are in use all the time, and have to stay
+    in the cache.
     """
-    several = visits.shape[1] * spec.group / 4  # segments, of which it is not known how long they are
+    lengths = np.full((1, visits.shape[1]), max(visits.shape[1] / SHORT, 8))
     if isinstance(visits, np.ndarray):
-        several = (visits[..., 3] - visits[..., 0]).mean() * spec.group
-    return math.ceil(2 * schedule.multiprocessors() / several)
+        lengths = visits[..., 3] - visits[..., 0]
+    mean, half = lengths.mean() * spec.group, lengths.shape[1] // 2
+    fitting = schedule.CACHE / (spec.group * spec.queries * tile.row_bytes(spec))
+    falling = spec.left is None and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+    folded = falling and fitting > 0.75
+    apart = math.ceil(APART * schedule.multiprocessors() / mean)
+    together = round(fitting) if folded else max(int(fitting), apart)
+
+    def plan(batch: int) -> schedule.Plan:
+        made = schedule.make_plan(
+            lengths.shape[1],
+            batch=batch,
+            heads=spec.kv_heads,
+            reverse=False,
+            head_bytes=schedule.CACHE // together,
+            group=1,
+            dealt=False,
+        )
+        return dataclasses.replace(made, folded=folded)
+
+    return plan
 
 
-def _run(spec: Spec, tile: BackwardTile, together: int, operands: Operands, batch: int) -> tuple[jax.Array, ...]:
+def _by_head(visits: Any, spec: Spec, tile: BackwardTile) -> bool:
+    """Whether a block visits a head's tiles before the next head's.
+
+    With a window, the next block comes to a tile later by the visits that the window has moved on by, of all heads
+    that are visited together. What all blocks visit in between, and add to, would have to stay in the cache.
+    """
+    if spec.group == 1 or not isinstance(visits, np.ndarray) or visits.shape[1] == 1:
+        return False
+    moved = (visits[0, -1, 3] - visits[0, 0, 3]) / (visits.shape[1] - 1)
+    between = (APART + moved * spec.group) * schedule.multiprocessors()
+    return between * tile.queries * tile.row_bytes(spec) > 2 * schedule.CACHE
+
+
+def _run(
+    spec: Spec,
+    tile: BackwardTile,
+    make_plan: Callable[[int], schedule.Plan],
+    by_head: bool,
+    operands: Operands,
+    batch: int,
+) -> tuple[jax.Array, ...]:
     """Gradients of keys and of values, and sums that are gradients of queries but for their scale."""
-    plan = schedule.make_plan(
-        operands["table"].shape[1],
-        batch=batch,
-        heads=spec.kv_heads,
-        reverse=False,
-        head_bytes=min(8 * spec.queries * spec.group * spec.size, schedule.CACHE // together),
-        group=1,
-        dealt=False,
-    )
+    plan = make_plan(batch)
     places = batch * spec.heads * operands["ranks"].shape[2] * tile.pieces
 
     def body(given: Operands, made: Any, buffers: Any) -> None:
         turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
-        backward_kernel(Call(spec, tile, plan, given, made, schedule.counter(), turns, buffers))
+        backward_kernel(Call(spec, tile, plan, by_head, given, made, schedule.counter(), turns, buffers))
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
     outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
@@ -137,7 +178,7 @@ def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
         "v": matrix((tile.owners, ROWS, spec.size), spec.dtype),
         "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype),
         "dq": plgpu.SMEM(
-            (tile.shares, ROWS, tile.dq_columns),
+            (WARPGROUPS, ROWS, tile.dq_columns),
             jnp.float32,
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
@@ -152,9 +193,10 @@ def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
     if spec.segments:
         made["k_ids"] = plgpu.SMEM((tile.owners, ROWS), jnp.int32)
     copies = tile.owners * (tile.parts + 1 + spec.segments)
-    made |= {"own_full": plgpu.Barrier(num_arrivals=copies), "dq_free": plgpu.Barrier(num_arrivals=1)}
-    made |= {name: plgpu.Barrier(num_arrivals=tile.shares) for name in ("ds_full", "dq_done")}
-    made["dq_full"] = plgpu.Barrier(num_arrivals=tile.shares, num_barriers=ADDERS)
+    made["own_full"] = plgpu.Barrier(num_arrivals=copies)
+    made |= {name: plgpu.Barrier(num_arrivals=tile.makers) for name in ("ds_full", "dq_done")}
+    made["dq_full"] = plgpu.Barrier(num_arrivals=tile.makers, num_barriers=tile.pieces * tile.adders)
+    made["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
     made |= {"number": plgpu.SMEM((1,), jnp.int32), "number_full": plgpu.Barrier(num_arrivals=1)}
     if tile.wide:
         made["weights_full"] = plgpu.Barrier(num_arrivals=1)

@@ -25,6 +25,7 @@ class Call:
         spec: Constants.
         tile: Tile sizes.
         plan: Which block owns what.
+        by_head: Whether a block visits all tiles of a head before those of the next head that shares its keys.
         operands: Arrays in device memory.
         outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries.
         taken: Counter of the tiles of keys that blocks took.
@@ -35,6 +36,7 @@ class Call:
     spec: Spec
     tile: BackwardTile
     plan: schedule.Plan
+    by_head: bool
     operands: Buffers
     outputs: Any
     taken: Any
@@ -42,19 +44,25 @@ class Call:
     buffers: Buffers
 
 
-def visit_heads(first: Any, heads: int, visits: Any, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
-    """Visits tiles, the last one first and each of all heads, in runs: cut ones, full ones and cut ones."""
+def visit_heads(call: Call, first: Any, visits: Any, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
+    """Visits tiles, the last one first, in runs: cut, full and cut ones; each of all heads, or head by head."""
     start, clear, unclear, stop = visits
+    heads = 1 if call.by_head else call.spec.group
 
-    def run(low: Any, high: Any, cut: bool, state: Any) -> Any:
+    def run(head: Any, low: Any, high: Any, cut: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
-            return visit(cut, first + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+            return visit(cut, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
-    if not cuts:
-        return run(start, stop, False, state)
-    return run(start, clear, True, run(clear, unclear, False, run(unclear, stop, True, state)))
+    def runs(n: Any, state: Any) -> Any:
+        head = first + n
+        if not cuts:
+            return run(head, start, stop, False, state)
+        state = run(head, clear, unclear, False, run(head, unclear, stop, True, state))
+        return run(head, start, clear, True, state)
+
+    return lax.fori_loop(0, call.spec.group, runs, state) if call.by_head else runs(I32(0), state)
 
 
 def await_visited(call: Call, count: Any, cut: bool) -> None:
@@ -70,6 +78,19 @@ def await_visited(call: Call, count: Any, cut: bool) -> None:
         plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
     if cut:
         clean(buffers["q_ids"].at[slots["q"]], *(buffers[name].at[slot] for name, slot in slots.items()))
+
+
+def adder(call: Call, count: Any, piece: int) -> Any:
+    """Which warp adds a piece of a visit's part of dq."""
+    return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
+
+
+def handed_over(call: Call, count: Any, piece: int) -> Any:
+    """The barrier at which the warp that adds a piece of a visit's part of dq waits for it.
+
+    Each warp has one for every piece: what the warpgroups make comes in no order.
+    """
+    return call.buffers["dq_full"].at[piece * call.tile.adders + adder(call, count, piece)]
 
 
 def clean(ids: Any, *parts: Any) -> None:
@@ -95,4 +116,4 @@ def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, scores: An
     """
     if row_ids is not None:
         scores = masking.same_ids(scores, row_ids, arrays.load_columns(call.buffers["q_ids"].at[slot]))
-    return masking.within(scores, *masking.query_range(call.spec, ROWS, index * call.tile.queries, key))
+    return masking.between(scores, *masking.query_range(call.spec, ROWS, index * call.tile.queries, key))

@@ -22,10 +22,18 @@ from jax import lax
 
 from ejkernel_pallas.gpu.tiled_attention import arrays, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_rows
-from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call, await_visited, clean, hidden, visit_heads
+from ejkernel_pallas.gpu.tiled_attention.backward_call import (
+    I32,
+    Call,
+    await_visited,
+    clean,
+    handed_over,
+    hidden,
+    visit_heads,
+)
 from ejkernel_pallas.gpu.tiled_attention.backward_move import add_parts, fetch
 from ejkernel_pallas.gpu.tiled_attention.backward_wide import own_wide
-from ejkernel_pallas.gpu.tiled_attention.tiles import ADDERS, PART, ROWS, WARPGROUPS, BackwardTile
+from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, WARPGROUPS, BackwardTile
 from ejkernel_pallas.gpu.tiled_attention.warpgroups import await_turn, pass_turn
 
 
@@ -34,7 +42,7 @@ def backward_kernel(call: Call) -> None:
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
     number = _number(call, warpgroup)
     item, visits = schedule.item(call.plan, number), schedule.visits(call.plan, call.operands["table"], number)
-    visits = functools.partial(visit_heads, item.head * call.spec.group, call.spec.group, visits)
+    visits = functools.partial(visit_heads, call, item.head * call.spec.group, visits)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
@@ -48,7 +56,7 @@ def backward_kernel(call: Call) -> None:
         @plgpu.warp_map
         def _(warp: Any) -> None:
             pl.when(warp == 0)(functools.partial(fetch, call, item, visits))
-            pl.when((warp > 0) & (warp <= ADDERS))(functools.partial(add_parts, call, item, visits, warp - 1))
+            pl.when((warp > 0) & (warp <= tile.adders))(functools.partial(add_parts, call, item, visits, warp - 1))
 
 
 def _number(call: Call, warpgroup: Any) -> Any:
@@ -221,10 +229,10 @@ def _multiply_slopes(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
 def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
     """Leaves the last visit's part of dq to the warps that add, and what else was written to shared memory."""
     buffers = call.buffers
-    pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"]))
+    pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
-    pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["dq_full"].at[lax.rem(count + 1, I32(ADDERS))]))
+    pl.when(count > 0)(lambda: plgpu.barrier_arrive(handed_over(call, count - 1, 0)))
 
 
 def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:

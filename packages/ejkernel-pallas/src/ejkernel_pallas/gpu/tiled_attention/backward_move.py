@@ -8,8 +8,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from ejkernel_pallas.gpu.tiled_attention import schedule
-from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call
-from ejkernel_pallas.gpu.tiled_attention.tiles import ADDERS, ROWS
+from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call, adder, handed_over
+from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS
 from ejkernel_pallas.gpu.tiled_attention.turns import rank
 
 
@@ -46,32 +46,33 @@ def _fetch_visited(call: Call, item: schedule.Item, _: bool, head: Any, index: A
 
 
 def add_parts(call: Call, item: schedule.Item, visits: Any, place: Any) -> None:
-    """Adds every second piece of dq to device memory when its turn comes; `place` is 0 or 1."""
+    """Adds the pieces of dq that are warp `place`'s to device memory when their turn comes."""
     buffers, tile, ranks = call.buffers, call.tile, call.operands["ranks"]
     tiles = ranks.shape[2]
 
     def add(_: bool, head: Any, index: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
-            mine = lax.rem(count * tile.pieces + piece, I32(ADDERS)) == place
-            pl.when(mine)(functools.partial(add_piece, piece, head, index))
+            mine = adder(call, count, piece) == place
+            pl.when(mine)(functools.partial(add_piece, piece, head, index, handed_over(call, count, piece)))
         return count + 1
 
-    def copy(reduction: Literal["add"] | None, piece: int, head: Any, index: Any) -> None:
-        for share in range(tile.shares):
-            row, column = tile.dq_start(piece, share)
+    def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
+        for maker in range(piece * tile.makers, (piece + 1) * tile.makers):
+            row, column = tile.dq_start(maker, strip)
             rows, columns = pl.ds(index * tile.queries + row, ROWS), pl.ds(column, tile.dq_columns)
             target = call.outputs[2].at[item.batch, rows, head, columns]
-            plgpu.copy_smem_to_gmem(buffers["dq"].at[share], target, reduction_op=reduction)
+            plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
 
-    def add_piece(piece: int, head: Any, index: Any) -> None:
+    def add_piece(piece: int, head: Any, index: Any, full: Any) -> None:
         before = rank(ranks, item.row(ranks), item.tile, index)
         turn = call.turns.at[((item.batch * call.spec.heads + head) * tiles + index) * tile.pieces + piece]
         plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")
-        plgpu.barrier_wait(buffers["dq_full"].at[place])
-        pl.when(before == 0)(functools.partial(copy, None, piece, head, index))
-        pl.when(before > 0)(functools.partial(copy, "add", piece, head, index))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(buffers["dq_free"])
+        for strip in range(tile.strips):
+            plgpu.barrier_wait(full)
+            pl.when(before == 0)(functools.partial(copy, None, piece, strip, head, index))
+            pl.when(before > 0)(functools.partial(copy, "add", piece, strip, head, index))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(buffers["dq_free"].at[piece])
         plgpu.wait_smem_to_gmem(0)
         plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
 

@@ -16,7 +16,14 @@ from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
-from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids
+from ejkernel_pallas.gpu.tiled_attention.visits import key_ranges, key_visits, padded_ids
+
+TOGETHER = 32
+"""Heads that are worked on together, at least, where tiles have unequal numbers of visits.
+
+Blocks that run together then have tiles of the same place in their heads, and visit the same keys at about the same
+time. On an H200, 16 packed sequences with head size 64 are 30% faster than with 4 heads. With a full mask it costs 6%.
+"""
 
 
 def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -47,7 +54,7 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
         batch=batch,
         heads=spec.heads,
         reverse=spec.right is not None,
-        head_bytes=4 * spec.keys * spec.size,
+        head_bytes=_head_bytes(spec),
         group=spec.group,
         dealt=True,
     )
@@ -62,6 +69,12 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
     return launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
 
 
+def _head_bytes(spec: Spec) -> int:
+    """Bytes of keys and values of a head, or what they may count for `TOGETHER` heads to be worked on together."""
+    size = 2 * spec.keys * spec.size * spec.dtype.itemsize
+    return min(size, schedule.CACHE * spec.group // TOGETHER) if spec.bounded else size
+
+
 def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str, jax.Array]:
     """What the kernel reads, for every row of the batch or once for all."""
     operands, ids = {}, None
@@ -71,6 +84,7 @@ def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str
         padded = (operands["k_ids"] < 0).reshape(spec.batch, -1, tile.keys).any(axis=-1)
         operands["padded"] = padded.astype(jnp.int32)
         ids = operands["q_ids"], operands["k_ids"]
+        operands["first"], operands["last"] = key_ranges(spec, ids)
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
     operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
@@ -80,15 +94,15 @@ def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str
 
 def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Shared`."""
-    queries, copies = tile.buffers * tile.warpgroups, 2 if spec.segments else 1
+    queries = tile.buffers * tile.warpgroups
     made: dict[str, Any] = {
         "q": matrix((queries, ROWS, spec.size), spec.dtype),
         "k": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
         "v": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
         "lse": plgpu.SMEM((queries, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=copies, num_barriers=queries),
+        "q_full": plgpu.Barrier(num_arrivals=3 if spec.segments else 1, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
-        "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "k_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "v_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
@@ -98,6 +112,6 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
     }
     if spec.segments:
         made["v_raw"] = plgpu.Barrier(num_arrivals=1)
-        made["q_ids"] = plgpu.SMEM((queries, ROWS), jnp.int32)
-        made["k_ids"] = plgpu.SMEM((tile.stages, tile.keys), jnp.int32)
+        made["first"] = plgpu.SMEM((queries, ROWS), jnp.int32)
+        made["last"] = plgpu.SMEM((queries, ROWS), jnp.int32)
     return made

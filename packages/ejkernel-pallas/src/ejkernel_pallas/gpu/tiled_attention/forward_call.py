@@ -32,8 +32,8 @@ class Shared:
         number: Numbers of the tiles that the block owns in even and in odd turns, [2].
         number_full: They are there.
         number_free: They have been read.
-        q_ids: Segment ids of the queries, [buffers * warpgroups, 64], or None.
-        k_ids: Segment ids of the keys, [stages, block], or None.
+        first: First key of every query where there are segment ids, [buffers * warpgroups, 64], or None.
+        last: Last key, likewise.
         v_raw: Values that have padding among them are there, or None.
     """
 
@@ -50,8 +50,8 @@ class Shared:
     number: Any
     number_full: Any
     number_free: Any
-    q_ids: Any = None
-    k_ids: Any = None
+    first: Any = None
+    last: Any = None
     v_raw: Any = None
 
 

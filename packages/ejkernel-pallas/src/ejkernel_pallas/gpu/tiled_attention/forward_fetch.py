@@ -46,9 +46,6 @@ def _fetch_visited(call: Call, item: schedule.Item, what: str, index: Any, count
     there = full.at[slot] if there is None else there
     source = call.operands[what]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
-    if what == "k" and call.spec.segments:
-        ids = call.operands["k_ids"]
-        plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], shared.k_ids.at[slot], full.at[slot])
 
 
 def _fetch_values(call: Call, item: schedule.Item, index: Any, count: Any) -> None:
@@ -79,8 +76,9 @@ def _fetch_queries(call: Call, item: schedule.Item, turn: Any, warpgroup: int) -
     source = call.operands["q"]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, item.head], shared.q.at[buffer], full)
     if call.spec.segments:
-        ids = call.operands["q_ids"]
-        plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], shared.q_ids.at[buffer], full)
+        for name in ("first", "last"):
+            limit, place = call.operands[name], getattr(shared, name)
+            plgpu.copy_gmem_to_smem(limit.at[item.row(limit), rows], place.at[buffer], full)
 
 
 def _take(call: Call, turn: Any) -> None:

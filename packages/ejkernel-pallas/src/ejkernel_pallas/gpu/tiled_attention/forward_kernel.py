@@ -7,7 +7,6 @@ scores while the second runs; meanwhile another warpgroup issues its products.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -15,12 +14,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.tiled_attention import arrays, masking, schedule
+from ejkernel_pallas.gpu.tiled_attention import arrays, forward_rows, masking, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_columns
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward_fetch import fetch_tile
-from ejkernel_pallas.gpu.tiled_attention.spec import LN2, LOG2E, LOWEST, Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import LN2, LOG2E, LOWEST
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS
+from ejkernel_pallas.gpu.tiled_attention.visits import MIXED
 from ejkernel_pallas.gpu.tiled_attention.warpgroups import await_turn, pass_turn
 
 I32 = jnp.int32
@@ -36,13 +36,11 @@ class Own:
         item: The tile.
         row: Index of the warpgroup's first query.
         buffer: Where its queries are.
-        row_ids: Their segment ids, or None.
     """
 
     item: schedule.Item
     row: Any
     buffer: Any
-    row_ids: Any
 
 
 class State(NamedTuple):
@@ -93,24 +91,33 @@ def _own_tile(call: Call, carry: Any) -> Any:
     item, buffer = schedule.item(call.plan, number), call.buffer(turn, warpgroup)
     after = next_tile(call, turn)
     plgpu.barrier_wait(shared.q_full.at[buffer])
-    row_ids = arrays.load_rows(shared.q_ids.at[buffer]) if spec.segments else None
-    own = Own(item, item.tile * call.tile.queries + warpgroup * ROWS, buffer, row_ids)
+    own = Own(item, item.tile * call.tile.queries + warpgroup * ROWS, buffer)
     state = _begin(call, own, start, step)
     if call.tile.buffers > 1:
         pl.when(turn > 0)(lambda: _free_queries(call, call.buffer(turn - 1, warpgroup)))
     visit = functools.partial(_visit, call, own)
+    end = _own_end(call, own, start, stop)
     if call.tile.cuts(spec):
         clear, unclear = jnp.maximum(clear, start + 1), jnp.maximum(unclear, start + 1)
         if spec.opens_masked:
             state = lax.fori_loop(start + 1, clear, functools.partial(visit, "opens"), state)
         state = lax.fori_loop(clear, unclear, functools.partial(visit, None), state)
-        state = lax.fori_loop(unclear, stop, functools.partial(visit, "closes"), state)
+        state = lax.fori_loop(unclear, end, functools.partial(visit, "closes"), state)
     else:
         state = lax.fori_loop(start + 1, stop, functools.partial(visit, None), state)
     _write(call, own, _finish(call, state))
+    step = state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_leave_out, call), state.count)
     if call.tile.buffers == 1:
         _free_queries(call, buffer)
-    return turn + 1, state.count, *after
+    return turn + 1, step, *after
+
+
+def _own_end(call: Call, own: Own, start: Any, stop: Any) -> Any:
+    """Where the tiles of keys end that a warpgroup's queries see something of; they visit the first in any case."""
+    if call.spec.right is None or not call.tile.uneven(call.spec):
+        return stop
+    last = own.row + (ROWS - 1 + call.spec.right)
+    return jnp.clip(lax.div(last, I32(call.tile.keys)) + 1, start + 1, stop)
 
 
 def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
@@ -123,10 +130,11 @@ def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
         return scores_ref[...]
 
     scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, call.tile.keys), jnp.float32))
-    hide = _mask(call, own, start, slot, "closes") if call.tile.cuts(call.spec) else None
-    lowest, nothing = arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0)
-    peak, total, weights, _ = _exponentiate(call.spec, scores, hide, lowest, nothing)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
+    cut: Cut = "closes" if call.tile.cuts(call.spec) else None
+    scores = _masked(call, own, start, cut, scores)
+    peak, total = arrays.full_rows(ROWS, 0.0 if call.spec.settled else LOWEST), arrays.full_rows(ROWS, 0.0)
+    peak, total, weights, _ = forward_rows.exponentiate(call.spec, scores, peak, total, cut is None)
     return State(step + 1, arrays.full_tile((ROWS, call.spec.size)), peak, total, _narrow(call, weights))
 
 
@@ -146,9 +154,9 @@ def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
         if call.spec.takes_turns:
             pass_turn(warpgroups)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        hide = _mask(call, own, index, slot, cut)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        new = _exponentiate(call.spec, scores, hide, peak_ref[...], total_ref[...])
+        scores = _masked(call, own, index, cut, scores)
+        new = forward_rows.exponentiate(call.spec, scores, peak_ref[...], total_ref[...], cut is None)
         for ref, value in zip((peak_ref, total_ref, weights_ref, fade_ref), new, strict=True):
             ref[...] = value
 
@@ -157,36 +165,46 @@ def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
     made: Any = pl.run_state(products)(refs)
     output, _, peak, total, weights, fade = made
     plgpu.barrier_arrive(shared.v_free.at[last])
-    output = output * over_columns(fade, output.shape)
+    output = forward_rows.faded(call.spec, output, fade)
     return State(state.count + 1, output, peak, total, _narrow(call, weights))
 
 
-def _mask(call: Call, own: Own, index: Any, slot: Any, cut: Cut) -> Callable[[Any], Any] | None:
-    """Scores -> scores for a tile that is cut; what it needs of shared memory is read at once."""
-    if cut is None:
-        return None
+def _leave_out(call: Call, _: Any, count: Any) -> Any:
+    """A visit of which a warpgroup's queries see nothing: its place among the others', and nothing else."""
+    shared, warpgroups, slot = call.shared, call.tile.warpgroups, call.slot(count)
+    if call.spec.takes_turns:
+        await_turn(warpgroups)
+        pass_turn(warpgroups)
+    for full, free in ((shared.k_full, shared.k_free), (shared.v_full, shared.v_free)):
+        plgpu.barrier_wait(full.at[slot])
+        plgpu.barrier_arrive(free.at[slot])
+    return count + 1
+
+
+def _masked(call: Call, own: Own, index: Any, cut: Cut, scores: Any) -> Any:
+    """Scores, with the soft cap, of a tile that may be cut."""
     spec, key = call.spec, index * call.tile.keys
-    column_ids = arrays.load_columns(call.shared.k_ids.at[slot]) if spec.segments else None
-
-    def hide(scores: Any) -> Any:
-        if column_ids is not None:
-            scores = masking.same_ids(scores, own.row_ids, column_ids)
-        first, last = masking.key_range(spec, ROWS, own.row, key)
-        return masking.within(scores, first, None if cut == "opens" else last)
-
-    return hide
-
-
-def _exponentiate(spec: Spec, scores: Any, hide: Any, peak: Any, total: Any) -> tuple[Any, ...]:
-    """New maximum and sum of every row, weights, and the factor of all that was summed up before."""
     if spec.cap is not None:
         scores = jnp.tanh(scores * spec.inner)
-    if hide is not None:
-        scores = hide(scores)
-    top = jnp.maximum(peak, scores.max(axis=1) * spec.exponent)
-    weights = jnp.exp2(scores * spec.exponent - over_columns(top, scores.shape))
-    fade = jnp.exp2(peak - top)
-    return top, total * fade + weights.sum(axis=1), weights, fade
+    if cut is None:
+        return scores
+    first, last, mixed = *masking.key_range(spec, ROWS, own.row, key), None
+    if spec.segments:
+        first, last, mixed = _segment_range(call, own, key)
+    last = None if cut == "opens" else last
+    return masking.within(scores, first, last, mixed)
+
+
+def _segment_range(call: Call, own: Own, key: Any) -> tuple[Any, Any, masking.Mixed]:
+    """First and last column of every row where there are segment ids, and what there is to compare."""
+    first, last = (arrays.load_rows(limit.at[own.buffer]) for limit in (call.shared.first, call.shared.last))
+    mixed = last >= MIXED
+    # Places are made anew in every visit: before the loop, they would take registers up.
+    batch, row = lax.optimization_barrier((own.item.batch, own.row))
+    item, q_ids, k_ids = dataclasses.replace(own.item, batch=batch), call.operands["q_ids"], call.operands["k_ids"]
+    rows, columns = q_ids.at[item.row(q_ids), pl.ds(row, ROWS)], k_ids.at[item.row(k_ids), pl.ds(key, call.tile.keys)]
+    last = jnp.where(mixed, last - MIXED, last)
+    return first - key, last - key, masking.Mixed(mixed.astype(jnp.int32), rows, columns)
 
 
 def _narrow(call: Call, weights: Any) -> Any:
@@ -214,6 +232,7 @@ def _finish(call: Call, state: State) -> State:
 def _write(call: Call, own: Own, state: State) -> None:
     """Normalises, and writes what lies within the arrays."""
     (_, output, peak, total, _), spec = state, call.spec
+    total = forward_rows.whole_sum(total)
     if spec.sinks:
         sinks = call.operands["sinks"]
         sink = sinks[own.item.row(sinks), own.item.head] * LOG2E

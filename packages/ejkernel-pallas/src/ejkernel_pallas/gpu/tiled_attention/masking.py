@@ -1,6 +1,7 @@
 """Masks of one tile of scores: a range of columns for every row, and equal segment ids."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -8,14 +9,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
+from ejkernel_pallas.gpu.tiled_attention.registers import pair, scalar, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
-from ejkernel_pallas.gpu.tiled_attention.warpgroups import scalar
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 FAR = 2**30
+WORD = 32
+"""Bits of a word."""
+SPAN = 4 * WORD
+"""Columns of which a thread has as many as a word has bits: a fourth."""
+THREADS = 128
+"""Of a warpgroup."""
+
+
+class Mixed(NamedTuple):
+    """Segment ids that are in no order, so that the keys of a query are not one after the other.
+
+    Attributes:
+        flag: Whether they are, int32 [rows], the same for all rows.
+        row_ids: Reference to int32 [rows] in device memory.
+        column_ids: Likewise, [columns].
+    """
+
+    flag: Any
+    row_ids: Any
+    column_ids: Any
 
 
 def key_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array | None, jax.Array | None]:
@@ -41,11 +62,46 @@ def query_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array 
     return low, None if spec.left is None else row + spec.left
 
 
-def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
+def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, mixed: Mixed | None = None) -> jax.Array:
     """Scores with -inf in columns before `low` and after `high`, both int32 for every row.
 
-    Columns are constants of the instructions that compare. As arrays they would be the same in all turns of a loop,
-    and stay in registers that there are not enough of.
+    Where `mixed` says so, also where the ids of row and column differ.
+
+    The columns that a thread keeps of a row are bits of a word, of which the assembler makes seven predicates at a
+    time; comparisons would be two or three for every score, which is more than its exponential takes.
+    """
+    if low is None and high is None and mixed is None:
+        return scores
+    here = [limit is not None for limit in (low, high)]
+    limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
+    refs = () if mixed is None else (mixed.row_ids, mixed.column_ids)
+    flag = () if mixed is None else (plgpu.layout_cast(mixed.flag, ROWS),)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*flag, *limits))),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def select(_: Any, tile: Any, *given: Any) -> Any:
+        ids, given_limits = given[: len(refs) + len(flag)], iter(given[len(refs) + len(flag) :])
+        bounds = [
+            [scalar(register) for register in next(given_limits).registers.flat] if there else (None, None)
+            for there in here
+        ]
+        numbers = range(-(-scores.shape[1] // SPAN))
+        words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
+        if mixed is not None:
+            words = _same_words(words, ids, scores.shape[1])
+        return _kept(tile, words)
+
+    operands = *refs, *flag, *limits
+    return select(scores, *operands)
+
+
+def between(scores: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
+    """As `within`, without a register for words: columns are constants of the instructions that compare.
+
+    For the backward kernel, whose registers are full: with words, the assembler runs the products of heads of 64 one by
+    one.
     """
     if low is None and high is None:
         return scores
@@ -57,7 +113,7 @@ def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None) -> 
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *bounds: Any) -> Any:
-        return _select(tile, bounds, tests)
+        return _between(tile, bounds, tests)
 
     return select(scores, *limits)
 
@@ -68,31 +124,112 @@ def same_ids(scores: jax.Array, row_ids: jax.Array, column_ids: jax.Array) -> ja
     return jnp.where(row_ids == column_ids, scores, -jnp.inf)
 
 
-def _select(tile: Any, bounds: tuple[Any, ...], tests: list[str]) -> Any:
+def _between(tile: Any, bounds: tuple[Any, ...], tests: list[str]) -> Any:
     """Every thread has two rows, and of each eight columns the two that its place among four threads says."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
-    place = arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
+    place = _own_column()
     limits = [[arith.subi(scalar(bound.registers.flat[half]), place) for half in (0, 1)] for bound in bounds]
     code = "{ .reg .pred p; " + _test(0, tests[0], "p")
     code += f"{_test(1, tests[1], 'p', ', p')} " if len(tests) > 1 else ""
     code += "selp.f32 $0, $1, 0fFF800000, p; }"
-    registers = tile.registers.copy()
-    for place, register in enumerate(tile.registers.flat):
-        eight, half = divmod(place, 2)
-        made = register
-        for n in (0, 1):
-            position = ir.DenseI64ArrayAttr.get([n])
-            score = vector.extract(register, dynamic_position=[], static_position=position)
-            operands = [score, constant(eight * 8 + n), *(limit[half] for limit in limits)]
+    registers: list[Any] = []
+    for number, register in enumerate(tile.registers.flat):
+        eight, half = divmod(number, 2)
+        kept: list[Any] = []
+        for n, score in enumerate(pair(register)):
+            operands = [score, _constant(eight * 8 + n), *(limit[half] for limit in limits)]
             constraints = "=f,f,n" + ",r" * len(limits)
-            kept: Any = llvm.inline_asm(f32, operands, code, constraints, has_side_effects=False)
-            made = vector.insert(kept, made, dynamic_position=[], static_position=position)
-        registers.flat[place] = made
-    return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+            kept.append(llvm.inline_asm(ir.F32Type.get(), operands, code, constraints, has_side_effects=False))
+        registers.append(vector.from_elements(register.type, kept))
+    return with_registers(tile, registers)
 
 
 def _test(number: int, comparison: str, predicate: str, also: str = "") -> str:
     """PTX that compares a limit with a column."""
     suffix = ".and" if also else ""
     return f"setp.{comparison}{suffix}.s32 {predicate}, ${number + 3}, $2{also}; "
+
+
+def _range_word(number: int, low: Any, high: Any) -> Any:
+    """Bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
+    before = _constant(0) if low is None else _columns(number, arith.subi(low, _constant(1)))
+    through = _constant(WORD) if high is None else _columns(number, high)
+    count = arith.maxsi(arith.subi(through, before), _constant(0))
+    return llvm.inline_asm(_i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
+
+
+def _columns(number: int, last: Any) -> Any:
+    """How many of a thread's columns in a word come no later than a column of the tile."""
+    last = arith.subi(last, arith.addi(_own_column(), _constant(number * SPAN)))
+    last = arith.minsi(arith.maxsi(last, _constant(-1)), _constant(SPAN - 1))
+    pairs, rest = arith.shrsi(last, _constant(3)), arith.andi(last, _constant(7))
+    return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, _constant(1)), _constant(2)))
+
+
+def _own_column() -> Any:
+    """The first of a thread's columns: its place among four threads says which two of every eight it has."""
+    return arith.muli(arith.andi(mgpu.utils.thread_idx(), _constant(3)), _constant(2))
+
+
+def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
+    """Words without the bits of columns whose ids are not the row's, where a flag is set."""
+    (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
+    is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), _constant(0))
+    branch: Any = scf.IfOp(is_set, [_i32()] * len(flat), has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        same = _id_words(rows, columns, width)
+        scf.yield_([arith.andi(word, other) for word, other in zip(flat, same, strict=True)])
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(flat)
+    made = list(branch.results)
+    return [made[:count], made[count:]]
+
+
+def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
+    """Bits of the columns whose ids are those of a thread's rows: the words of the first row, then of the second."""
+    thread = arith.remui(mgpu.utils.thread_idx(), _constant(THREADS))
+    row = arith.addi(
+        arith.muli(arith.divui(thread, _constant(32)), _constant(16)),
+        arith.divui(arith.remui(thread, _constant(32)), _constant(4)),
+    )
+    ids = [_number(rows, arith.addi(row, _constant(8 * half))) for half in (0, 1)]
+    words = [[_constant(0)] * -(-width // SPAN) for _ in ids]
+    for place in range(width // 4):
+        eight, n = divmod(place, 2)
+        column = _number(columns, arith.addi(_own_column(), _constant(eight * 8 + n)))
+        word, bit = divmod(place, WORD)
+        for own, number in zip(words, ids, strict=True):
+            same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
+            own[word] = arith.ori(own[word], arith.select(same, _constant(_signed(1 << bit)), _constant(0)))
+    return [*words[0], *words[1]]
+
+
+def _number(ids: Any, place: Any) -> Any:
+    return memref.load(ids, [arith.index_cast(ir.IndexType.get(), place)])
+
+
+def _kept(tile: Any, words: list[list[Any]]) -> Any:
+    """A tile with -inf where the words have no bits. Every thread has two rows, and of each eight columns two."""
+    lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -math.inf))
+    registers: list[Any] = []
+    for number, register in enumerate(tile.registers.flat):
+        eight, half = divmod(number, 2)
+        kept: list[Any] = []
+        for n, score in enumerate(pair(register)):
+            word, bit = divmod(2 * eight + n, WORD)
+            found = arith.andi(words[half][word], _constant(_signed(1 << bit)))
+            kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, _constant(0)), score, lowest))
+        registers.append(vector.from_elements(register.type, kept))
+    return with_registers(tile, registers)
+
+
+def _signed(word: int) -> int:
+    """The int32 that has the bits of a word."""
+    return word - 2**WORD if word >= 2 ** (WORD - 1) else word
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _constant(value: int) -> Any:
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))

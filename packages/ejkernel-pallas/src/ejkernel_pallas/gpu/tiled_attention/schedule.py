@@ -4,6 +4,9 @@ In the list of all tiles, heads whose keys fit in the second-level cache togethe
 tiles come first where they are longer. Blocks that own one tile own that of their number. Others begin so, one on every
 multiprocessor, and take the next tile of the list that nobody has taken: how long tiles take, which may depend on
 segment ids, need not be known, and a block fetches for its next tile while it finishes the last.
+
+Where blocks wait for earlier ones of their head, and later tiles are shorter, the list is folded: then the blocks of a
+head begin evenly.
 """
 
 import dataclasses
@@ -35,6 +38,7 @@ class Plan:
         blocks: Thread blocks of the grid.
         reverse: Whether later tiles are longer and come first.
         dealt: Whether blocks take one tile after the other.
+        folded: Whether the later half of a bundle's tiles alternates with the earlier half of the next bundle's.
     """
 
     heads: int
@@ -44,6 +48,7 @@ class Plan:
     blocks: int
     reverse: bool
     dealt: bool
+    folded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +118,24 @@ def visits(plan: Plan, table: Any, number: Any) -> tuple[Any, ...]:
 
 def item(plan: Plan, number: Any) -> Item:
     """The tile that has a number in the list of all."""
+    number = _unfolded(plan, number) if plan.folded else number
     bundle, number = _divided(number, plan.bundle * plan.tiles)
     tile, number = _divided(number, plan.bundle)
     batch, head = _divided(bundle * plan.bundle + number, plan.heads)
     return Item(batch, head, plan.tiles - 1 - tile if plan.reverse else tile)
+
+
+def _unfolded(plan: Plan, number: Any) -> Any:
+    """Number, in the list of one bundle after the other, of the tile that has a number in the folded list."""
+    step, head = _divided(number, plan.bundle)
+    later, bundles = plan.tiles // 2, plan.items // (plan.bundle * plan.tiles)
+    earlier = plan.tiles - later
+    period, step = _divided(step + later, plan.tiles)
+    half, odd = _divided(step, 2)
+    alternating = jnp.where(odd == 0, period * plan.tiles + half, (period - 1) * plan.tiles + earlier + half)
+    rest = (period - 1) * plan.tiles + earlier + step
+    place = jnp.where(period == 0, step - later, jnp.where(period == bundles, rest, alternating))
+    return place * plan.bundle + head
 
 
 def _divided(number: Any, by: int) -> tuple[Any, Any]:

@@ -14,8 +14,6 @@ ROWS = 64
 """Rows of a warpgroup's tile of scores: those of one product instruction."""
 WARPGROUPS = 2
 """Warpgroups that multiply in a backward pass."""
-ADDERS = 2
-"""Warps that add to device memory in turns: one's addition takes longer than a visit may."""
 PART = 64
 """Columns of a matrix that lie together in shared memory."""
 SHARED_MEMORY = 227 * 1024
@@ -51,6 +49,17 @@ class ForwardTile:
         """Whether some tile of scores needs masking."""
         return spec.bounded or spec.keys % self.keys != 0
 
+    def uneven(self, spec: Spec) -> bool:
+        """Whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
+        if spec.right is None:
+            return False
+        ends = ((row + spec.right, row + self.queries - ROWS + spec.right) for row in self._last_rows())
+        return any(first // self.keys != last // self.keys for first, last in ends)
+
+    def _last_rows(self) -> range:
+        """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
+        return range(ROWS - 1, self.queries * self.keys, self.queries)
+
     @property
     def registers(self) -> int:
         """Of a thread that multiplies."""
@@ -66,7 +75,7 @@ def forward_bytes(tile: ForwardTile, size: int) -> int:
     """Shared memory of the forward kernel."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     rows = tile.buffers * tile.queries + 2 * tile.stages * tile.keys
-    return rows * size * itemsize + (2 * tile.buffers * tile.queries + tile.stages * tile.keys) * 4
+    return rows * size * itemsize + 3 * tile.buffers * tile.queries * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,23 +121,37 @@ class BackwardTile:
 
     @property
     def pieces(self) -> int:
-        """Pieces that a visit's part of dq is handed over in."""
+        """Pieces of a visit's part of dq that take turns by themselves: of each warpgroup, or one of both."""
+        return WARPGROUPS if self.wide else 1
+
+    @property
+    def adders(self) -> int:
+        """Warps that add to device memory, one piece after the other: an addition takes longer than a visit may."""
+        return 3 if self.wide else 2
+
+    @property
+    def makers(self) -> int:
+        """Warpgroups that make a piece, 64 rows each."""
+        return WARPGROUPS // self.pieces
+
+    @property
+    def strips(self) -> int:
+        """Strips that a warpgroup hands its share over in, one after the other.
+
+        Device memory takes about 16 bytes of sums a cycle from a multiprocessor: what is handed over at a time should
+        be gone before there is more.
+        """
         return 2 if self.wide else 1
 
     @property
-    def shares(self) -> int:
-        """Warpgroups that have a share, of 64 rows, in a piece."""
-        return 1 if self.wide else WARPGROUPS
-
-    @property
     def dq_columns(self) -> int:
-        """Columns of a share."""
-        return self.size * self.queries // (ROWS * self.pieces * self.shares)
+        """Columns of a strip."""
+        return self.size * self.queries // (ROWS * WARPGROUPS * self.strips)
 
-    def dq_start(self, piece: int, share: int) -> tuple[int, int]:
-        """First row and column of a share."""
-        row, part = self.dq_half(share)
-        return (0, piece * self.dq_columns) if self.wide else (row * ROWS, part * self.dq_columns)
+    def dq_start(self, maker: int, strip: int) -> tuple[int, int]:
+        """First row and column of a strip."""
+        row, part = (0, maker * self.strips + strip) if self.wide else self.dq_half(maker)
+        return row * ROWS, part * self.dq_columns
 
     def dq_half(self, warpgroup: Any) -> tuple[Any, Any]:
         """Which 64 queries, and which part of a row of keys, a warpgroup's share is of where two have one."""
@@ -152,6 +175,10 @@ class BackwardTile:
         """Of a thread that fetches."""
         return REGISTERS[WARPGROUPS][1]
 
+    def row_bytes(self, spec: Spec) -> int:
+        """Of a query in device memory, with its cotangent and, in float32, its gradient."""
+        return self.size * (2 * jnp.dtype(spec.dtype).itemsize + jnp.dtype(jnp.float32).itemsize)
+
     def extras(self, spec: Spec, name: str) -> tuple[str, ...]:
         """Arrays with one number for every row that come along with an array."""
         return () if name == "do" else ("shift", "delta", "q_ids") if spec.segments else ("shift", "delta")
@@ -166,7 +193,7 @@ def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     itemsize = jnp.dtype(spec.dtype).itemsize
     own = tile.keys * (2 * spec.size * itemsize + 4)
     visited = sum(tile.stages.values()) * tile.queries * spec.size * itemsize + tile.depth * tile.queries * 3 * 4
-    slopes, dq = 2 * tile.keys * tile.queries * itemsize, tile.shares * ROWS * tile.dq_columns * 4
+    slopes, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
     return own + visited + slopes + dq
 
 

@@ -4,6 +4,7 @@ For every tile the extremes of its indices and segment ids decide: a pair of til
 see any key, and *full* when every query sees every key. Without segment ids the tables are constants.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import numpy as np
 
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
+MIXED = 2**30
+"""Added to the last key of queries whose keys are not one after the other."""
 Ids = tuple[jax.Array, jax.Array] | None
 
 
@@ -25,6 +28,38 @@ def query_visits(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> Any:
     """For every key tile the query tiles to visit: int32 [B|1, key tiles, 4]."""
     some, every = _pairs(spec, ids, q_block, kv_block)
     return _runs(some.swapaxes(1, 2), every.swapaxes(1, 2), np if ids is None else jnp)
+
+
+def key_ranges(spec: Spec, ids: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The keys that queries may attend to where there are segment ids.
+
+    Where the ids of a row's keys are in order, with padding before or after them, the keys of a segment are one after
+    the other, and every query has a first and a last key. Elsewhere these are what the band leaves, and ids have to be
+    compared.
+
+    Args:
+        spec: The kernel's constants.
+        ids: Of queries [B, T] and keys [B, S], as `padded_ids` gives them.
+
+    Returns:
+        The first and the last key of every query, int32 [B, T]. Where ids have to be compared, `MIXED` is added to
+        the last.
+    """
+    queries, keys = ids
+    index = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    end = jnp.where(keys >= 0, index + 1, 0).max(axis=1, keepdims=True)
+    keys = jnp.where(index < end, keys, jnp.iinfo(jnp.int32).max)
+    mixed = (keys[:, 1:] < keys[:, :-1]).any(axis=1)
+    # Unrolled, a search is one kernel.
+    search = functools.partial(jnp.searchsorted, method="scan_unrolled")
+    first, after = (jax.vmap(functools.partial(search, side=side))(keys, queries) for side in ("left", "right"))
+    after = jnp.minimum(after, end)
+    row = jnp.arange(queries.shape[1], dtype=jnp.int32)
+    first = jnp.where(mixed[:, None], 0, first)
+    last = jnp.where(mixed[:, None], spec.keys, after) - 1
+    first = first if spec.left is None else jnp.maximum(first, row - spec.left)
+    last = last if spec.right is None else jnp.minimum(last, row + spec.right)
+    return first, jnp.where(mixed[:, None], last + MIXED, last)
 
 
 def tiles(length: int, block: int) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 FIRST = 8
 """First of the hardware's 16 named barriers that turns use: Mosaic has 0 for the block and 1 to 4 for warpgroups."""
@@ -34,10 +34,3 @@ def _named_barrier(instruction: str, ahead: int, warpgroups: int) -> None:
         llvm.inline_asm(None, [place], f"{instruction} $0, 256;", "r", has_side_effects=True)
 
     meet()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
-
-
-def scalar(register: Any) -> Any:
-    """What a register of a vector of rows holds."""
-    if isinstance(register.type, ir.VectorType):
-        return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
-    return register

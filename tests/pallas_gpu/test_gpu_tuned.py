@@ -1,0 +1,42 @@
+"""The table of measured tiles that ships for a GPU. Needs none."""
+
+import importlib.resources
+
+import jax
+import pytest
+
+from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
+from ejkernel.ops import BwdParams, ConfigSelectorChain, FwdParams
+from ejkernel.ops.config.selection import Request
+from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_pallas.gpu.tiled_attention import implementations, tiles
+from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
+
+TABLE = importlib.resources.files("ejkernel_pallas").joinpath("tuned/NVIDIA_H200/flash_attention.json")
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+PARTS = {"forward": FwdParams, "backward": BwdParams}
+
+
+def record(size):
+    array = jax.ShapeDtypeStruct((4, 8192, 2048 // size, size), "bfloat16")
+    return OP.lower(FlashAttentionArguments(query=array, key=array, value=array, causal=True))
+
+
+def test_kernels_can_have_the_tiles_of_every_entry():
+    entries = decode(TABLE.read_bytes())
+    assert {key.split(" | ")[2] for key in entries} == set(PARTS)
+    for key, entry in entries.items():
+        direction, kind = (key.split(" | ")[n] for n in (2, 5))
+        spec, part = make_spec(record(int(kind.split("x")[1].split()[0]))), as_part(entry, PARTS[direction], key)
+        (tiles.forward_tile if direction == "forward" else tiles.backward_tile)(part, spec)
+
+
+@pytest.mark.parametrize("direction", PARTS)
+@pytest.mark.parametrize(("size", "source"), [(128, "persistent: shipped table"), (256, "heuristics")])
+def test_a_call_finds_the_entry_of_its_kind_and_else_the_rule(direction, size, source):
+    (implementation,) = implementations()
+    request = Request(op=OP, implementation=implementation, direction=direction, device=H200, record=record(size))
+    selection = ConfigSelectorChain().choose(request)
+    assert selection.trail[-1].startswith(source)
+    assert selection.part == request.completed(selection.part)
