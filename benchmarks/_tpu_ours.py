@@ -36,7 +36,7 @@ def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workloa
     spread: dict[str, Any] = {"in_specs": (spec,) * 3, "out_specs": spec, "axis_name": "sp"}
 
     def forward(query: Any, key: Any, value: Any) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh: Any = jax.sharding.get_abstract_mesh()
         return ring_attention(query, key, value, causal=True, mesh=mesh, platform="pallas", **spread)
 
     def both(*arrays: Any) -> Any:

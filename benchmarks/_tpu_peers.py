@@ -42,7 +42,7 @@ def flash(block: int, gradient: bool = False) -> Workload:
 def splash(block_q: int, block_kv: int, gradient: bool = False) -> Workload:
     """Splash attention, causal; with the gradients of its sum."""
     names = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
-    rest = {name: block_q if "_q_" in name else block_kv for name in names} if gradient else {}
+    rest: dict[str, Any] = {name: block_q if "_q_" in name else block_kv for name in names if gradient}
     sizes = splash_attention_kernel.BlockSizes(
         block_q=block_q, block_kv=block_kv, block_kv_compute=min(block_kv, 1024), **rest
     )

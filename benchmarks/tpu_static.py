@@ -8,7 +8,8 @@
 
 Shows ejkernel's kernels with the tiles that they choose, and those that JAX ships with blocks worth comparing with. The
 bound is what the useful operations take at the chip's peak, or what has to be copied takes of its HBM, whichever is
-more. A file to update keeps its rows of what is not run: the estimates are the same in every run.
+more; the time that a link takes for what goes to another device is in a column of its own. A file to update keeps its
+rows of what is not run: the estimates are the same in every run. Rings are of 8 devices.
 
 Needs libtpu: pip install "ejkernel-pallas[aot]". What the figures mean and how good they are is on the page "TPU
 kernels without a TPU".
@@ -34,12 +35,13 @@ COLUMNS = (
     "MFU",
     "computing µs",
     "HBM µs",
+    "link µs",
     "matrix units",
     "VMEM MiB",
     "spilled",
     "reloaded",
 )
-BOTH, BACKWARD = "forward and gradient", "backward"
+BOTH = "forward and gradient"
 OF_BACKWARD = re.compile("backward|bwd|dkv|dq")
 """What the names of backward kernels have, and those of forward kernels have not."""
 
@@ -65,6 +67,10 @@ def grouped() -> Iterable[Case]:
 
 
 GROUPED = tuple(grouped())
+RINGS = tuple(
+    case(f"{BOTH} of a ring, {n} KV heads, ejkernel", "ring", OURS, devices=8, kv_heads=n, gradient=True)
+    for n in (8, 2)
+)
 QUICK = (
     case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
@@ -87,17 +93,24 @@ ALL = (
     case("paged prefill of 512, ejkernel", "pages", OURS, queries=512),
     case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
     *GROUPED,
+    *RINGS,
 )
 
 
-def with_backward(report: Report) -> Iterable[Report]:
-    """A report, and where it is of a forward and a backward pass that of the backward kernels by themselves."""
+def passes(label: str) -> Sequence[str]:
+    """Which passes a case of both has rows of: of one device, forward has a case of its own."""
+    return () if not label.startswith(BOTH) else ("forward", "backward") if "ring" in label else ("backward",)
+
+
+def parts(report: Report) -> Iterable[Report]:
+    """A report, and where it is of both passes that of each by itself."""
     yield report
-    if report.label.startswith(BOTH) and report.error is None:
-        kernels = tuple(kernel for kernel in report.kernels if OF_BACKWARD.search(kernel.name))
+    for name in passes(report.label) if report.error is None else ():
+        back = name == "backward"
+        kernels = tuple(kernel for kernel in report.kernels if bool(OF_BACKWARD.search(kernel.name)) == back)
         # Five of the seven products are of the backward pass, and eight of the twelve arrays.
-        flops, size = (report.flops or 0) * 5 / 7, (report.bytes or 0) * 8 / 12
-        label = report.label.replace(BOTH, BACKWARD)
+        flops, size = (report.flops or 0) * (5 if back else 2) / 7, (report.bytes or 0) * (8 if back else 4) / 12
+        label = report.label.replace(BOTH, name)
         yield dataclasses.replace(report, label=label, kernels=kernels, flops=flops, bytes=size)
 
 
@@ -108,12 +121,13 @@ def row(report: Report) -> Sequence[object]:
     doubtful = any(kernel.simulation.unknown or not kernel.simulation.complete for kernel in kernels)
     busy = sum(kernel.mxu * kernel.seconds for kernel in kernels) / report.seconds
     return (
-        report.label + (" (values unknown)" if doubtful else ""),
-        f"{report.seconds * 1e6:.0f}",
+        report.label,
+        f"{report.seconds * 1e6:.0f}" + (" (values unknown)" if doubtful else ""),
         f"{(report.bound_seconds or 0) * 1e6:.0f}",
         f"{report.mfu or 0:.1%}",
         f"{sum(kernel.compute_seconds for kernel in kernels) * 1e6:.0f}",
         f"{sum(kernel.memory_seconds for kernel in kernels) * 1e6:.0f}",
+        f"{sum(kernel.link_seconds for kernel in kernels) * 1e6:.0f}",
         f"{busy:.0%}",
         f"{max(kernel.vmem_bytes for kernel in kernels) / 2**20:.1f}",
         sum(kernel.spills for kernel in kernels),
@@ -124,9 +138,7 @@ def row(report: Report) -> Sequence[object]:
 def labels() -> Iterable[str]:
     """Every row's name, in order."""
     for made in ALL:
-        yield made.label
-        if made.label.startswith(BOTH):
-            yield made.label.replace(BOTH, BACKWARD)
+        yield from (made.label, *(made.label.replace(BOTH, name) for name in passes(made.label)))
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Sequence[object]]]:
@@ -165,7 +177,7 @@ def main() -> None:
     cases = [made for made in (QUICK if arguments.quick else ALL) if arguments.only in made.label]
     for target in arguments.target or (["v5e"] if arguments.quick else CHIPS):
         reports = profile_many(cases, target=target)
-        rows = [row(part) for report in reports for part in with_backward(report)]
+        rows = [row(part) for report in reports for part in parts(report)]
         print(f"## {target}\n\n{_report.markdown_table(COLUMNS, rows)}\n", flush=True)
         if arguments.update is not None:
             found = read_rows(arguments.update)

@@ -212,18 +212,25 @@ def test_t32_a_cache_of_both_layouts_is_an_error_that_names_the_argument():
         assert np.all(place[:, :64] == 1)
 
 
-def test_float8_caches_are_read_with_their_scales():
-    rng, dtype = np.random.default_rng(0), jnp.float8_e4m3fn
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "int8"])
+def test_caches_of_8_bits_are_read_with_their_scales(name):
+    rng, dtype = np.random.default_rng(0), jnp.dtype(name)
     queries, keys, values = (jnp.asarray(rng.normal(size=(5, heads, 128)), jnp.float32) for heads in (4, 2, 2))
     cache, rest = (
         jnp.zeros((3, 4, 1, 4, 128), dtype),
         (jnp.array([5]), jnp.array([2, 0]), jnp.array([0, 5]), jnp.array([0, 0, 1])),
     )
     scales = {"q_scale": 0.02, "k_scale": 0.01, "v_scale": 0.03}
-    stored = [(x / scales[name]).astype(dtype) for name, x in (("k_scale", keys), ("v_scale", values))]
-    got, _ = quickly(ragged_page_attention_v3, queries, *stored, cache, *rest, **scales, softmax_scale=None)
+
+    def stored(x, scale):
+        if dtype != jnp.int8:
+            return (x / scale).astype(dtype)
+        return jnp.asarray(np.clip(np.rint(np.asarray(x / scale)), -128, 127), dtype)
+
+    tokens = [stored(keys, scales["k_scale"]), stored(values, scales["v_scale"])]
+    got, _ = quickly(ragged_page_attention_v3, queries, *tokens, cache, *rest, **scales, softmax_scale=None)
     rounded = [
-        (x / scale).astype(dtype).astype(jnp.float32) * scale
+        stored(x, scale).astype(jnp.float32) * scale
         for x, scale in zip((queries, keys, values), scales.values(), strict=True)
     ]
     want = flash_attention(*(x[None] for x in rounded), causal=True)[0]

@@ -10,20 +10,23 @@ from ejkernel_pallas.tpu.interpret import VARIABLE
 
 # The numbers of every field are in `test_tpu_attention.py`; here is what only the suite asks, on few cases. All of it
 # runs with the same variable: `pytest --pyargs ejkernel_conformance --ejk-impl pallas_tpu`.
-OPS = ("flash_attention", "blocksparse_attention", "scaled_dot_product_attention")
+TILED = ("flash_attention", "blocksparse_attention", "scaled_dot_product_attention")
+PAGED = ("ragged_page_attention_v3", "page_attention")
 PARTS = {
-    "claims": "test_capabilities",
-    "calls": "(everything and not eager and not determinism) or (test_candidates and forward)",
-    "packed": "flash_attention and packed and not other and (test_padding or test_shard or test_vmap)",
-    "patterns": "blocksparse_attention and patterns and (test_gradients or test_shard)",
+    "claims": (TILED, "test_capabilities"),
+    "calls": (TILED, "(everything and not eager and not determinism) or (test_candidates and forward)"),
+    "packed": (TILED, "flash_attention and packed and not other and (test_padding or test_shard or test_vmap)"),
+    "patterns": (TILED, "blocksparse_attention and patterns and (test_gradients or test_shard)"),
+    "paged": (PAGED, "(int8 and test_value) or (lengths and test_vmap)"),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "pallas_tpu", "-k", PARTS[part]]
-    command += [f"--ejk-op={op}" for op in OPS]
+    ops, tests = PARTS[part]
+    command += ["--ejk-impl", "pallas_tpu", "-k", tests]
+    command += [f"--ejk-op={op}" for op in ops]
     environment = {**os.environ, VARIABLE: "1", "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTEST_ADDOPTS", None)
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)

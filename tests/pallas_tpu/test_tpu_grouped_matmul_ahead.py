@@ -50,8 +50,11 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("name", CHIPS)
-@pytest.mark.parametrize("case", RECORDS)
+# The kernels know three kinds of matrix units; those of v5p are v5e's.
+PAIRS = [(case, name) for case in RECORDS for name in CHIPS if name != "v5p" or case == "bfloat16"]
+
+
+@pytest.mark.parametrize(("case", "name"), PAIRS)
 def test_all_fields_compile_at_awkward_shapes(case, name):
     made = RECORDS[case]
     fields = {"lhs", "existing_out", "rhs_bias"} | ({"rhs"} if made.rhs.dtype.itemsize > 1 else set())
@@ -83,17 +86,19 @@ def model(target):
     return Workload(function=both, args=(made, shaped((4096, 512))), flops=6 * 4096 * 1024 * 512)
 
 
+SPILLED = {"v5e": (0, 576, 0), "v5p": (0, 0, 0), "v6e": (240, 192, 592), "v7x": (0, 0, 592)}
+"""Registers that each of the three kernels spills in a whole run of some 10000 to 40000 bundles: products as short as
+these begin before the sums of the last are written. Tiles of long products spill none."""
+
+
 @pytest.mark.parametrize("name", CHIPS)
-def test_a_model_spills_little_and_fits_into_memory(name):
+def test_a_model_spills_what_is_known_and_fits_into_memory(name):
     (report,) = profile_many([Case(label="experts", build=f"{__file__}:model", kwargs={"target": name})], target=name)
     assert report.error is None
-    assert len(report.kernels) == 3
-    for kernel in report.kernels:
+    for kernel, spilled in zip(report.kernels, SPILLED[name], strict=True):
         assert kernel.simulation.unknown == {}
         assert kernel.vmem_bytes < PROFILED[name].vmem
-        # None at all with tiles of long products; short ones, as here, keep what they begin with in memory.
-        few = kernel.simulation.bundles // 10
-        assert kernel.spills + kernel.fills <= few, kernel.name
+        assert max(kernel.spills, kernel.fills) <= spilled, kernel.name
 
 
 def test_an_exported_call_is_loaded_and_lowered_again():

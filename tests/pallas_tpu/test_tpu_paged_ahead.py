@@ -1,5 +1,6 @@
 """The paged-attention kernel compiled for real chips by their own compiler, which needs none of them."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from test_tpu_ahead import CHIPS, compiled
-from tpu_paged_records import layouts
+from tpu_paged_records import layouts, lowered
 
 from ejkernel.modules import ragged_page_attention_v3
+from ejkernel.modules.operations import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
+from ejkernel.modules.operations.paged_inputs import Sizes
 from ejkernel_pallas.tpu.paged_attention import limits
 from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 from ejkernel_pallas.tpu.profile.chips import chip
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
@@ -42,6 +46,20 @@ def test_a_donated_cache_stays_where_it_is():
     size = 2 * math.prod(shapes["cache"])
     assert stats.alias_size_in_bytes >= size
     assert stats.temp_size_in_bytes < size // 8
+
+
+def test_tables_that_just_fit_into_scalar_memory():
+    def record(entries):
+        tables = jax.ShapeDtypeStruct((1024, entries), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((1024,), jnp.int32)
+        single = lowered("page_attention", paged_inputs.page_inputs, Sizes(dtype=jnp.bfloat16, g=2, h=4, d=128, v=128))
+        query = jax.ShapeDtypeStruct((1024, *single.query.shape[1:]), jnp.bfloat16)
+        return dataclasses.replace(single, query=query, block_tables=tables, kv_lens=lengths)
+
+    most = limits.WORDS // 1024 - len(FIELDS)
+    assert list(limits.reasons(record(most))) == []
+    assert list(limits.reasons(record(most + 1)))
+    assert "tpu_custom_call" in compiled(attend, (record(most),), "v5e").as_text()
 
 
 @pytest.mark.parametrize("layout", sorted(set(layouts()) - {"v2", "v3", "v3, 8 bits"}))

@@ -13,8 +13,9 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
 from ejkernel.modules.operations.paged_inputs import Sizes
-from ejkernel_pallas.tpu.paged_attention import limits
+from ejkernel_pallas.tpu.paged_attention import limits, tiles
 from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.spec import make_spec
 
 V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -28,6 +29,7 @@ CASES = {
     "written, window, soft cap": (V3, "window and soft cap", TILES),
     "written in lanes": (V3, "head size 64 in lanes, bfloat16", SINGLE),
     "written in 8 bits, padded heads": (V3, "padded heads, float8", TILES),
+    "written in int8, scales": (V3, "int8, scales", SINGLE),
     "pages of two heads": ("page_attention", "wide table, bfloat16", SINGLE),
     "heads first": ("prefill_page_attention", "window", TILES),
 }
@@ -56,6 +58,14 @@ def test_absent_pages_have_no_keys(op, make, params, fields):
     tables = sizes.tables()
     tables[0, [1, 4, 8]], tables[1, :], tables[2, 3] = -1, 10_000, -5
     check(lowered(op, make, sizes, block_tables=jnp.asarray(tables), **fields), params)
+
+
+def test_decoding_while_the_block_ahead_is_copied():
+    """Blocks that all attend, ahead of such, of a part of one, of another sequence's, and of nothing."""
+    sizes = Sizes(lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
+    record = lowered(V2, paged_inputs.v2_inputs, sizes)
+    assert make_spec(record, tiles.chosen(record, SINGLE)).pieces
+    check(record, SINGLE)
 
 
 def test_new_tokens_fill_whole_pages_and_parts_of_them():

@@ -1,5 +1,7 @@
 """The paged-attention kernel under a simulator of the TPU's copies, watched for races: pages, results, new tokens."""
 
+import dataclasses
+
 import jax
 import pytest
 from jax import lax
@@ -26,20 +28,21 @@ def read_words(buffer, turn, word, at, spec):
     """What `keys._words` reads, without a view of another shape, which the simulator does not have."""
     words = spec.cache.words
     rows = buffer[...].reshape(spec.block * words, buffer.shape[-1])
-    rows = lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk * words)[word::words]
-    return keys._kept(rows, at, 1)
+    return lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk * words)[word::words]
 
 
 def records():
     sizes = Sizes(lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
+    single = paged_inputs.page_inputs, dataclasses.replace(sizes, lens=(300, 150, 256))
     new = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
     return {
+        "decoding": lowered("page_attention", *single),
         "several blocks": lowered("unified_attention", paged_inputs.packed_inputs, sizes),
         "written": lowered("ragged_page_attention_v3", paged_inputs.v3_inputs, new),
     }
 
 
-@pytest.mark.parametrize("name", ["several blocks", "written"])
+@pytest.mark.parametrize("name", ["decoding", "several blocks", "written"])
 def test_there_is_none(name, monkeypatch):
     record = records()[name]
     monkeypatch.setattr(keys, "_words", read_words)

@@ -60,6 +60,7 @@ def layouts():
         "v3, float32": _v3(_sized(jnp.float32, **small), softmax_aux=sinks),
         "v3, lanes": _v3(_sized(**small), lanes=True),
         "v3, 8 bits": lowered("ragged_page_attention_v3", paged_inputs.v3_eight_bits, _sized(h=3, g=3, d=64, v=64)),
+        "v3, int8": lowered("ragged_page_attention_v3", paged_inputs.v3_integers, _sized(**wide)),
         "pages": lowered("page_attention", paged_inputs.page_inputs, _sized(**wide, q_lens=None)),
         "pages, float32": lowered(
             "page_attention", paged_inputs.page_inputs, _sized(jnp.float32, h=8, g=4, d=32, v=32, q_lens=None)

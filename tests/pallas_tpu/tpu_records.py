@@ -117,6 +117,13 @@ CASES = {
         dropout_origin=jnp.asarray([1, 2, 3, 4], jnp.int32),
     ),
     "bfloat16": record((1, 300, 300, 2, 1, 128, 128), "bfloat16", causal=True),
+    "bfloat16, padding and sinks": record(
+        (1, 150, 150, 2, 1, 64, 32),
+        "bfloat16",
+        q_segment_ids=ids(1, 60, 70, 20),
+        kv_segment_ids=ids(1, 60, 70, 20),
+        softmax_aux=normal(2),
+    ),
 }
 
 

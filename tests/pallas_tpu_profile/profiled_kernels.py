@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ejkernel_pallas.tpu.profile import Workload
 
@@ -71,6 +72,37 @@ def matmul(m: int = 512, k: int = 512, n: int = 256, block: int = 256) -> Worklo
     )
     a, b = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
     return Workload(function=call, args=(a, b), flops=2 * m * n * k)
+
+
+def neighbours(devices: int = 8) -> Workload:
+    """Every device sends its part to the next, and waits for that of the one before."""
+
+    def neighbours_kernel(after: Any, x: Any, out: Any, sent: Any, arrived: Any) -> None:
+        there = {"x": after[0]}
+        copy = pltpu.make_async_remote_copy(x, out, sent, arrived.at[1], device_id=there)
+        copy.start()
+        copy.wait()
+
+    def part(x: Any) -> Any:
+        after = (jax.lax.axis_index("x") + jnp.ones(1, jnp.int32)) % devices
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA((2,))],
+        )
+        params = pltpu.CompilerParams(has_side_effects=True)
+        call = pl.pallas_call(
+            neighbours_kernel, grid_spec=spec, out_shape=x, compiler_params=params, name="neighbours_kernel"
+        )
+        return call(after, x)
+
+    def function(x: Any) -> Any:
+        mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec("x")
+        return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+    x = jax.ShapeDtypeStruct((512 * devices, 128), jnp.float32)
+    return Workload(function=function, args=(x,), axes={"x": devices}, specs=(PartitionSpec("x"),))
 
 
 LENGTHS = np.array([3, 0, 5, 1], np.int32)

@@ -17,7 +17,7 @@ from ejkernel_pallas.tpu.profile.simulate import Schedule
 
 FOLDER = Path(__file__).parent / "recorded"
 FIGURES = FOLDER / "figures.json"
-KERNELS = ("softmax", "transposed", "matmul", "pages")
+KERNELS = ("softmax", "transposed", "matmul", "pages", "neighbours")
 NAMES = [f"{kernel} {target}" for target in CHIPS for kernel in KERNELS]
 KINDS = ("final_bundles", "final_hlo-static-per-bundle-utilization", "pre-finalize-registers-and-allocations")
 SEPARATOR = "\n=== next file ===\n"

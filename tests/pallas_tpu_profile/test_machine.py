@@ -54,6 +54,28 @@ def test_copies_inside_a_core_do_not_queue_for_hbm(machine):
     assert machine.wait(0, 2, 8) == pytest.approx(100 + 8 * GRANULE / 256)
 
 
+REMOTE, SENT, ARRIVED = 1 << 14, 2 * POINTER, 3 * POINTER + 1
+
+
+def test_a_copy_inside_hbm_is_read_and_written(machine):
+    machine.start_general(0, "hbm_to_hbm", 1000, SENT, ARRIVED, 0)
+    assert machine.wait(0, ARRIVED, 1000) == pytest.approx(2 * 1000 * GRANULE / RATE + READ)
+    assert machine.copied == {"hbm_to_hbm": 32000}
+
+
+def test_copies_to_the_next_device_queue_for_the_link_and_as_much_comes(machine):
+    link = V5E.link_bandwidth / V5E.clock
+    for _ in range(2):  # the other's semaphore is named with bits that say whose it is
+        machine.start_general(0, "hbm_to_hbm", 1000, SENT, ARRIVED | REMOTE | 1 << 13, REMOTE | 5)
+    assert machine.copied == {"hbm_to_ici": 64000, "ici_to_hbm": 64000}
+    one, two = (count * 1000 * GRANULE / link + WRITE for count in (1, 2))
+    assert machine.wait(0, SENT, 1000) == pytest.approx(one)
+    assert machine.wait(0, ARRIVED, 1000) == pytest.approx(one)
+    assert machine.wait(0, ARRIVED, 1000) == pytest.approx(two)
+    read(machine, 0, 10)
+    assert machine.wait(0, 1, 10) == pytest.approx(10 * GRANULE / RATE + READ)  # HBM's queue is another
+
+
 def test_tables_arrive_in_scalar_memory(machine):
     machine.start(0, "hbm_to_smem", 16, 1, operand_address(0), 5 * POINTER)
     assert [machine.load(5 * POINTER + k) for k in range(3)] == [7, 8, 0]

@@ -42,6 +42,16 @@ def printed(report: Report) -> str:
     return out.getvalue()
 
 
+def test_what_goes_to_another_device_is_said(report, kernel):
+    copied = {**kernel.simulation.copied, "hbm_to_ici": 4_000_000, "ici_to_hbm": 4_000_000}
+    copies = {**kernel.simulation.copies, "hbm_to_ici": 1, "ici_to_hbm": 1}
+    simulation = dataclasses.replace(kernel.simulation, copied=copied, copies=copies)
+    sending = dataclasses.replace(kernel, simulation=simulation)
+    text = printed(dataclasses.replace(report, kernels=(sending,)))
+    assert "to the next device   4 MB, 40 µs at 100 GB/s of a link" in text
+    assert "the link to the next device" in text
+
+
 def test_the_report_has_all_that_was_found(report, kernel):
     text = printed(report)
     first, last = kernel.loops

@@ -28,5 +28,6 @@ def test_chips_are_as_written(target):
         f"{chip.flops / 1e12:.0f} TFLOP/s",
         f"{chip.bandwidth / 1e9:.0f} GB/s",
         f"{chip.vmem >> 20} MiB",
+        f"{chip.link_bandwidth / 1e9:.0f} GB/s",
     ):
         assert f"| {figure} |" in row

@@ -8,13 +8,15 @@ import recorded_schedules
 from ejkernel_pallas.tpu.profile import CHIPS, KernelReport
 from ejkernel_pallas.tpu.profile.scalars import pack_words
 
+AFTER = {0: [1]}
 TABLES = {0: pack_words(profiled_kernels.LENGTHS), 1: pack_words(profiled_kernels.TABLE)}
 PAGE = 16 * 128 * 4
 
 
 def profiled(name: str, operands=None) -> KernelReport:
     schedule = recorded_schedules.schedule(name)
-    given = (TABLES if name.startswith("pages") else {}) if operands is None else operands
+    tables = {"pages": TABLES, "neighbours": AFTER}
+    given = tables.get(name.split()[0], {}) if operands is None else operands
     simulation = schedule.run(given)
     return KernelReport(
         name=name,
@@ -48,6 +50,15 @@ def test_bytes_are_those_that_the_block_specs_say(target):
     assert (softmax.hbm_read, softmax.hbm_written) == (512 * 256 * 4, 512 * 256 * 4)
     # Two row blocks, one column block, two steps: a block of each factor for every step.
     assert (matmul.hbm_read, matmul.hbm_written) == (2 * 4 * 256 * 256 * 2, 512 * 256 * 2)
+
+
+@pytest.mark.parametrize("target", CHIPS)
+def test_what_goes_to_the_next_device_is_counted_and_waited_for(target):
+    kernel, part = profiled(f"neighbours {target}"), 512 * 128 * 4
+    assert kernel.simulation.copied["hbm_to_ici"] == kernel.simulation.copied["ici_to_hbm"] == part
+    assert kernel.simulation.sent == part
+    assert kernel.link_seconds == part / CHIPS[target].link_bandwidth
+    assert kernel.link_seconds < kernel.simulation.waited_cycles / CHIPS[target].clock < kernel.seconds
 
 
 @pytest.mark.parametrize("target", CHIPS)

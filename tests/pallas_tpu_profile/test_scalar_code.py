@@ -24,6 +24,28 @@ def computed(*instructions: str, operands=None) -> int:
     return run(*bundles, COPY, operands=operands).copied["hbm_to_vmem"] // 32
 
 
+GENERAL = "{ %9 = dma.general /*src=*/%s1_s0, /*size_in_granules=*/16, /*dst=*/%s2_s1, /*dst_syncflagno=*/%s4_s4, /*src_syncflagno=*/%s3_s3, /*stridedescaddr=*/[#allocation9], /*overrides=*/%s5_s5, /*dst_syncflagno_1=*/0 /* hbm-to-vmem */ }"  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("device", "copied"), [(0, {"hbm_to_vmem": 512}), (16384 + 3, {"hbm_to_ici": 512, "ici_to_vmem": 512})]
+)
+def test_general_copies_say_to_which_memory_and_device(device, copied):
+    """Both semaphores of one to another device are waited for: as much comes as goes."""
+    semaphores = ("{ %s3_s3 = smov [#allocation3] }", "{ %s4_s4 = sor.u32 16384, [#allocation4 + $0x1] }")
+    local = ("{ %s3_s3 = smov 0 }", "{ %s4_s4 = smov [#allocation4 + $0x1] }")
+    waits = ("{ %11 = dma.done.wait [#allocation4 + $0x1], 16 }", "{ %12 = dma.done.wait [#allocation3], 16 }")
+    found = run(f"{{ %s5_s5 = smov {device} }}", *(semaphores if device else local), GENERAL, *waits)
+    assert found.copied == copied
+    assert found.sent == copied.get("hbm_to_ici", 0)
+    assert found.waited_cycles > 400
+
+
+def test_a_merge_takes_what_another_merge_gives():
+    """As where an inner loop begins with what the outer one carries."""
+    assert computed("%s1_s1 = smov 5", "%s2_s2 = sphi %s1_s1, %s5_s5", "%s8_s8 = sphi %s2_s2, %s7_s7") == 5
+
+
 INTEGER = st.integers(-(2**31), 2**31 - 1)
 
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import profiled_kernels
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from ejkernel_pallas.tpu.profile.scalars import pack_words, pallas_calls
 
@@ -45,6 +47,12 @@ def test_what_a_program_computes_of_known_values_is_known():
     np.testing.assert_array_equal(call.scalars[1], np.full((4, 5), 3))
 
 
+def test_calls_with_a_batching_rule_of_their_own_are_looked_into():
+    program = jax.custom_batching.sequential_vmap(lambda *args: pages_of(*args))
+    ((call),) = calls(program, LENGTHS, TABLE, MEMORY)
+    np.testing.assert_array_equal(call.scalars[0], LENGTHS)
+
+
 def test_what_depends_on_an_unknown_value_is_not():
     ((call),) = calls(lambda n, t, m: pages_of(n * 2, t + 1, m), SHAPE, TABLE, MEMORY)
     assert call.scalars[0] is None
@@ -70,6 +78,23 @@ def test_a_result_of_a_kernel_is_unknown_to_the_next():
     first, second = calls(program, LENGTHS, MEMORY)
     assert first.scalars[0] is not None
     assert second.scalars[0] is None
+
+
+def test_of_a_mesh_the_first_device_is_looked_at():
+    """It knows its index and its part of an array, and nothing that another has."""
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def part(lengths, memory):
+        here = lengths + jax.lax.axis_index("x")
+        pages_of(here, jnp.zeros((4, 5), jnp.int32) + here[0], memory)
+        theirs = jax.lax.ppermute(lengths, "x", [(0, 1), (1, 0)])
+        return pages_of(theirs, TABLE, memory)
+
+    program = jax.shard_map(part, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
+    near, far = calls(program, np.concatenate([LENGTHS, LENGTHS + 1]), MEMORY)
+    np.testing.assert_array_equal(near.scalars[0], LENGTHS)
+    np.testing.assert_array_equal(near.scalars[1], np.full((4, 5), LENGTHS[0]))
+    assert far.scalars[0] is None
 
 
 def test_vectors_of_words_are_themselves():

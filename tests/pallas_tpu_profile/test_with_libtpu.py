@@ -35,13 +35,17 @@ def test_every_case_is_answered_whatever_happens_to_the_others():
         Case(label="wrong", build=f"{BUILDERS}:matmul", kwargs={"tile": 3}),
         Case(label="abort", build=f"{__file__}:abort"),
         Case(label="pages", build=f"{BUILDERS}:pages"),
+        Case(label="neighbours", build=f"{BUILDERS}:neighbours"),
+        Case(label="too many", build=f"{BUILDERS}:neighbours", kwargs={"devices": 9}),
     ]
     seen: list[str] = []
-    matmul, wrong, died, pages = profile_many(cases, target="v6e", progress=lambda report: seen.append(report.label))
-    assert seen == ["matmul", "wrong", "abort", "pages"]
+    reports = profile_many(cases, target="v6e", progress=lambda report: seen.append(report.label))
+    assert seen == [case.label for case in cases]
+    matmul, wrong, died, pages, neighbours, many = reports
     assert "unexpected keyword argument 'tile'" in (wrong.error or "")
     assert "ended without a report" in (died.error or "")
-    for report, products in ((matmul, 2 * 512 * 512 * 256), (pages, None)):
+    assert "wants at most 8 devices" in (many.error or "")
+    for report, products in ((matmul, 2 * 512 * 512 * 256), (pages, None), (neighbours, None)):
         assert report.error is None
         assert report.flops == products
         ((kernel),) = report.kernels

@@ -21,6 +21,7 @@ from ejkernel.modules.operations.paged_inputs import (
     v2_inputs,
     v3_eight_bits,
     v3_inputs,
+    v3_integers,
 )
 from ejkernel.ops.model import Case
 
@@ -139,6 +140,8 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
         ("head size 64 in lanes, bfloat16", _half(small), lambda k: {"softmax_scale": None}, (), ()),
     )
     odd = dataclasses.replace(small, h=3, g=3)
+    integers = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": None}
+    eight: tuple[Row[Sizes], ...] = (("int8, scales", wide, lambda k: integers, ("value_scale",), ()),)
     padded: tuple[Row[Sizes], ...] = (
         ("padded heads, float8", odd, lambda k: {"softmax_scale": None}, ("kv_heads",), ("awkward",)),
     )
@@ -146,6 +149,7 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
         *table(arguments, v3_inputs, rows),
         *table(arguments, functools.partial(v3_inputs, lanes=True), halved),
         *table(arguments, v3_eight_bits, padded),
+        *table(arguments, v3_integers, eight),
     )
 
 

@@ -146,6 +146,17 @@ def v3_eight_bits(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**given, "queries": given["queries"].astype(jnp.bfloat16)}
 
 
+def v3_integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """The same with a cache of int8."""
+    given = v3_inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
+    kept = ("keys", "values", "kv_cache")
+    made = {
+        name: jax.random.randint(k, given[name].shape, -128, 128).astype(jnp.int8)
+        for name, k in zip(kept, jax.random.split(key, len(kept)), strict=True)
+    }
+    return {**given, **made, **normal(key, jnp.bfloat16, queries=given["queries"].shape)}
+
+
 def chunked_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     """Arguments of `chunked_prefill_paged_decode`; the caches are written to, and compared, so they hold no NaN."""
     z, keys = sizes, jax.random.split(key)

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel.families import paged_attention, paged_cache
 from ejkernel.families.paged_attention import PagedAttention
@@ -72,9 +72,9 @@ class RaggedPageAttentionv3Arguments:
 
 def ragged_page_attention_v3(
     queries: Float[Array, "t h d"],
-    keys: Float[Array, "t g d"],
-    values: Float[Array, "t g d"],
-    kv_cache: Float[Array, "p s x c lanes"],
+    keys: Num[Array, "t g d"],
+    values: Num[Array, "t g d"],
+    kv_cache: Num[Array, "p s x c lanes"],
     kv_lens: Integer[Array, " r"],
     block_tables: Integer[Array, " r*k"],
     query_start_loc: Integer[Array, " n"],
@@ -95,7 +95,7 @@ def ragged_page_attention_v3(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "t h d"], Float[Array, "p s x c lanes"]]:
+) -> tuple[Float[Array, "t h d"], Num[Array, "p s x c lanes"]]:
     """Writes the new tokens of many sequences into their pages, then attends causally (Kwon et al. 2023).
 
     Shape letters: T rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n owns
@@ -115,7 +115,7 @@ def ragged_page_attention_v3(
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         keys: [T, Hk, D] new keys, dtype of kv_cache.
         values: [T, Hk, D] new values, dtype of kv_cache.
-        kv_cache: [P, S, x, pack, lanes] floating, as above.
+        kv_cache: [P, S, x, pack, lanes] floating or int8, as above.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
         block_tables: [N * K] int. Entries past a sequence's length are neither looked at nor written through; within
             it, an entry that is no page of the cache is a page without keys, which drops what is written to it.
@@ -126,7 +126,8 @@ def ragged_page_attention_v3(
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied after all scales.
-        q_scale: Queries are divided by it and rounded to the cache's dtype; scores are multiplied by it.
+        q_scale: Queries are divided by it and rounded to the cache's dtype, for int8 to the nearest of -128 to 127;
+            scores are multiplied by it.
         k_scale: Factor on the scores, by which keys were divided before they were stored.
         v_scale: Factor on the output, by which values were divided.
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
@@ -194,7 +195,8 @@ def validate(args: RaggedPageAttentionv3Arguments) -> None:
     check_groups("keys", args.keys, "queries", sizes)
     check_shape("kv_cache", args.kv_cache, "P S x pack lanes", sizes)
     check_not_empty("kv_cache", args.kv_cache, "P S x pack lanes", "S")
-    check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype")
+    if args.kv_cache.dtype != jnp.int8:
+        check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype or int8")
     check_same_dtype({"kv_cache": args.kv_cache, "keys": args.keys, "values": args.values})
     layout(args)
     check_ints("kv_lens", args.kv_lens, "N", sizes)
@@ -265,7 +267,10 @@ def _quantised(args: RaggedPageAttentionv3Arguments) -> jax.Array:
     """Queries as the cache's dtype represents them, in their own."""
     if args.q_scale is None:
         return args.queries
-    return (args.queries / args.q_scale).astype(args.kv_cache.dtype).astype(args.queries.dtype)
+    scaled, dtype = args.queries / args.q_scale, args.kv_cache.dtype
+    if dtype == jnp.int8:
+        scaled = jnp.clip(jnp.round(scaled), -128, 127)
+    return scaled.astype(dtype).astype(args.queries.dtype)
 
 
 def finish(args: RaggedPageAttentionv3Arguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

@@ -26,6 +26,8 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import (
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, by_matrices, visit
 
 Refs = dict[str, Any]
+GROUP = 64
+"""Rows that are copied at once."""
 
 
 def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozenset[str]) -> dict[str, jax.Array]:
@@ -43,7 +45,7 @@ def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozen
     visits, products = by_matrices(record, spec.blocks.rows), bool(wanted & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
     k_tiles, n_tiles = spec.steps if products else 1, -(-spec.columns // spec.blocks.columns)
-    outputs, scratch = _results(record, spec, k_tiles, wanted)
+    outputs, scratch = _results(record, cotangent.dtype, spec, k_tiles, wanted)
     inputs = _operands(record, cotangent, spec, wanted) if products else {"cotangent": _cotangent(cotangent, spec)}
     made = launch(
         functools.partial(_kernel, spec=spec),
@@ -94,7 +96,7 @@ def _operands(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: f
 
 
 def _results(
-    record: GroupedMatmul, spec: Spec, k_tiles: int, wanted: frozenset[str]
+    record: GroupedMatmul, cotangent: Any, spec: Spec, k_tiles: int, wanted: frozenset[str]
 ) -> tuple[dict[str, Operand], dict[str, jax.ShapeDtypeStruct]]:
     """What is written, and what is kept."""
     matrices, width = record.rhs.shape[0], spec.blocks.columns
@@ -110,6 +112,8 @@ def _results(
     if wanted & {"rhs", "rhs_scale"}:
         tile = (width, spec.blocks.contracted) if spec.transposed else (spec.blocks.contracted, width)
         scratch["sum"] = jax.ShapeDtypeStruct(tile, jnp.float32)
+        scratch["own rows"] = jax.ShapeDtypeStruct((spec.part_rows, spec.blocks.contracted), record.lhs.dtype)
+        scratch["own cotangent"] = jax.ShapeDtypeStruct((spec.part_rows, width), cotangent)
     if "rhs_bias" in wanted:
         array = jax.ShapeDtypeStruct((matrices, 1, spec.columns), jnp.float32)
         outputs["rhs_bias"] = Operand(array, (None, 1, width), _at(spec, lambda v, k, n: (v.matrix, 0, n)))
@@ -151,38 +155,53 @@ def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
     if not cut:
         deep = rows if spec.accumulates else math.gcd(rows, CHUNK)
         for row in range(0, rows, deep):
-            _add_products(refs, row, deep, spec, lambda x, row: x)
+            _add_products(refs, refs["rows"], refs["cotangent"], (row, deep), spec)
         return
-    deep = math.gcd(rows, CHUNK)
+    deep = spec.part_rows
 
     def some(n: Any, carry: Any) -> Any:
         row = pl.multiple_of(n * deep, deep)
-        _add_products(refs, row, deep, spec, lambda x, row: zero_outside(x, v.low - row, v.high - row, 0))
+        # Written down, and not masked as they are multiplied, which takes registers that the sums need.
+        _copy_own(refs, v, row, deep)
+        _add_products(refs, refs["own rows"], refs["own cotangent"], (0, deep), spec)
         return carry
 
     # A loop and not conditions, which a compiler may turn into products whose results are not used.
     lax.fori_loop(divided(v.low, deep), divided(v.high + (deep - 1), deep), some, np.int32(0))
 
 
-def _add_products(refs: Refs, row: Any, rows: int, spec: Spec, own: Callable[[jax.Array, Any], jax.Array]) -> None:
+def _copy_own(refs: Refs, v: Visit, row: Any, rows: int) -> None:
+    """Copies some rows, with 0 in place of those that are not the matrix's own."""
+
+    def few(n: Any, carry: Any) -> Any:
+        at = pl.multiple_of(n * GROUP, GROUP)
+        for name in ("rows", "cotangent"):
+            x = refs[name][pl.ds(pl.multiple_of(row + at, GROUP), GROUP)]
+            refs[f"own {name}"][pl.ds(at, GROUP)] = zero_outside(x, v.low - row - at, v.high - row - at, 0)
+        return carry
+
+    lax.fori_loop(np.int32(0), np.int32(rows // GROUP), few, np.int32(0))
+
+
+def _add_products(refs: Refs, rows: Any, cotangent: Any, some: tuple[int, int], spec: Spec) -> None:
     """Adds the products of some rows, part after part, so that no sum is kept in more registers than there are.
 
     Args:
         refs: Blocks and scratch memory.
-        row: First of the rows.
-        rows: How many.
+        rows: Where the rows of lhs are.
+        cotangent: Where those of the cotangent are.
+        some: The first of them, and how many.
         spec: The kernel's constants.
-        own: Puts 0 in place of rows that are not the matrix's own.
     """
-    height, width = refs["sum"].shape
-    left, right = (refs[name] for name in (("cotangent", "rows") if spec.transposed else ("rows", "cotangent")))
+    (height, width), inner = refs["sum"].shape, slice(some[0], sum(some))
+    left, right = (cotangent, rows) if spec.transposed else (rows, cotangent)
     for part in range(0, height, CHUNK):
         parts = slice(part, min(height, part + CHUNK))
         for column in range(0, width, spec.strip):
             columns = slice(column, min(width, column + spec.strip))
             refs["sum"][parts, columns] += lax.dot_general(
-                own(left[pl.ds(row, rows), parts], row).astype(spec.operand),
-                own(right[pl.ds(row, rows), columns], row).astype(spec.operand),
+                left[inner, parts].astype(spec.operand),
+                right[inner, columns].astype(spec.operand),
                 (((0,), (0,)), ((), ())),
                 precision=spec.precision,
                 preferred_element_type=jnp.float32,

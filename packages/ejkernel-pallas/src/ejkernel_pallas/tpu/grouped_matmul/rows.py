@@ -1,7 +1,6 @@
 """Rows times the matrices of their groups: the output, and the gradient of lhs."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -151,7 +150,7 @@ def _over_columns(spec: Spec, row: Any, work: Callable[[Part], None], rows: int 
 
 def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
     """Calls `work` with parts that have all rows of the visit, and few others."""
-    rows = math.gcd(spec.blocks.rows, CHUNK)
+    rows = spec.part_rows
 
     def some(n: Any, carry: Any) -> Any:
         _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)

@@ -88,6 +88,11 @@ class Spec:
         )
 
     @property
+    def part_rows(self) -> int:
+        """Rows that are computed at once of a tile that groups share: no more than matrix units are wide."""
+        return math.gcd(self.blocks.rows, CHUNK if self.wide else LANES)
+
+    @property
     def strip(self) -> int:
         """Columns of one product of the kernel that sums over rows; its other operand is transposed once a strip."""
         return 2 * CHUNK if self.wide else 4 * CHUNK

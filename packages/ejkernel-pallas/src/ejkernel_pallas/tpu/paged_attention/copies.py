@@ -1,7 +1,11 @@
 """What the kernel copies: pages and queries into its memory, results out of it, and new tokens into pages."""
 
 import dataclasses
-from typing import Any
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel_pallas.tpu.paged_attention.loops import loop
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, Spec
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 
@@ -29,87 +34,151 @@ class Item:
         return self.items[FIELDS.index(name) * (self.items.shape[0] // len(FIELDS)) + self.index]
 
 
-def first_block(item: Item, spec: Spec) -> Any:
-    """The first block of keys that an item attends."""
-    return item.low // spec.block
+class Block(NamedTuple):
+    """A block of an item's keys, by its number in the sequence, and the buffer that it is copied to."""
+
+    item: Item
+    number: Any
+    slot: Any
+
+    def pages(self, spec: Spec) -> tuple[Any, Any]:
+        """First page to copy, in the block, and one more than the last."""
+        start = self.number * spec.pages
+        first = jnp.clip(self.item.first_page - start, 0, spec.pages)
+        return first, jnp.clip(self.item.end_page - start, first, spec.pages)
+
+    def full(self, spec: Spec) -> Any:
+        """Whether all of its pages are copied."""
+        first, end = self.pages(spec)
+        return (end - first == spec.pages) & (self.item.holes == 0)
+
+    def entry(self, spec: Spec) -> Any:
+        """Of its first page in the table."""
+        return self.item.sequence * spec.entries + self.number * spec.pages
 
 
-def blocks(item: Item, spec: Spec) -> Any:
-    """How many it attends; at least one, of which it may attend nothing."""
-    return jnp.maximum((item.high + spec.block - 1) // spec.block - first_block(item, spec), 1)
+class Cursor(NamedTuple):
+    """The next block to copy: an item, and the block's number in its sequence."""
+
+    index: Any
+    number: Any
+
+    def after(self, items: Any, end: Any) -> "Cursor":
+        """The one after it, of the same item or of the next; of none if that is `end`."""
+        item = Item(items, jnp.minimum(self.index, end - 1))
+        more = self.number + 1 < item.end_block
+        index = jnp.where(more, self.index, self.index + 1)
+        following = Item(items, jnp.minimum(index, end - 1))
+        return Cursor(index, jnp.where(more, self.number + 1, following.first_block))
 
 
-def _pages(item: Item, block: Any, spec: Spec) -> tuple[Any, Any]:
-    """First page of a block to copy, in the block, and one more than the last."""
-    slots, start = spec.cache.slots, block * spec.block
-    first = jnp.clip((item.low - start) // slots, 0, spec.pages)
-    return first, jnp.clip((item.high - start + slots - 1) // slots, first, spec.pages)
-
-
-def start_pages(refs: Refs, item: Item, block: Any, slot: Any, spec: Spec) -> None:
-    """Starts the copies of a block's pages; what is absent becomes 0.
-
-    Both loops are always run, one of them with nothing to do: the compiler would run them with what they do switched
-    off, rather than skip them.
-    """
-    first, end = _pages(item, block, spec)
-    entry = item.sequence * spec.entries + block * spec.pages
-    full = _full(item, first, end, spec)
-
-    def start(page: Any) -> None:
-        for copy in _page_copies(refs, refs["tables"][entry + page], slot, page, spec):
-            copy.start()
-
-    def start_or_clear(page: jax.Array, carry: jax.Array) -> jax.Array:
-        there = refs["tables"][entry + page] >= 0
-        pl.when(there)(lambda: start(page))
-
-        @pl.when(jnp.logical_not(there))
-        def _() -> None:
-            for name in _caches(refs):
-                buffer, place = refs[name + "_buffer"], _page_place(slot, page, spec)
-                buffer[place] = jnp.zeros_like(buffer[place])
-
-        return carry
-
-    together = TOGETHER if spec.pages % TOGETHER == 0 else 1
+def start_pages(refs: Refs, block: Block, spec: Spec) -> None:
+    """Starts the copies of a block's pages, of which several have no branch between them."""
+    first, end = block.pages(spec)
+    entry, together = block.entry(spec), math.gcd(spec.pages, TOGETHER)
 
     def several(k: jax.Array, carry: jax.Array) -> jax.Array:
-        for page in range(together):
-            start(k * together + page)
+        for page in (k * together + n for n in range(together)):
+            there = (page >= first) & (page < end) & (refs["tables"][entry + page] >= 0)
+            pl.when(there)(functools.partial(_start, refs, block, entry + page, page, spec))
         return carry
 
-    zero = jnp.int32(0)
-    lax.fori_loop(zero, jnp.where(full, spec.pages // together, 0), several, zero)
-    lax.fori_loop(jnp.where(full, end, first), end, start_or_clear, zero)
+    loop(first // together, (end + together - 1) // together, several, jnp.int32(0))
 
 
-def _full(item: Item, first: Any, end: Any, spec: Spec) -> Any:
-    """Whether all pages of a block are copied."""
-    return (end - first == spec.pages) & (item.holes == 0)
+def pieces(refs: Refs, block: Block, there: Any, count: int, spec: Spec) -> Iterator[Callable[[], None]]:
+    """What starts the copies of a block without holes, if it is there, in pieces.
+
+    Each copy has a condition of its own, which is no branch: the compiler can have them beside computations.
+    """
+    entry = block.entry(spec)
+    first, end = block.pages(spec)
+    end = jnp.where(there, end, 0)
+
+    def piece(pages: range) -> None:
+        for page in pages:
+            start = functools.partial(_start, refs, block, entry + page, page, spec)
+            pl.when((page >= first) & (page < end))(start)
+
+    ends = [spec.pages * k // count for k in range(count + 1)]
+    return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
 
 
-def wait_pages(refs: Refs, item: Item, block: Any, slot: Any, spec: Spec) -> None:
-    """Waits for them."""
-    first, end = _pages(item, block, spec)
-    entry = item.sequence * spec.entries + block * spec.pages
-    full = _full(item, first, end, spec)
+def _start(refs: Refs, block: Block, entry: Any, page: Any, spec: Spec) -> None:
+    for copy in _page_copies(refs, refs["tables"][entry], block.slot, page, spec):
+        copy.start()
+
+
+def wait_pages(refs: Refs, block: Block, keys: tuple[Any, Any], spec: Spec) -> None:
+    """Waits for a block's pages, and makes 0 what nobody attends of those that have some of the given keys.
+
+    Memory may have numbers there that are none, which no weight of 0 makes disappear.
+    """
+    full = block.full(spec)
 
     @pl.when(full)
     def _() -> None:
         for name in _caches(refs):
-            buffer = refs[name + "_buffer"].at[slot]
-            pltpu.make_async_copy(buffer, buffer, refs["arrived"].at[slot]).wait()
+            buffer = refs[name + "_buffer"].at[block.slot]
+            pltpu.make_async_copy(buffer, buffer, refs["arrived"].at[block.slot]).wait()
+
+    @pl.when(jnp.logical_not(full))
+    def _() -> None:
+        slots, (first, end) = spec.cache.slots, block.pages(spec)
+        _wait_each(refs, block, spec)
+        low, high = jnp.minimum(keys[0] // slots, first), jnp.maximum((keys[1] + slots - 1) // slots, end)
+
+        def clear(k: jax.Array, carry: jax.Array) -> jax.Array:
+            _clear(refs, block, jnp.where(k < first, k, k - first + end), spec)
+            return carry
+
+        loop(low, high - end + first, clear, jnp.int32(0))
+        loop(first, jnp.where(first < end, first + 2, first), functools.partial(_cut, refs, block, spec), jnp.int32(0))
+
+
+def _wait_each(refs: Refs, block: Block, spec: Spec) -> None:
+    """Waits for a block's pages one by one; what is absent becomes 0."""
+    entry, (first, end) = block.entry(spec), block.pages(spec)
 
     def wait(page: jax.Array, carry: jax.Array) -> jax.Array:
         @pl.when(refs["tables"][entry + page] >= 0)
         def _() -> None:
-            for copy in _page_copies(refs, 0, slot, page, spec):
+            for copy in _page_copies(refs, 0, block.slot, page, spec):
                 copy.wait()
 
         return carry
 
-    lax.fori_loop(jnp.where(full, end, first), end, wait, jnp.int32(0))
+    def clear(page: jax.Array, carry: jax.Array) -> jax.Array:
+        pl.when(refs["tables"][entry + page] < 0)(lambda: _clear(refs, block, page, spec))
+        return carry
+
+    loop(first, end, wait, jnp.int32(0))
+    loop(jnp.where(block.item.holes == 0, end, first), end, clear, jnp.int32(0))
+
+
+def _clear(refs: Refs, block: Block, page: Any, spec: Spec) -> None:
+    for name in _caches(refs):
+        buffer, place = refs[name + "_buffer"], _page_place(block.slot, page, spec)
+        buffer[place] = jnp.zeros_like(buffer[place])
+
+
+def _cut(refs: Refs, block: Block, spec: Spec, k: Any, carry: Any) -> Any:
+    """Makes the keys 0 that nobody attends of the first page that is copied, and then of the last."""
+    slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
+    page = jnp.where(k == first, first, end - 1)
+    start = block.number * spec.block + page * slots
+
+    @pl.when((start < item.low) | (start + slots > item.high))
+    def _() -> None:
+        for name in _caches(refs):
+            buffer, place = refs[name + "_buffer"], _page_place(block.slot, page, spec)
+            x = buffer[place]
+            key = lax.broadcasted_iota(jnp.int32, x.shape, 1) + start
+            # The way over float32: not all chips can select among narrower numbers.
+            x = jnp.where((key >= item.low) & (key < item.high), x.astype(jnp.float32), 0.0)
+            buffer[place] = x.astype(buffer.dtype)
+
+    return carry
 
 
 def _caches(refs: Refs) -> tuple[str, ...]:
@@ -159,7 +228,7 @@ def _query_copies(refs: Refs, item: Item, slot: Any, spec: Spec, copy: Any) -> N
             return carry
 
         count = (item.tokens * spec.group + spec.grain - 1) // spec.grain
-        lax.fori_loop(jnp.int32(0), count, part, jnp.int32(0))
+        loop(jnp.int32(0), count, part, jnp.int32(0))
 
 
 def queries(refs: Refs, item: Item, slot: Any, spec: Spec, *, wait: bool) -> None:
@@ -237,8 +306,8 @@ def wait_writes(refs: Refs, spec: Spec) -> None:
         return one
 
     zero = jnp.int32(0)
-    lax.fori_loop(zero, refs["writes"][0], wait(_page_writes(refs, 0, 0, spec)), zero)
-    lax.fori_loop(zero, refs["writes"][1], wait(_slot_writes(refs, 0, 0, 0)), zero)
+    loop(zero, refs["writes"][0], wait(_page_writes(refs, 0, 0, spec)), zero)
+    loop(zero, refs["writes"][1], wait(_slot_writes(refs, 0, 0, 0)), zero)
 
 
 def _page_writes(refs: Refs, token: Any, page: Any, spec: Spec) -> list[Any]:

@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel_pallas.tpu.interpret import interpreting
 from ejkernel_pallas.tpu.paged_attention import operands
 from ejkernel_pallas.tpu.paged_attention.kernel import kernel
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, Spec, make_spec, stored
+from ejkernel_pallas.tpu.paged_attention.spec import AHEAD, LANES, Spec, make_spec, stored
 from ejkernel_pallas.tpu.paged_attention.tiles import chosen
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS, Work, find_work
 
@@ -116,15 +116,16 @@ def _scratch(
     }
     for name, x in caches.items():
         if cache.head_major:
-            shape = (2, heads, spec.block, x.shape[-1])
+            shape = (AHEAD + 1, heads, spec.block, x.shape[-1])
         else:
             groups = -(-x.shape[-1] // LANES)
-            shape = (2, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
+            shape = (AHEAD + 1, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
         made[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
     if spec.rows > spec.few:
         made["head_keys"] = pltpu.VMEM((heads, spec.chunk, spec.size), spec.operand)
         made["head_values"] = pltpu.VMEM((heads, spec.chunk, spec.value_size), spec.weights)
-    made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("asked", "arrived", "left")}
+    made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("asked", "left")}
+    made["arrived"] = pltpu.SemaphoreType.DMA((AHEAD + 1,))
     if writes:
         made |= {"writes": pltpu.SMEM((2,), jnp.int32), "written": pltpu.SemaphoreType.DMA}
     return made

@@ -75,7 +75,7 @@ def load(buffers: tuple[Any, ...], turn: Any, at: Chunk, spec: Spec, *, values: 
         values: Which of the two. They are wanted at different times, and would fill the registers in between.
 
     Returns:
-        Of every head, or group of joined heads; zeros where a masked chunk's keys are attended by none.
+        Of every head, or group of joined heads.
     """
     buffer, cache = buffers[-1 if values else 0], spec.cache
     if spec.joined > 1:
@@ -85,7 +85,7 @@ def load(buffers: tuple[Any, ...], turn: Any, at: Chunk, spec: Spec, *, values: 
         heads = spec.kv_heads // turns(spec)
         units = range(heads // cache.heads_per_unit)
         if cache.head_major:
-            found = [_kept(buffer[at.slot, turn * heads + n, pl.ds(at.start, spec.chunk), :], at, 1) for n in units]
+            found = [buffer[at.slot, turn * heads + n, pl.ds(at.start, spec.chunk), :] for n in units]
         else:
             found = [row for unit in units for row in _rows(buffer, turn, unit, at, spec, values)]
     size, dtype = (spec.value_size, spec.weights) if values else (spec.size, spec.operand)
@@ -106,7 +106,6 @@ def _all_rows(buffer: Any, turn: Any, at: Chunk, spec: Spec, values: bool) -> li
             flat = flat.reshape(spec.block * cache.turns, TILE, lanes)
             x = flat[pl.ds(at.start * cache.turns + turn, spec.chunk, stride=cache.turns)]
             x = x.reshape(spec.chunk * TILE, lanes)
-        x = _kept(x, at, words)
         if cache.alternates:
             made.append([_apart(x, which, buffer.dtype, cache.packing) for which in range(values, cache.packing, 2)])
         else:
@@ -144,18 +143,7 @@ def _words(buffer: Any, turn: Any, word: int, at: Chunk, spec: Spec) -> jax.Arra
     if together < words:
         start = pl.multiple_of(start + turn * together, together)
     part = flat.at[pl.ds(start, (chunk - 1) * words + together)]
-    return _kept(part[pl.ds(word, chunk, stride=words), :] if words > 1 else part[...], at, 1)
-
-
-def _kept(x: jax.Array, at: Chunk, each: int) -> jax.Array:
-    """Rows of keys in their order, `each` rows a key; 0 for those that nobody attends, whatever memory has there."""
-    if not at.masked:
-        return x
-    key = lax.broadcasted_iota(jnp.int32, x.shape, 0) // each
-    kept = (key >= at.low - at.key) & (key < at.high - at.key)
-    if x.dtype.itemsize == 4:
-        return jnp.where(kept, x, jnp.zeros_like(x))
-    return jnp.where(kept, x.astype(jnp.float32), 0.0).astype(x.dtype)
+    return part[pl.ds(word, chunk, stride=words), :] if words > 1 else part[...]
 
 
 def _apart(words: jax.Array, which: int, dtype: Any, packing: int) -> jax.Array:

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel_pallas.tpu.paged_attention.tiles import tile_rows
+from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 
 LANES = 128
 DENSE_ROWS = (1, 2, 4)
 """How many rows memory takes as they are, beside multiples of 8."""
 
-CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
-ENTRIES = 2**17
-"""Page numbers that scalar memory has room for."""
+CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+WORDS = 2**18 - 2**13
+"""Of scalar memory for tables and the list of work: what there is, less what the kernel keeps there."""
 
 BLOCK = 2**12
 """Most keys that whole pages and whole lanes may have in common."""
@@ -33,12 +35,22 @@ def reasons(record: PagedAttention) -> Generator[str]:
     if record.block_tables is None:
         yield "block_tables: a cache without pages is not read"
         return
-    if record.block_tables.size > ENTRIES:
-        yield f"block_tables: {record.block_tables.size} entries do not fit into scalar memory, {ENTRIES} do"
+    tiles, entries = _tiles(record), record.block_tables.size
+    if entries + tiles * len(FIELDS) > WORDS:
+        yield (
+            f"block_tables: {entries} entries and {tiles} tiles of query rows do not fit into scalar memory; "
+            f"wants entries + {len(FIELDS)} * tiles <= {WORDS}"
+        )
     narrower = record.compute_dtype is not None and jnp.dtype(record.compute_dtype).itemsize < pages.dtype.itemsize
     if narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
         yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
     yield from _pages(record)
+
+
+def _tiles(record: PagedAttention) -> int:
+    """The most tiles of query rows when nobody chose their size, which may be cut, but not to less than half."""
+    sequences, rows = record.kv_lens.shape[0], record.query.shape[0]
+    return sequences if record.query_start is None else rows // -(-tile_rows(record) // 2) + sequences
 
 
 def _pages(record: PagedAttention) -> Generator[str]:

@@ -21,8 +21,10 @@ def unpack_outputs(record: PagedAttention, spec: Spec, work: Work, output: jax.A
     """[T, H, Dv] of [Hk, rows, Dv]."""
     heads, size = record.query.shape[1], paged_cache.value_size(record)
     tokens = output[:, :, spec.value_size - size :].reshape(spec.kv_heads, -1, spec.group, size)
-    tokens = tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)
-    return jnp.where(work.owned[:, None, None], tokens[work.places, :heads], 0)
+    # Before heads are put next to each other: XLA takes three times as long to compile it the other way round.
+    places = jnp.where(work.owned, work.places, tokens.shape[1])
+    tokens = jnp.take(tokens, places, axis=1, mode="fill", fill_value=0)
+    return tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)[:, :heads]
 
 
 def unpack_lse(record: PagedAttention, spec: Spec, work: Work, lse: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.paged_attention.copies import Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order
+from ejkernel_pallas.tpu.paged_attention.loops import loop
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, Spec
 
 Refs = dict[str, Any]
@@ -114,7 +115,7 @@ def _absent(refs: Refs, item: Item, at: Chunk, offset: jax.Array, spec: Spec) ->
         return found + jnp.where(inside, (number < 0).astype(jnp.int32), 0)
 
     count = jnp.where(item.holes != 0, spec.chunk // slots + 2, 0)
-    return lax.fori_loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
+    return loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
 
 
 def _allowed(

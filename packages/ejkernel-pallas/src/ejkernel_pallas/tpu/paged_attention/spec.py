@@ -25,6 +25,12 @@ TILE = 8
 ROWS, KEYS, ROUNDS = 256, 1024, 4
 """Most query rows, and keys, of one product, and products whose scores are made before their sums."""
 
+AHEAD = 2
+"""Blocks whose copies are on their way while one is computed with."""
+
+AT_ONCE = 128
+"""Most copies that are started without a loop."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
@@ -156,6 +162,16 @@ class Spec:
     def pages(self) -> int:
         """Pages that are copied at once."""
         return self.block // self.cache.slots
+
+    @property
+    def pieces(self) -> int:
+        """In how many parts the copies of a block ahead are started while a block is computed with; 0 for not at all.
+
+        That is where a block is computed with at one go, by items that all have one token.
+        """
+        copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
+        once = self.chunk * self.rounds == self.block and self.cache.turns == 1
+        return 2 * self.rounds if self.tokens == 1 and once and copies <= AT_ONCE else 0
 
 
 @dataclasses.dataclass(frozen=True)

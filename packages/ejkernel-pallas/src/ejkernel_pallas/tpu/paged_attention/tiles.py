@@ -22,14 +22,14 @@ ROWS, STATE = 1024, 2**20
 def chosen(record: PagedAttention, params: Any) -> Sizes:
     """The tiles that a configuration asks for."""
     return Sizes(
-        params.q_blocksize or _queries(record), params.kv_blocksize or _keys(record), params.seq_blocksize or 1
+        params.q_blocksize or tile_rows(record), params.kv_blocksize or _keys(record), params.seq_blocksize or 1
     )
 
 
 def heuristic(record: PagedAttention, device: Any, direction: Any, config: type) -> Any:
     """Tile sizes for a record on a device, by the static profile."""
     parts = 2 if device.kind in TWO_CORES else 1
-    return config(q_blocksize=_queries(record), kv_blocksize=_keys(record), seq_blocksize=parts)
+    return config(q_blocksize=tile_rows(record), kv_blocksize=_keys(record), seq_blocksize=parts)
 
 
 def candidates(record: PagedAttention, device: Any, direction: Any, config: type) -> tuple[Any, ...]:
@@ -38,14 +38,17 @@ def candidates(record: PagedAttention, device: Any, direction: Any, config: type
     keys = _keys(record)
     found = (
         config(q_blocksize=queries, kv_blocksize=block, seq_blocksize=parts)
-        for queries in dict.fromkeys((_queries(record), max(1, _queries(record) // 2)))
+        for queries in dict.fromkeys((tile_rows(record), max(1, tile_rows(record) // 2)))
         for block in dict.fromkeys((keys, max(128, keys // 2), keys * 2))
     )
     return tuple(found)
 
 
-def _queries(record: PagedAttention) -> int:
-    """One where no sequence need have more; what the average has does not tell, as one may have all the others."""
+def tile_rows(record: PagedAttention) -> int:
+    """Query tokens of a tile, when nobody chose.
+
+    One where no sequence need have more; what the average has does not tell, as one may have all the others.
+    """
     tokens, heads, size = record.query.shape
     if record.query_start is None or tokens <= record.kv_lens.shape[0]:
         return 1

@@ -13,7 +13,10 @@ from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
 
-FIELDS = ("sequence", "row", "tokens", "position", "low", "high", "holes", "token", "fresh")
+FIELDS = (
+    "sequence", "row", "tokens", "position", "low", "high", "first_page", "end_page", "first_block", "end_block",
+    "holes", "token", "fresh",
+)  # fmt: skip
 
 
 class Work(NamedTuple):
@@ -21,11 +24,11 @@ class Work(NamedTuple):
 
     Attributes:
         items: int32 [fields * W]. Of each item: its sequence; its first row of the packed queries; its tokens; the
-            position of the first; the first key that any of its rows attends, and one more than the last; whether a
-            page between them is absent; and the sequence's first token and number of tokens that are to be written,
-            0 but in its first item.
+            position of the first; the first key that any of its rows attends, and one more than the last; the same of
+            pages and of blocks, of which there is one at least; whether a page between them is absent; and the
+            sequence's first token and number of tokens that are to be written, 0 but in its first item.
         spans: int32 [parts + 1], the items of each part.
-        tables: int32 [N * entries], pages; -1 for absent ones.
+        tables: int32 [N * entries + pages of a block], pages; -1 for absent ones.
         tokens: int32 [Tp], of the packed queries; T for none.
         places: int32 [T], where a token is among them; 0 for those of no sequence.
         owned: bool [T], whether a token is a sequence's.
@@ -59,6 +62,10 @@ def find_work(record: PagedAttention, spec: Spec) -> Work:
         "position": position,
         "low": low,
         "high": high,
+        "first_page": low // spec.cache.slots,
+        "end_page": -(-high // spec.cache.slots),
+        "first_block": low // spec.block,
+        "end_block": jnp.maximum(-(-high // spec.block), low // spec.block + 1),
         "holes": _holes(tables, spec, sequence, low, high),
         "token": starts[sequence],
         "fresh": jnp.where(first, lengths[sequence], 0),
@@ -68,7 +75,8 @@ def find_work(record: PagedAttention, spec: Spec) -> Work:
     return Work(
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in FIELDS]),
         spans=_spans(spec, first, jnp.where(tokens > 0, high - low + spec.chunk, 0), total),
-        tables=tables.reshape(-1),
+        # Pages are looked up several at once, and the last sequence's need not fill its last block.
+        tables=jnp.pad(tables.reshape(-1), (0, spec.pages), constant_values=-1),
         tokens=_packed(record, spec, base + padded, starts - base, base + lengths),
         places=jnp.where(owner >= 0, base[owner] + inside, 0),
         owned=owner >= 0,

@@ -12,6 +12,8 @@ _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
 _REGION = re.compile(r"(?:Start/End empty|Start) region (\d+)")
 # Comments such as /*hbm=*/ name the operand that follows; all others explain.
 _PLAIN_COMMENT = re.compile(r"/\*(?!\w+=\*/).*?\*/", re.S)
+# What a copy between any two memories says in a comment: which they are.
+_MEMORIES = re.compile(r"(dma\.general [^;]*?)/\* (\w+)-to-(\w+) \*/")
 _NAMED = re.compile(r"/\*(\w+)=\*/")
 _ASSIGNMENT = re.compile(r"\s*%(\w+)\s*=\s*(.*)$", re.S)
 _OPCODE = re.compile(r"([A-Za-z][\w.<> ]*?(?:\[\d+\])?(?:\.mxu\d)?)(?=\s|$|\[|\()")
@@ -134,7 +136,7 @@ def parse_allocations(text: str) -> tuple[Allocation, ...]:
 
 def _bundle(record: re.Match[str], text: str) -> Bundle:
     regions = tuple(int(n) for comment in _COMMENT.findall(text) for n in _REGION.findall(comment))
-    body = _PLAIN_COMMENT.sub("", text)
+    body = _PLAIN_COMMENT.sub("", _MEMORIES.sub(r"\1, /*memories=*/\2_to_\3", text))
     body = body[: body.rfind("}")] if "}" in body else body
     instructions = (_instruction(slot) for slot in body.split(";;") if slot.strip())
     return Bundle(record[3].count(">"), regions, tuple(i for i in instructions if i is not None))

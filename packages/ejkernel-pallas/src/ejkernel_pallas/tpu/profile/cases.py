@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _USER_MODULE = "_ejkernel_profiled"
+ONE: Mapping[str, int] = {"x": 1}
+"""The mesh of a single device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,11 +23,18 @@ class Workload:
         args: Its arguments, pytrees included. Leaves are `jax.ShapeDtypeStruct`s, or arrays where their values decide
             what the kernel does: lengths, page tables, group sizes and masks that it prefetches.
         flops: Its useful operations, for MFU; None where nobody says.
+        bytes: What has to be read from HBM and written to it, whatever the kernel; None where nobody says.
+        axes: Axes of the mesh of devices, and their sizes; one device unless given. The function finds the mesh by
+            `jax.sharding.get_abstract_mesh()`; the device with the least indices is simulated.
+        specs: How each argument is spread over them, `PartitionSpec`s; every device has all of it unless given.
     """
 
     function: Callable[..., Any]
     args: Sequence[Any]
     flops: float | None = None
+    bytes: float | None = None
+    axes: Mapping[str, int] = dataclasses.field(default_factory=lambda: ONE)
+    specs: Sequence[Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,11 +47,13 @@ class Chip:
 
     Attributes:
         name: What `--target` calls it.
-        topology: Smallest topology that libtpu makes executables for.
+        topology: One that libtpu makes executables for, of eight devices.
         kind: JAX's `device_kind`.
         clock: Cycles a second: peak figure over the products a cycle of the matrix units.
         flops: Dense bfloat16 operations a second of a device.
         bandwidth: HBM bytes a second of a device.
+        link_bandwidth: Bytes a second that a link between chips takes in one direction: the vendor's figure for a chip,
+            which is of both directions, over two and over its links (four in a plane, six in space).
         cores: Cores that share the bandwidth; a kernel runs on all of them, and one is simulated.
         mxus: Matrix units of a core.
         vmem: VMEM bytes of a core.
@@ -64,6 +66,7 @@ class Chip:
     clock: float
     flops: float
     bandwidth: float
+    link_bandwidth: float
     cores: int = 1
     mxus: int
     vmem: int
@@ -91,20 +94,20 @@ _V7X = dataclasses.replace(
 _MIB = 1 << 20
 _ALL = (
     Chip(
-        name="v5e", topology="v5e:2x2", kind="TPU v5 lite", clock=1.50e9, flops=197e12, bandwidth=819e9, mxus=4,
-        vmem=128 * _MIB, latencies=_V5E,
+        name="v5e", topology="v5e:4x2", kind="TPU v5 lite", clock=1.50e9, flops=197e12, bandwidth=819e9,
+        link_bandwidth=400e9 / 2 / 4, mxus=4, vmem=128 * _MIB, latencies=_V5E,
     ),
     Chip(
-        name="v5p", topology="v5p:2x2x1", kind="TPU v5", clock=1.75e9, flops=459e12, bandwidth=2765e9, cores=2, mxus=4,
-        vmem=64 * _MIB, latencies=_V5P,
+        name="v5p", topology="v5p:2x2x2", kind="TPU v5", clock=1.75e9, flops=459e12, bandwidth=2765e9,
+        link_bandwidth=1200e9 / 2 / 6, cores=2, mxus=4, vmem=64 * _MIB, latencies=_V5P,
     ),
     Chip(
-        name="v6e", topology="v6e:2x2", kind="TPU v6 lite", clock=1.75e9, flops=918e12, bandwidth=1640e9, mxus=2,
-        vmem=128 * _MIB, latencies=_V6E,
+        name="v6e", topology="v6e:4x2", kind="TPU v6 lite", clock=1.75e9, flops=918e12, bandwidth=1640e9,
+        link_bandwidth=800e9 / 2 / 4, mxus=2, vmem=128 * _MIB, latencies=_V6E,
     ),
     Chip(
         name="v7x", topology="tpu7x:2x2x1", kind="TPU7x", clock=2.20e9, flops=2307e12 / 2, bandwidth=7380e9 / 2,
-        mxus=2, vmem=64 * _MIB, latencies=_V7X,
+        link_bandwidth=1200e9 / 2 / 6, mxus=2, vmem=64 * _MIB, latencies=_V7X,
     ),
 )  # fmt: skip
 CHIPS = {chip.name: chip for chip in _ALL}

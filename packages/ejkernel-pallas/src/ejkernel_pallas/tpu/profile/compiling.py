@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel_pallas.tpu.profile.cases import Case, Workload
+from ejkernel_pallas.tpu.profile.cases import ONE, Case, Workload
 from ejkernel_pallas.tpu.profile.chips import Chip
 from ejkernel_pallas.tpu.profile.report import KernelReport, Report
 from ejkernel_pallas.tpu.profile.scalars import PallasCall, pack_words, pallas_calls
@@ -45,31 +46,37 @@ def profile_case(chip: Chip, case: Case, dumps: Path) -> Report:
         target=chip.name,
         kernels=tuple(_kernels(chip, case, compiled, dumps)),
         flops=workload.flops,
+        bytes=workload.bytes,
         lower_seconds=compiled.lower_seconds,
         compile_seconds=compiled.compile_seconds,
     )
 
 
 @contextlib.contextmanager
-def compiling_for(chip: Chip) -> Generator[NamedSharding]:
-    """Inside, calls of operations are dispatched for the chip, and arrays of the sharding lie on one of its devices."""
-    mesh = _mesh(chip)
+def compiling_for(chip: Chip, axes: Mapping[str, int] = ONE) -> Generator[NamedSharding]:
+    """Inside, calls of operations are dispatched for the chip, and the sharding puts arrays on every device."""
+    mesh = _mesh(chip, tuple(axes.items()))
     device = DeviceInfo(platform="tpu", vendor="google", kind=chip.kind)
     with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield NamedSharding(mesh, PartitionSpec())
 
 
 @functools.cache
-def _mesh(chip: Chip) -> Mesh:
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology)
-    return Mesh(np.array(topology.devices[:1]), ("x",))
+def _mesh(chip: Chip, axes: tuple[tuple[str, int], ...]) -> Mesh:
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices)
+    names, sizes = zip(*axes, strict=True)
+    count = math.prod(sizes)
+    if count > devices.size:
+        raise ValueError(f"axes: got {dict(axes)}, wants at most {devices.size} devices")
+    return Mesh(devices[:count].reshape(sizes), names)
 
 
 def _compile(chip: Chip, case: Case, workload: Workload) -> Compiled:
     leaves, structure = jax.tree.flatten(list(workload.args))
     values = [None if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf) for leaf in leaves]
-    with compiling_for(chip) as sharding:
-        abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in leaves]
+    with compiling_for(chip, workload.axes) as everywhere:
+        shardings = [NamedSharding(everywhere.mesh, spec) for spec in _specs(workload)]
+        abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)]
         args = jax.tree.unflatten(structure, abstract)
         started = time.perf_counter()
         lowered = jax.jit(workload.function).trace(*args).lower(lowering_platforms=("tpu",))
@@ -78,6 +85,13 @@ def _compile(chip: Chip, case: Case, workload: Workload) -> Compiled:
         compiling = time.perf_counter()
         calls = pallas_calls(workload.function, args, values)
     return Compiled(executable.as_text() or "", calls, lowering - started, compiling - lowering)
+
+
+def _specs(workload: Workload) -> list[PartitionSpec]:
+    """How each leaf of the arguments is spread."""
+    specs = [PartitionSpec()] * len(workload.args) if workload.specs is None else workload.specs
+    pairs = zip(specs, workload.args, strict=True)
+    return [spec for spec, arg in pairs for _ in jax.tree.leaves(arg)]
 
 
 def _kernels(chip: Chip, case: Case, compiled: Compiled, dumps: Path) -> Generator[KernelReport]:

@@ -122,6 +122,10 @@ def _wait(instruction: Instruction, names: Names, cycle: int) -> str:
 def _start_copy(instruction: Instruction, names: Names, cycle: int) -> str:
     """A copy; addresses matter where it fills SMEM, because the scalar code may read what arrives."""
     kind, named = instruction.opcode.removeprefix("dma."), instruction.named
+    if kind == "general":
+        fields = ("size_in_granules", "src_syncflagno", "dst_syncflagno", "overrides")
+        values = [names.operand(named.get(field, "0")) for field in fields]
+        return f"S.start_general(t+{cycle},{named.get('memories', 'vmem_to_vmem')!r},{','.join(values)})"
     source = named.get(kind.partition("_to_")[0]) if kind.endswith("_to_smem") else None
     target = named.get("smem") if source is not None else None
     values = [names.operand(named.get(name, "0")) for name in ("size_in_granules", "dst_syncflagno")]

@@ -5,12 +5,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ejkernel_pallas.tpu.profile.chips import Chip
+from ejkernel_pallas.tpu.profile.report import FROM_ICI, TO_ICI
 
 GRANULE = 32  # bytes that copies are counted in
 POINTER = 1 << 40  # addresses are multiples of it plus an offset, so that they are told from numbers
 _FIRST_OPERAND = 1 << 20
 _LOCAL_LATENCY = 100  # cycles, of copies between memories of a core; assumed, like their bandwidth
 _LOCAL_BANDWIDTH = 256.0  # bytes a cycle
+_REMOTE = 1 << 14  # in the word that says which device a copy goes to: that it is another
+_FLAGS = (1 << 13) - 1  # the number of a semaphore; above it there is whose it is
 
 
 def operand_address(number: int) -> int:
@@ -70,6 +73,8 @@ class Machine:
         self._latencies = chip.latencies
         self._bytes_per_cycle = chip.core_bandwidth / chip.clock
         self._hbm_free = 0.0
+        self._link_bytes_per_cycle = chip.link_bandwidth / chip.clock
+        self._link_free = 0.0
         self._arrivals = collections.defaultdict[int, collections.deque[_Arrival]](collections.deque)
         self._operands = operands
         for number, words in operands.items():
@@ -90,10 +95,10 @@ class Machine:
     def start(self, cycle: float, kind: str, granules: int, semaphore: int, source: int, target: int) -> None:
         """Starts a copy: those with HBM go one after another, at its bandwidth."""
         size = granules * GRANULE
-        self.copied[kind] += size
-        self.copies[kind] += 1
+        self._count(kind, size)
         if "hbm" in kind:
-            self._hbm_free = max(cycle, self._hbm_free) + size / self._bytes_per_cycle
+            passes = 2 if kind == "hbm_to_hbm" else 1
+            self._hbm_free = max(cycle, self._hbm_free) + passes * size / self._bytes_per_cycle
             reads = kind.startswith("hbm_to")
             done = self._hbm_free + (self._latencies.dma_read if reads else self._latencies.dma_write)
         else:
@@ -101,6 +106,28 @@ class Machine:
         self._arrivals[semaphore].append(_Arrival(done, granules))
         if kind.endswith("_to_smem"):
             self._write(target, self._operands.get(source // POINTER - _FIRST_OPERAND, ()))
+
+    def start_general(self, cycle: float, kind: str, granules: int, source: int, target: int, overrides: int) -> None:
+        """Starts a copy between any two memories, maybe of two devices, with a semaphore at either end.
+
+        Neighbours are taken to be in step: when a copy to one has left, that from the other has come. Both use HBM
+        besides, which is counted, and holds up no other copy.
+        """
+        if not overrides & _REMOTE:
+            self.start(cycle, kind, granules, target, 0, 0)
+            return
+        size, (here, _, there) = granules * GRANULE, kind.partition("_to_")
+        self._count(f"{here}{TO_ICI}", size)
+        self._count(f"{FROM_ICI}{there}", size)
+        self._link_free = max(cycle, self._link_free) + size / self._link_bytes_per_cycle
+        done = self._link_free + self._latencies.dma_write
+        for semaphore in (source, target):
+            own = semaphore // POINTER * POINTER + (semaphore % POINTER & _FLAGS)
+            self._arrivals[own].append(_Arrival(done, granules))
+
+    def _count(self, kind: str, size: int) -> None:
+        self.copied[kind] += size
+        self.copies[kind] += 1
 
     def wait(self, cycle: float, semaphore: int, granules: int) -> float:
         """Waits until copies have brought so many granules; returns for how many cycles."""

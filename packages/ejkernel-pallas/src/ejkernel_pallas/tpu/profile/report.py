@@ -7,6 +7,8 @@ from ejkernel_pallas.tpu.profile.bundles import Utilisation
 from ejkernel_pallas.tpu.profile.chips import Chip, chip
 
 FILL, SPILL = "VLOAD:FILL", "VSTORE:SPILL"
+TO_ICI, FROM_ICI = "_to_ici", "ici_to_"
+"""What kinds of copies have in their names that go to another device, and that come from one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,11 @@ class Simulation:
         return sum(size for kind, size in self.copied.items() if kind.endswith("to_hbm"))
 
     @property
+    def sent(self) -> int:
+        """Bytes to other devices."""
+        return sum(size for kind, size in self.copied.items() if kind.endswith(TO_ICI))
+
+    @property
     def bundles(self) -> int:
         """Bundles issued."""
         return sum(self.visits.values())
@@ -126,9 +133,14 @@ class KernelReport:
         return (self.simulation.hbm_read + self.simulation.hbm_written) / self.chip.core_bandwidth
 
     @property
+    def link_seconds(self) -> float:
+        """Time that copies to another device take of one link between chips."""
+        return self.simulation.sent / self.chip.link_bandwidth
+
+    @property
     def seconds(self) -> float:
         """Predicted time."""
-        return max(self.simulation.cycles / self.chip.clock, self.memory_seconds)
+        return max(self.simulation.cycles / self.chip.clock, self.memory_seconds, self.link_seconds)
 
     @property
     def mxu(self) -> float:
@@ -160,6 +172,7 @@ class Report:
         target: Name of the chip.
         kernels: In the order of the compiled program.
         flops: Useful operations of the case; None where nobody said.
+        bytes: What any kernel has to copy to and from HBM; None where nobody said.
         lower_seconds: What tracing and lowering took.
         compile_seconds: What libtpu took.
         error: Why there is no profile; None where there is one.
@@ -169,6 +182,7 @@ class Report:
     target: str
     kernels: tuple[KernelReport, ...] = ()
     flops: float | None = None
+    bytes: float | None = None
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
     error: str | None = None
@@ -194,3 +208,10 @@ class Report:
         if not self.flops:
             return None
         return max(self.flops / self.chip.flops, sum(kernel.memory_seconds for kernel in self.kernels))
+
+    @property
+    def bound_seconds(self) -> float | None:
+        """The time that no kernel at all can beat on the device; None where nobody said what there is to do."""
+        if self.flops is None or self.bytes is None:
+            return None
+        return max(self.flops / self.chip.flops, self.bytes / self.chip.bandwidth)

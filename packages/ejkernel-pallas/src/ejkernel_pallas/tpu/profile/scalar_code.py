@@ -19,7 +19,7 @@ BlockFunction = Callable[[list[int], Machine, dict[int, int]], int]
 
 _SCALAR = re.compile(r"[sp]\d")
 _MERGES = ("sphi", "pphi")
-_COPY_SIZES = ("size_in_granules", "dst_syncflagno")
+_COPY_SIZES = ("size_in_granules", "dst_syncflagno", "src_syncflagno", "overrides")
 _COPY_ADDRESSES = ("src", "hbm", "vmem", "smem")
 
 
@@ -104,7 +104,8 @@ class ScalarCode:
         for k, cycle in zip(range(block.start, block.end), time.issued, strict=True):
             merges = [i for i in self._bundles[k].instructions if i.opcode in _MERGES]
             others = [i for i in self._bundles[k].instructions if i.opcode not in _MERGES]
-            lines += [self._merge(i.result) for i in merges if i in self._kept and i.result]
+            for merge in merges:
+                lines += self._merge(merge.result) if merge in self._kept and merge.result else ()
             for instruction in others:
                 if instruction.region is None and instruction in self._kept:
                     lines += self._statements(instruction, cycle)
@@ -116,8 +117,15 @@ class ScalarCode:
         lines.append(f"return {otherwise}" if target is None else f"return {target} if taken else {otherwise}")
         return "\n ".join(lines)
 
-    def _merge(self, result: str) -> str:
-        return f"{self.names.register(result)}={self.names.register(f'phi_{result}')}"
+    def _merge(self, result: str) -> Iterable[str]:
+        register = self.names.register(result)
+        yield f"{register}={self.names.register(f'phi_{result}')}"
+        yield from self._inputs(result)
+
+    def _inputs(self, result: str) -> Iterable[str]:
+        """Hands a register that has its value to the merges that it is an input of, such as those of an inner loop."""
+        register = self.names.register(result)
+        return [f"{self.names.register(f'phi_{merge}')}={register}" for merge in self._merged.get(result, ())]
 
     def _condition(self, instruction: Instruction) -> str:
         predicate = instruction.predicate
@@ -136,5 +144,4 @@ class ScalarCode:
         if predicate and predicate.otherwise:
             otherwise = self.names.operand(predicate.otherwise)
             value, guard = f"({value}) if {self._condition(instruction)} else {otherwise}", ""
-        merges = [f"{guard}{self.names.register(f'phi_{merge}')}={register}" for merge in self._merged.get(result, ())]
-        return [f"{guard}{register}={value}", *merges]
+        return [f"{guard}{register}={value}", *(guard + line for line in self._inputs(result))]

@@ -12,7 +12,7 @@ from jax.extend import core as jex_core
 _LANES = 128
 _SUBLANES = 8
 _CONTROL_FLOW = ("while", "scan", "cond")
-_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 Thunk = Callable[[], Any]
 
@@ -75,9 +75,18 @@ class _Walk:
         if name == "pallas_call":
             self.calls.append(_pallas_call(params, inputs))
             return [_unknown] * len(equation.outvars)
+        if name == "axis_index":  # the first device is simulated
+            return [functools.partial(_constant, np.int32(0))]
+        if name == "pvary":
+            return inputs
+        if _collective(params):
+            return [_unknown] * len(equation.outvars)
         inner = next((params[key] for key in _INNER if key in params), None)
         if inner is not None and name not in _CONTROL_FLOW:
-            return self.run(*_parts(inner), inputs)
+            jaxpr, constants = _parts(inner)
+            if name == "shard_map":
+                inputs = [functools.partial(_first, x, v.aval.shape) for x, v in zip(inputs, jaxpr.invars, strict=True)]
+            return self.run(jaxpr, constants, inputs)
         results = _once(functools.partial(_evaluate, equation, inputs))
         return [_once(functools.partial(_item, results, k)) for k in range(len(equation.outvars))]
 
@@ -90,6 +99,17 @@ def _pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
     return PallasCall(name.split(" ")[0], grid, tuple(_value(thunk) for thunk in inputs[:count]))
 
 
+def _collective(params: Any) -> bool:
+    """Whether an equation needs what other devices have: it names axes of the mesh."""
+    axes = params.get("axis_name", params.get("axes", ()))
+    return any(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))
+
+
+def _first(thunk: Thunk, shape: tuple[int, ...]) -> Any:
+    """The first device's part of an array."""
+    return np.asarray(thunk())[tuple(slice(size) for size in shape)]
+
+
 def _value(thunk: Thunk) -> np.ndarray[Any, Any] | None:
     try:
         return np.asarray(thunk())
@@ -99,9 +119,10 @@ def _value(thunk: Thunk) -> np.ndarray[Any, Any] | None:
 
 def _evaluate(equation: Any, inputs: Sequence[Thunk]) -> Sequence[Any]:
     values = [thunk() for thunk in inputs]
-    bound = equation.primitive.get_bind_params(equation.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    result = equation.primitive.bind(*functions, *values, **params)
+    with equation.ctx.manager:
+        bound = equation.primitive.get_bind_params(equation.params)
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)
+        result = equation.primitive.bind(*functions, *values, **params)
     return result if equation.primitive.multiple_results else [result]
 
 

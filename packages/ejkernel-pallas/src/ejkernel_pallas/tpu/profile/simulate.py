@@ -20,6 +20,8 @@ from ejkernel_pallas.tpu.profile.scalar_code import ScalarCode
 from ejkernel_pallas.tpu.profile.scheduler import BlockTime, Kind, Ratios, time_block, work
 
 _CHECK_EVERY = 1 << 14  # blocks between looks at the clock
+# Words that are 0 on the core and device that are simulated, the first, and where nothing is read in earnest.
+_ZEROS = ("core index", "chip ID", "partition id location", "replica id location", "null")
 
 
 class Schedule:
@@ -59,7 +61,7 @@ class Schedule:
         code = ScalarCode(self.bundles, self.flow, self.times)
         machine = Machine(self.chip, operands)
         for allocation in self.allocations:
-            if "core index" in allocation.tag:
+            if allocation.tag.endswith(_ZEROS):
                 machine.memory[code.names.address(allocation.name)] = 0
         blocks, complete = self._execute(code, machine, seconds)
         visits = collections.Counter[int]()

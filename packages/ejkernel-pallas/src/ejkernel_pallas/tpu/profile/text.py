@@ -54,16 +54,26 @@ def facts(kernel: KernelReport) -> list[tuple[str, str]]:
         ("VMEM", f"{kernel.vmem_bytes / MIB:.1f} MiB of {limit / MIB:.0f}"),
         ("HBM", f"{simulation.hbm_read / 1e6:.4g} MB read, {simulation.hbm_written / 1e6:.4g} MB written"),
         ("copies", "; ".join(by_kind) or "none"),
+        *_link(kernel),
         ("registers", f"{kernel.spills} spilled, {kernel.fills} reloaded"),
         ("schedule", f"{kernel.bundles} bundles, {simulation.bundles} issued"),
         *_warnings(kernel),
     ]
 
 
+def _link(kernel: KernelReport) -> Iterable[tuple[str, str]]:
+    sent, rate = kernel.simulation.sent, kernel.chip.link_bandwidth
+    if sent:
+        time = f"{microseconds(kernel.link_seconds)} µs at {rate / 1e9:.0f} GB/s of a link"
+        yield "to the next device", f"{sent / 1e6:.4g} MB, {time}"
+
+
 def bound(kernel: KernelReport) -> str:
     """What a kernel spends most of its time on."""
     if kernel.memory_seconds > 0.9 * kernel.seconds:
         return "HBM"
+    if kernel.link_seconds > 0.9 * kernel.seconds:
+        return "the link to the next device"
     return "the matrix units" if kernel.mxu > 0.9 else "its schedule"
 
 

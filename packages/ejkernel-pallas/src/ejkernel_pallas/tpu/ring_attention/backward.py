@@ -21,6 +21,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.ring_attention.launch import launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan
 from ejkernel_pallas.tpu.tiled_attention import backward as tiles
+from ejkernel_pallas.tpu.tiled_attention.backward import chunks
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import keys_kernel, queries_kernel
 from ejkernel_pallas.tpu.tiled_attention.launch import apart
 from ejkernel_pallas.tpu.tiled_attention.operands import Operand, kv_rows, of_queries, operands, rows, unrows
@@ -176,8 +177,7 @@ def scratch_of(met: TiledAttention, spec: Spec, results: tuple[str, ...]) -> dic
     sizes = {"dquery": spec.size, "dkey": spec.size, "dvalue": spec.value_size}
     owned = spec.kv_block if spec.by_key else spec.q_block
     made = {f"{name}_sum": pltpu.VMEM((owned, padded(sizes[name])), jnp.float32) for name in results}
-    chunk = (2, spec.kv_chunk, spec.q_chunk) if spec.by_key else (2, spec.q_chunk, spec.kv_chunk)
-    made |= {"weights": pltpu.VMEM(chunk, jnp.float32), "dscores": pltpu.VMEM(chunk, met.query.dtype)}
+    made |= chunks(met, spec)
     columns = () if spec.by_key else ("shift_column", "delta_column")
     return made | {name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in columns}
 

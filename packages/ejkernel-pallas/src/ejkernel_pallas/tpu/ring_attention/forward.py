@@ -14,6 +14,7 @@ from ejkernel_pallas.tpu.ring_attention import softmax
 from ejkernel_pallas.tpu.ring_attention.launch import launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
 from ejkernel_pallas.tpu.tiled_attention import forward as tiles
+from ejkernel_pallas.tpu.tiled_attention.forward_kernel import scratch
 from ejkernel_pallas.tpu.tiled_attention.launch import apart
 from ejkernel_pallas.tpu.tiled_attention.operands import Operand, of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
@@ -60,7 +61,7 @@ def _attend(met: TiledAttention, spec: Spec, table: Any, state: State) -> State:
         grid=(*met.query.shape[:3:2], table.shape[2]),
         inputs=operands(met, spec) | {f"{name}_before": x for name, x in results.items()},
         outputs=results,
-        scratch=softmax.scratch(spec, met.value.dtype),
+        scratch=scratch(spec, met.value.dtype),
         name="ejkernel_ring_forward",
     )
     return unrows(made["output"], state[0].shape), made["lse"].reshape(state[1].shape)

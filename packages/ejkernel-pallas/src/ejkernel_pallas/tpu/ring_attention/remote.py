@@ -27,6 +27,7 @@ from ejkernel_pallas.tpu.ring_attention.forward import State, states
 from ejkernel_pallas.tpu.ring_attention.launch import block_of
 from ejkernel_pallas.tpu.ring_attention.neighbours import Refs, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
+from ejkernel_pallas.tpu.tiled_attention import forward_kernel
 from ejkernel_pallas.tpu.tiled_attention.operands import Operand, operands, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
@@ -62,7 +63,7 @@ def _leg(plan: Plan, spec: Spec, met: TiledAttention, state: State, hops: range)
     visits, inputs, results = tables(plan, spec, met, hops, key_visits), operands(met, spec), states(state, spec)
     route = route_of(plan.ring, hops, inputs)
     slots = slots_of(route.load, inputs)
-    scratch = softmax.scratch(spec, met.value.dtype) | route.load.scratch()
+    scratch = forward_kernel.scratch(spec, met.value.dtype) | route.load.scratch()
     names = (*inputs, *(f"{name}_before" for name in results), *results, *slots, *scratch)
     arrays = [x.array for x in (*inputs.values(), *results.values())]
     arrays = [visits.reshape(-1), neighbours(plan.ring, hops), *arrays]

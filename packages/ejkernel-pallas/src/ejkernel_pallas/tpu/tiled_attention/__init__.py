@@ -49,6 +49,7 @@ def _implementation(op: str, handles: frozenset[str]) -> Implementation:
             handles=handles,
             extra=_reasons,
         ),
-        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates),
+        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind),
         priority=10,
+        tuned="ejkernel_pallas:tuned",
     )

@@ -34,6 +34,7 @@ from ejkernel_pallas.tpu.tiled_attention.operands import (
     unrows,
 )
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, LOWEST, Blocks, Spec, make_spec, padded
+from ejkernel_pallas.tpu.tiled_attention.tile import notes
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
 
@@ -107,7 +108,7 @@ def _of_keys(record: TiledAttention, rows_of: Rows, spec: Spec, wanted: frozense
         scratch={
             f"d{name}_sum": pltpu.VMEM((spec.kv_block, padded(x.shape[3])), jnp.float32) for name, x in fields.items()
         }
-        | _chunks(record, spec),
+        | chunks(record, spec),
         name="ejkernel_attention_backward_keys",
     )
     return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
@@ -124,7 +125,7 @@ def _of_queries(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
         outputs={"dquery": rows(jax.ShapeDtypeStruct(query.shape, query.dtype), spec.q_block)},
         scratch={"dquery_sum": pltpu.VMEM((spec.q_block, padded(query.shape[3])), jnp.float32)}
         | _columns(spec)
-        | _chunks(record, spec),
+        | chunks(record, spec),
         name="ejkernel_attention_backward_queries",
     )
     return unrows(made["dquery"], query.shape)
@@ -146,7 +147,7 @@ def _of_bias(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
         where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
         inputs=_inputs(record, rows_of, spec),
         outputs={"dbias": result},
-        scratch={"dbias_sum": pltpu.VMEM(scratch, jnp.float32)} | _columns(spec) | _chunks(record, spec),
+        scratch={"dbias_sum": pltpu.VMEM(scratch, jnp.float32)} | _columns(spec) | chunks(record, spec),
         name="ejkernel_attention_backward_bias",
     )["dbias"]
     if bias.shape[3] == 1:  # as a row, of queries or, where it is one number, of keys
@@ -172,10 +173,10 @@ def _columns(spec: Spec) -> dict[str, Any]:
     return {name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in ("shift_column", "delta_column")}
 
 
-def _chunks(record: TiledAttention, spec: Spec) -> dict[str, Any]:
-    """Scratch memory for what is written down of two chunks."""
-    shape = (2, spec.kv_chunk, spec.q_chunk) if spec.by_key else (2, spec.q_chunk, spec.kv_chunk)
-    return {"weights": pltpu.VMEM(shape, jnp.float32), "dscores": pltpu.VMEM(shape, record.query.dtype)}
+def chunks(record: TiledAttention, spec: Spec) -> dict[str, Any]:
+    """Scratch memory for what is written down of chunks."""
+    shape = (spec.kv_chunk, spec.q_chunk) if spec.by_key else (spec.q_chunk, spec.kv_chunk)
+    return notes("weights", shape, jnp.float32) | notes("dscores", shape, record.query.dtype)
 
 
 def _owned(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:

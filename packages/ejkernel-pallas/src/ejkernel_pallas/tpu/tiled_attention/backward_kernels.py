@@ -18,7 +18,7 @@ from ejkernel_pallas.tpu.tiled_attention.tile import (
     hidden,
     load_keys,
     load_queries,
-    noted,
+    note,
     product,
     scores,
     visit,
@@ -118,18 +118,20 @@ def _add_to_keys(refs: Refs, at: Chunk) -> None:
     query, cotangent = load_queries(refs["query"], at), load_queries(refs["cotangent"], at)
     slope, kept = _note_weights(refs, query, at)
     if "dvalue" in refs:
-        chosen = dropped(refs["weights"][noted(at)], refs, at).astype(cotangent.dtype)
+        chosen = dropped(note(refs, "weights", at)[...], refs, at).astype(cotangent.dtype)
         refs["dvalue_sum"][at.k, :] += product(chosen, cotangent, (1, 0), at.spec)
     if "dkey" in refs:
-        refs["dscores"][noted(at)] = _score_gradient(refs, cotangent, slope, kept, at).astype(query.dtype)
-        refs["dkey_sum"][at.k, :] += product(refs["dscores"][noted(at)], query, (1, 0), at.spec)
+        note(refs, "dscores", at)[...] = _score_gradient(refs, cotangent, slope, kept, at).astype(query.dtype)
+        refs["dkey_sum"][at.k, :] += product(note(refs, "dscores", at)[...], query, (1, 0), at.spec)
 
 
 def _add_to_queries(refs: Refs, at: Chunk) -> None:
     slope, kept = _note_weights(refs, refs["query"][at.q, :], at)
     key = load_keys(refs["key"], at)
-    refs["dscores"][noted(at)] = _score_gradient(refs, refs["cotangent"][at.q, :], slope, kept, at).astype(key.dtype)
-    refs["dquery_sum"][at.q, :] += product(refs["dscores"][noted(at)], key, (1, 0), at.spec)
+    note(refs, "dscores", at)[...] = _score_gradient(refs, refs["cotangent"][at.q, :], slope, kept, at).astype(
+        key.dtype
+    )
+    refs["dquery_sum"][at.q, :] += product(note(refs, "dscores", at)[...], key, (1, 0), at.spec)
 
 
 def _add_to_bias(refs: Refs, at: Chunk) -> None:
@@ -149,7 +151,7 @@ def _note_weights(refs: Refs, query: jax.Array, at: Chunk) -> tuple[jax.Array | 
     """Writes the softmax weights down; the slope of the soft cap, and which pairs attend where products need it."""
     s, slope = scores(refs, load_keys(refs["key"], at), query, at)
     weights = jnp.exp2(s - _statistic(refs, "shift", at))
-    refs["weights"][noted(at)] = hidden(weights, 0.0, refs, at) if at.masked else weights
+    note(refs, "weights", at)[...] = hidden(weights, 0.0, refs, at) if at.masked else weights
     return slope, allowed(refs, at) if at.masked and at.spec.ragged_queries else None
 
 
@@ -160,7 +162,7 @@ def _score_gradient(refs: Refs, cotangent: jax.Array, slope: Any, kept: jax.Arra
     dweights = dropped(product(*pair, (1, 1), at.spec), refs, at)
     if at.spec.threshold is not None:
         dweights = dweights * at.spec.kept
-    dscores = refs["weights"][noted(at)] * (dweights - _statistic(refs, "delta", at))
+    dscores = note(refs, "weights", at)[...] * (dweights - _statistic(refs, "delta", at))
     if slope is not None:
         dscores = dscores * slope
     # Beyond the last query delta is whatever memory holds.

@@ -4,14 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
-from ejkernel_pallas.tpu.tiled_attention.forward_kernel import forward_kernel
+from ejkernel_pallas.tpu.tiled_attention.forward_kernel import forward_kernel, scratch
 from ejkernel_pallas.tpu.tiled_attention.launch import apart, launch, walk
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical, of_heads, of_queries, operands, rows, unrows
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, make_spec, padded
+from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
 
@@ -40,15 +39,6 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         "output": rows(jax.ShapeDtypeStruct(shape, record.query.dtype), spec.q_block),
         "lse": of_queries(jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32), spec),
     }
-    columns, chunk = pltpu.VMEM((spec.q_block, LANES), jnp.float32), (2, spec.q_chunk, spec.kv_chunk)
-    scratch = {
-        "peak": columns,
-        "total": columns,
-        "fade": columns,
-        "sum": pltpu.VMEM((spec.q_block, padded(value_size)), jnp.float32),
-        "scores": pltpu.VMEM(chunk, jnp.float32),
-        "weights": pltpu.VMEM(chunk, record.value.dtype),
-    }
     table = key_visits(record, spec)
     made = launch(
         functools.partial(forward_kernel, spec=spec, apart=apart(table)),
@@ -57,7 +47,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         where=functools.partial(walk, apart=apart(table)),
         inputs=inputs,
         outputs=outputs,
-        scratch=scratch,
+        scratch=scratch(spec, record.value.dtype),
         name="ejkernel_attention_forward",
     )
     return unrows(made["output"], shape), SoftmaxResiduals(lse=made["lse"].reshape(batch, heads, queries))

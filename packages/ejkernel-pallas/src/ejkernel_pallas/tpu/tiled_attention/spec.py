@@ -14,6 +14,10 @@ from jax import lax
 from ejkernel.families import dropout
 from ejkernel.families.precision import product_precision
 from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.ops.device import current_device
+
+WIDE = ("v6", "7x")
+"""What the kinds of chips have in their names whose matrix units are 256 wide."""
 
 LOG2E = math.log2(math.e)
 LANES = 128
@@ -58,6 +62,7 @@ class Spec:
         precision: Of the matrix products.
         trapezoid: Whether tiles on the diagonal are cut along it: where only causal masks, in whole square tiles.
         restricted: Whether band, segments, mask or pattern may leave out pairs.
+        counted: Whether weights are added up by the matrix unit, in outputs that a product with values leaves idle.
     """
 
     queries: int
@@ -83,11 +88,12 @@ class Spec:
     precision: lax.Precision | None
     trapezoid: bool
     restricted: bool
+    counted: bool
 
     @property
     def by_columns(self) -> bool:
         """Whether tiles on the diagonal are cut into products of few keys with all queries from there on."""
-        return self.by_key or self.kv_chunk <= 256
+        return self.kv_chunk <= 256
 
     @property
     def masks(self) -> bool:
@@ -138,7 +144,12 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> S
         precision=_precision(record),
         trapezoid=indexed and left is None and right == 0 and record.mask is None and record.pattern is None and whole,
         restricted=(left, right) != (None, None) or not all(x is None for x in restrictions),
+        counted=_is_wide() and value_size <= LANES and record.value.dtype.itemsize == 2 and record.dropout_prob == 0.0,
     )
+
+
+def _is_wide() -> bool:
+    return any(word in current_device().kind for word in WIDE)
 
 
 def padded(size: int) -> int:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOWEST, Spec
 from ejkernel_pallas.tpu.tiled_attention.visits import MASKED, WORK, entry_at, key_tile, query_tile
@@ -37,7 +38,7 @@ class Chunk(NamedTuple):
     entry: Any
     query: Any
     queries: int
-    key: int
+    key: Any
     keys: int
     masked: bool
     spec: Spec
@@ -49,9 +50,9 @@ class Chunk(NamedTuple):
         return pl.ds(self.query, self.queries)
 
     @property
-    def k(self) -> slice:
+    def k(self) -> Any:
         """The keys, in the tile."""
-        return slice(self.key, self.key + self.keys)
+        return pl.ds(self.key, self.keys)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,34 +77,43 @@ def visit(entry: Any, spec: Spec, work: Callable[[Chunk], None]) -> None:
 
         @pl.when((entry & MASKED) != 0)
         def _() -> None:
-            for at in _chunks(entry, spec, spec.q_block, masked=True):
+            for at in _chunks(entry, spec, (spec.q_block, spec.kv_block), masked=True):
                 work(at)
+    else:
+        # Entries are positive: this never runs. What scratch memory is for one block of code alone, the compiler
+        # dissolves into registers, which it has not, and spills.
+        @pl.when(entry < 0)
+        def _() -> None:
+            for turn in (0, 1):
+                work(Chunk(entry, 0, LANES, 0, LANES, False, spec, turn))
 
 
 def _visit_unmasked(entry: Any, spec: Spec, work: Callable[[Chunk], None]) -> None:
-    """Large tiles take the compiler too long unless a loop goes through their queries."""
-    if spec.by_key or spec.q_block * spec.kv_block <= UNROLLED:
-        for at in _chunks(entry, spec, spec.q_block, masked=False):
+    """Large tiles take the compiler too long unless a loop goes through what the kernel owns."""
+    if spec.q_block * spec.kv_block <= UNROLLED:
+        for at in _chunks(entry, spec, (spec.q_block, spec.kv_block), masked=False):
             work(at)
         return
+    owned, size = ("key", spec.kv_chunk) if spec.by_key else ("query", spec.q_chunk)
+    part = (spec.q_block, size) if spec.by_key else (size, spec.kv_block)
 
     def some(step: Any, carry: None) -> None:
-        for at in _chunks(entry, spec, spec.q_chunk, masked=False):
-            work(at._replace(query=pl.multiple_of(step * spec.q_chunk, LANES)))
+        for at in _chunks(entry, spec, part, masked=False):
+            work(at._replace(**{owned: pl.multiple_of(step * size, LANES)}))
 
-    lax.fori_loop(0, spec.q_block // spec.q_chunk, some, None)
+    lax.fori_loop(0, (spec.kv_block if spec.by_key else spec.q_block) // size, some, None)
 
 
-def _chunks(entry: Any, spec: Spec, queries: int, masked: bool) -> list[Chunk]:
-    """The products of a tile's first queries with its keys."""
+def _chunks(entry: Any, spec: Spec, part: tuple[int, int], masked: bool) -> list[Chunk]:
+    """The products of a tile's first queries with its first keys."""
     cut = masked and spec.trapezoid
     q_chunk, kv_chunk = spec.q_chunk, spec.kv_chunk
     if cut and not spec.by_columns and q_chunk > DIAGONAL:
         q_chunk, kv_chunk = min(q_chunk, DIAGONAL), min(kv_chunk, DIAGONAL)
     found = [
         Chunk(entry, query, q_chunk, key, kv_chunk, masked, spec)
-        for query in range(0, queries, q_chunk)
-        for key in range(0, spec.kv_block, kv_chunk)
+        for query in range(0, part[0], q_chunk)
+        for key in range(0, part[1], kv_chunk)
     ]
     if cut:
         found = [_cut(at) for at in found if at.key < at.query + at.queries]
@@ -193,9 +203,17 @@ def hidden(x: jax.Array, instead: float, refs: Refs, at: Chunk) -> jax.Array:
     return jnp.concatenate([jnp.where(allowed(refs, at._replace(queries=late)), first, instead), rest], axis=axis)
 
 
-def noted(at: Chunk) -> tuple[int, slice, slice]:
-    """Where scratch memory has what is written down of a chunk because registers would not hold it."""
-    return at.turn, slice(0, at.shape[0]), slice(0, at.shape[1])
+def notes(name: str, shape: tuple[int, int], dtype: Any) -> dict[str, Any]:
+    """Scratch memory for what is written down of chunks because registers would not hold it: an array for each turn.
+
+    In one array for both, the compiler would have what is written of a chunk wait for what is read of the one before.
+    """
+    return {f"{name}_{turn}": pltpu.VMEM(shape, dtype) for turn in (0, 1)}
+
+
+def note(refs: Refs, name: str, at: Chunk) -> Any:
+    """Where scratch memory has what is written down of a chunk."""
+    return refs[f"{name}_{at.turn}"].at[: at.shape[0], : at.shape[1]]
 
 
 def dropped(x: jax.Array, refs: Refs, at: Chunk) -> jax.Array:
@@ -240,24 +258,24 @@ def _in_band(refs: Refs, at: Chunk) -> list[jax.Array]:
     if "q_positions" in refs or "k_positions" in refs:
         q = of_query(refs["q_positions"], at) if "q_positions" in refs else _query_index(at)
         k = of_key(refs["k_positions"], at) if "k_positions" in refs else _key_index(at)
-        distance, corner = k - q, 0
-    else:
-        corner = key_tile(at.entry) * spec.kv_block + at.key - query_tile(at.entry) * spec.q_block - at.query
-        distance, corner = _distances(at, corner), 0
-    sides = [] if spec.left is None else [distance >= -spec.left - corner]
-    return sides if spec.right is None else [*sides, distance <= spec.right - corner]
+        sides = [] if spec.left is None else [k - q >= -spec.left]
+        return sides if spec.right is None else [*sides, k - q <= spec.right]
+    sides = [] if spec.left is None else [_by_distance(at, jnp.greater_equal, -spec.left)]
+    return sides if spec.right is None else [*sides, _by_distance(at, jnp.less_equal, spec.right)]
 
 
-def _distances(at: Chunk, corner: Any) -> jax.Array:
-    """Key minus query of every pair, register by register, where the corner's is a number that is not known yet.
+def _by_distance(at: Chunk, compare: Callable[[Any, Any], jax.Array], bound: int) -> jax.Array:
+    """How key minus query compares with a bound for every pair, register by register.
 
-    So none is the same as in another chunk: the compiler would keep those, in more registers than there are.
+    All registers are the first but for a number, which is taken from the bound. Where the first is, only a table says:
+    so none is the same as in another chunk, and the compiler does not keep them in registers that it has not.
     """
-    sign = 1 if at.spec.by_key else -1
+    spec, sign = at.spec, 1 if at.spec.by_key else -1
+    corner = key_tile(at.entry) * spec.kv_block + at.key - query_tile(at.entry) * spec.q_block - at.query
     across = [lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1)]
     first = corner + sign * (across[0] - across[1])
     rows = [
-        jnp.concatenate([first + sign * (row - lane) for lane in range(0, at.shape[1], LANES)], axis=1)
+        jnp.concatenate([compare(first, bound - sign * (row - lane)) for lane in range(0, at.shape[1], LANES)], axis=1)
         for row in range(0, at.shape[0], SUBLANES)
     ]
     return jnp.concatenate(rows, axis=0)

@@ -2,17 +2,23 @@
 
 from typing import Any
 
+from ejkernel.families import attention_kinds
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, WIDE, Blocks
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n", "blocksize_k"})
 """Fields of the configuration that the kernels look at."""
 
-WIDE = ("v6", "7x")
-"""What the kinds of chips have in their names whose matrix units are 256 wide."""
+Sizes = tuple[int, int]
+"""Of queries and of keys."""
+
+LARGE = 2048
+"""Queries, and keys, of the largest tiles. What they cost to begin and to end is little."""
+LONG = 2 * LARGE
+"""Queries and keys from which on there are enough of these tiles."""
 SLOW = "7x"
-"""The one among them for which the compiler takes ten times as long for the largest tiles."""
+"""What kinds of chips have in their names for which the compiler takes twice as long for large products."""
 
 LISTED = 2**17
 """Tile pairs whose list takes half of scalar memory."""
@@ -27,11 +33,17 @@ def forward_blocks(params: FwdParams) -> Blocks:
 
 
 def backward_blocks(params: BwdParams) -> tuple[Blocks, Blocks]:
-    """Tiles of the kernel that owns keys, and of the one that owns queries."""
+    """Tiles of the kernel that owns keys, and of the one that owns queries.
+
+    Small tiles have products of all that the kernel visits with `blocksize_k` of what it owns; large ones, which loops
+    go through, of half of what it owns with `blocksize_k` of what it visits. Neither has registers for the other's.
+    """
     own = (params.q_blocksize or 1024, params.kv_blocksize or 1024)
     visited = (params.blocksize_m or 1024, params.blocksize_n or 1024)
     chunk = params.blocksize_k or 256
-    return Blocks(*own, own[0], chunk), Blocks(*visited, chunk, visited[1])
+    by_key = (own[0], chunk) if own[1] < LARGE else (chunk, LARGE // 2)
+    by_query = (chunk, visited[1]) if visited[0] < LARGE else (LARGE // 2, chunk)
+    return Blocks(*own, *by_key), Blocks(*visited, *by_query)
 
 
 def heuristic(record: TiledAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
@@ -41,25 +53,29 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> FwdP
     float32, whose products are six, they take the compiler minutes.
     Products of 256 keys fill a wide matrix unit, whatever the head size; a narrow one has registers for squarer ones.
     """
-    narrow = _is_narrow(record)
-    block = 512 if narrow else 1024
+    large, slow, block = _is_long(record), SLOW in device.kind, 512 if _is_narrow(record) else 1024
+    if direction == "backward":
+        return _backward(record, LARGE if large and not slow else block, LARGE if large else block, 256)
     if not any(word in device.kind for word in WIDE):
-        return _params(record, direction, (block, block), (512, 512))
-    if narrow:
-        return _params(record, direction, (block, block), (block, 256))
-    if SLOW in device.kind:
-        return _params(record, direction, (block, block), (1024, 512))
-    if direction == "forward" and _is_long(record):
-        return _params(record, direction, (2048, 2048), (1024, 256))
-    return _params(record, direction, (block, block), (512, 256))
+        return _forward(record, LARGE if large else block, (512, 512))
+    return _forward(record, LARGE if large else block, (1024 if large and not slow else 512, 256))
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
     """Tile sizes worth measuring for a record on a device."""
-    tiles = ((512, 512), (512, 1024), (1024, 512), (1024, 1024), (2048, 2048))
-    chunks = ((256, 256), (512, 512), (512, 256), (1024, 256), (1024, 512))
-    made = (_params(record, direction, tile, chunk) for tile in tiles for chunk in chunks)
+    small, large = (512, 1024) if _is_narrow(record) or min(_clamped(record, LONG)) < LONG else (1024, LARGE)
+    made: list[FwdParams | BwdParams] = []
+    if direction == "backward":
+        made += [_backward(record, own, visited, 256) for own in (small, large) for visited in (small, large)]
+    else:
+        chunks = ((512, 256), (1024, 256), (512, 512))
+        made += [_forward(record, tile, chunk) for tile in (small, large) for chunk in chunks]
     return tuple(dict.fromkeys(made))
+
+
+def kind(record: TiledAttention) -> str | None:
+    """What long calls have in common that share an entry of a shipped table; others are left to the rule."""
+    return attention_kinds.kind(record) if min(record.query.shape[1], record.key.shape[1]) >= LONG else None
 
 
 def reasons(record: TiledAttention) -> tuple[str, ...]:
@@ -87,29 +103,36 @@ def _is_narrow(record: TiledAttention) -> bool:
 
 
 def _is_long(record: TiledAttention) -> bool:
-    """Whether there are enough tiles of 2048 queries and keys, and room for them."""
+    """Whether large tiles are whole and enough, memory has room for them, and no segment needs smaller ones."""
     (_, queries, _, size), (_, keys, _, value_size) = record.query.shape, record.value.shape
-    return min(queries, keys) >= 4096 and max(size, value_size) <= 128 and record.query.dtype.itemsize == 2
+    arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
+    if _is_narrow(record) or not all(x is None for x in arrays):
+        return False
+    return min(queries, keys) >= LONG and queries % LARGE == keys % LARGE == 0 and max(size, value_size) <= LANES
 
 
-def _params(
-    record: TiledAttention, direction: Direction, tile: tuple[int, int], chunk: tuple[int, int]
-) -> FwdParams | BwdParams:
-    """Sizes clamped to what covers the lengths."""
-    queries, keys = (
-        min(size, -(-x.shape[1] // LANES) * LANES) for size, x in zip(tile, (record.query, record.key), strict=True)
+def _forward(record: TiledAttention, tile: int, chunk: Sizes) -> FwdParams:
+    queries, keys = _clamped(record, tile)
+    return FwdParams(
+        q_blocksize=queries,
+        kv_blocksize=keys,
+        blocksize_m=min(chunk[0], queries),
+        blocksize_n=min(chunk[1], keys),
     )
-    if direction == "forward":
-        return FwdParams(
-            q_blocksize=queries,
-            kv_blocksize=keys,
-            blocksize_m=min(chunk[0], queries),
-            blocksize_n=min(chunk[1], keys),
-        )
+
+
+def _backward(record: TiledAttention, own: int, visited: int, chunk: int) -> BwdParams:
+    (queries, keys), (rows, columns) = _clamped(record, own), _clamped(record, visited)
     return BwdParams(
         q_blocksize=queries,
         kv_blocksize=keys,
-        blocksize_m=queries,
-        blocksize_n=keys,
-        blocksize_k=min(256, queries, keys),
+        blocksize_m=rows,
+        blocksize_n=columns,
+        blocksize_k=min(chunk, queries, keys),
     )
+
+
+def _clamped(record: TiledAttention, size: int) -> Sizes:
+    """A tile no larger than what covers the lengths."""
+    queries, keys = (min(size, -(-x.shape[1] // LANES) * LANES) for x in (record.query, record.key))
+    return queries, keys

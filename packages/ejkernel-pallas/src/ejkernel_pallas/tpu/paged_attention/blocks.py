@@ -1,0 +1,173 @@
+"""A block of keys, taken into the softmax of an item's rows chunk by chunk."""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.paged_attention import copies
+from ejkernel_pallas.tpu.paged_attention.copies import Block, Item, Refs
+from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
+from ejkernel_pallas.tpu.paged_attention.loops import each, loop
+from ejkernel_pallas.tpu.paged_attention.softmax import Part, Rows, allowed, fold
+from ejkernel_pallas.tpu.paged_attention.spec import Spec
+
+HEADS = 4
+"""Heads whose products of many rows are made together."""
+
+
+def by_size(small: Any, spec: Spec, act: Callable[[int], None]) -> None:
+    """Calls `act` with how many rows an item has: few, or those of a whole tile."""
+    if spec.rows == spec.few:
+        act(spec.few)
+        return
+
+    @pl.when(small)
+    def _() -> None:
+        act(spec.few)
+
+    @pl.when(jnp.logical_not(small))
+    def _() -> None:
+        act(spec.rows)
+
+
+def attend(refs: Refs, block: Block, ahead: Block, there: Any, side: Any, spec: Spec) -> None:
+    """Starts the copies of the block ahead, if it is there, and takes the chunks of a block that its item attends.
+
+    Where all of the block is attended, and the one ahead has no holes, the copies are started in between computations:
+    each takes the scalar unit some six cycles, in which it has nothing else to do.
+    """
+    at_once = jnp.bool_(False)
+    if spec.pieces:
+        at_once = (ahead.item.holes == 0) & _plain(block.item, block.number * spec.block, spec.rounds, spec)
+
+    @pl.when(there & jnp.logical_not(at_once))
+    def _() -> None:
+        copies.start_pages(refs, ahead, spec)
+
+    size = spec.chunk * (max(1, spec.rounds // 2) if spec.pieces else spec.rounds)
+    base, item = block.number * spec.block, block.item
+    first = jnp.clip((item.low - base) // size, 0, spec.block // size)
+    end = jnp.clip((item.high - base + size - 1) // size, first, spec.block // size)
+    copies.wait_pages(refs, block, (first * size, end * size), spec)
+
+    if spec.pieces:
+        pieces = copies.pieces(refs, ahead, there, spec.pieces, spec)
+        pl.when(at_once)(lambda: _few(refs, block, side, _chunks(block, 0, spec.rounds, False, spec), pieces, spec))
+
+    def some(k: jax.Array, carry: jax.Array) -> jax.Array:
+        _take(refs, block, side, (pl.multiple_of(k * size, size), size // spec.chunk), spec)
+        return carry
+
+    loop(jnp.where(at_once, end, first), end, some, jnp.int32(0))
+
+
+def _chunks(block: Block, start: Any, count: int, masked: bool, spec: Spec) -> list[Chunk]:
+    """Chunks that are taken at once, from a key of the block on."""
+    item, base = block.item, block.number * spec.block
+    offsets = [pl.multiple_of(start + k * spec.chunk, spec.chunk) for k in range(count)]
+    return [Chunk(block.slot, x, base + x, item.low, item.high, masked) for x in offsets]
+
+
+def _plain(item: Item, key: Any, count: int, spec: Spec) -> Any:
+    """Whether all rows of an item attend all keys of some chunks, from `key` on."""
+    last, end = item.position + item.tokens - 1, key + spec.chunk * count
+    low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
+    high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)
+    return (key >= low) & (end <= high) & (item.holes == 0)
+
+
+def _take(refs: Refs, block: Block, side: Any, chunks: tuple[Any, int], spec: Spec) -> None:
+    """Takes chunks, of which the first key and the number are given."""
+    item, (start, count) = block.item, chunks
+    plain = _plain(item, block.number * spec.block + start, count, spec)
+
+    def few(masked: bool) -> None:
+        _few(refs, block, side, _chunks(block, start, count, masked, spec), iter(()), spec)
+
+    if spec.rows == spec.few:
+        if not spec.pieces:
+            pl.when(plain)(lambda: few(False))
+        pl.when(jnp.logical_not(plain & (not spec.pieces)))(lambda: few(True))
+        return
+
+    @pl.when(item.tokens * spec.group > spec.few)
+    def _() -> None:
+        _many(refs, block, side, start, plain, spec)
+
+    pl.when(item.tokens * spec.group <= spec.few)(lambda: few(True))
+
+
+def _few(
+    refs: Refs, block: Block, side: Any, chunks: list[Chunk], between: Iterator[Callable[[], None]], spec: Spec
+) -> None:
+    """Few rows of all heads; after every load, one of the actions of `between`."""
+    rows = Rows(side, 0, spec.few, block.item.position)
+    kept = [allowed(refs, block.item, rows, at, spec) for at in chunks]
+    heads = spec.kv_heads // turns(spec)
+
+    def turn(k: Any) -> None:
+        def loaded(at: Chunk, values: bool) -> list[jax.Array]:
+            made = load(_buffers(refs), k, at, spec, values=values)
+            next(between, _nothing)()
+            return made
+
+        def parts(at: Chunk, keep: Any) -> list[Part]:
+            keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
+            return [Part(k * heads + n, rows, _one(keys, n), _one(values, n), keep) for n in range(heads)]
+
+        fold(refs, [parts(at, keep) for at, keep in zip(chunks, kept, strict=True)], spec)
+
+    each(turns(spec), turn)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _one(loaded: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
+    """A head's of what is loaded for several when the first is asked for."""
+    return lambda: loaded()[n]
+
+
+def _many(refs: Refs, block: Block, side: Any, start: Any, plain: Any, spec: Spec) -> None:
+    """A tile's rows, a few heads after the other: a chunk's keys and values are put next to each other first."""
+    (at,) = _chunks(block, start, 1, True, spec)
+    heads = spec.kv_heads // turns(spec)
+
+    def turn(k: Any) -> None:
+        for target, values in ((refs["head_keys"], False), (refs["head_values"], True)):
+            for n, rows in enumerate(load(_buffers(refs), k, at, spec, values=values)):
+                target[k * heads + n] = rows
+
+    each(turns(spec), turn)
+    for masked, wanted in ((False, plain), (True, jnp.logical_not(plain))):
+        pl.when(wanted)(partial(_heads, refs, block.item, side, at._replace(masked=masked), spec))
+
+
+def _heads(refs: Refs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
+    """Takes such a chunk, as many rows and heads at once as make a good product."""
+    parts = (item.tokens * spec.group + spec.row_chunk - 1) // spec.row_chunk
+    together = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
+    keys, values, get = refs["head_keys"], refs["head_values"], operator.getitem
+
+    def some(k: Any) -> None:
+        def part(n: jax.Array, carry: jax.Array) -> jax.Array:
+            rows = Rows(side, pl.multiple_of(n * spec.row_chunk, spec.row_chunk), spec.row_chunk, item.position)
+            kept = allowed(refs, item, rows, at, spec)
+            heads = [k * together + head for head in range(together)]
+            fold(refs, [[Part(x, rows, partial(get, keys, x), partial(get, values, x), kept) for x in heads]], spec)
+            return carry
+
+        loop(jnp.int32(0), parts, part, jnp.int32(0))
+
+    each(spec.kv_heads // together, some)
+
+
+def _buffers(refs: Refs) -> tuple[Any, ...]:
+    return tuple(refs[name + "_buffer"] for name in ("keys", "values") if name in refs)

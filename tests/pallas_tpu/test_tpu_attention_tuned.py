@@ -1,0 +1,54 @@
+"""The tables of predicted attention tiles that ship with the package. Needs no libtpu."""
+
+import importlib.resources
+
+import jax
+import pytest
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations.flash_attention import OP
+from ejkernel.ops import ConfigSelectorChain
+from ejkernel.ops.config.params import BwdParams, FwdParams
+from ejkernel.ops.config.selection import Request
+from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_pallas.tpu.profile import CHIPS
+from ejkernel_pallas.tpu.tiled_attention import implementations
+from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
+from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks, forward_blocks
+
+FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").glob("TPU*/flash_attention.json"))
+SHIPPED = (("v5e", "forward"), ("v5e", "backward"), ("v5p", "forward"), ("v6e", "forward"), ("v6e", "backward"))
+PARTS = {"forward": FwdParams, "backward": BwdParams}
+(FLASH,) = (x for x in implementations() if x.op == "flash_attention")
+
+
+def record(length, size=128, **options):
+    query = jax.ShapeDtypeStruct((1, length, 8, size), "bfloat16")
+    return TiledAttention(query=query, key=query, value=query, softmax_scale=1.0, **options)
+
+
+def chosen(chip, made, direction):
+    """The configuration that a call gets, and where from."""
+    device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[chip].kind)
+    request = Request(op=OP, implementation=FLASH, direction=direction, device=device, record=made)
+    selection = ConfigSelectorChain().choose(request)
+    return request.completed(selection.part), selection.trail[-1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+def test_kernels_can_have_the_tiles_of_every_entry(file):
+    assert file.parent.name in {chip.kind.replace(" ", "_") for chip in CHIPS.values()}
+    for key, entry in decode(file.read_bytes()).items():
+        direction = key.split(" | ")[2]
+        part = as_part(entry, PARTS[direction], key)
+        blocks = [forward_blocks(part)] if direction == "forward" else backward_blocks(part)
+        for found in blocks:
+            made = make_spec(record(4096, causal=True), found)
+            assert (made.q_block, made.kv_block, made.q_chunk, made.kv_chunk) == found
+
+
+@pytest.mark.parametrize(("chip", "direction"), SHIPPED)
+def test_a_long_call_finds_its_entry_and_a_short_one_the_rule(chip, direction):
+    assert chosen(chip, record(4096, causal=True), direction)[1] == "persistent: shipped table"
+    assert chosen(chip, record(2048, causal=True), direction)[1] != "persistent: shipped table"
