@@ -83,10 +83,19 @@ def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields
     return dataclasses.replace(record, key_pages=pages, value_pages=pages, kv_layout=layout, **fields)
 
 
+def written(dtype, heads, size):
+    """A call that writes new tokens to one cache of keys and values."""
+    sizes = Sizes(lens=(16,), q_lens=(4,), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
+    record = lowered(V3, paged_inputs.v3_inputs, sizes, softmax_scale=None)
+    return dataclasses.replace(record, key_pages=jax.ShapeDtypeStruct((4, 8, heads, 2, size), dtype))
+
+
 @pytest.mark.parametrize(("record", "word"), [
     (lambda: paged(jnp.float16), "float16"),
     (lambda: paged(heads=3), "3 rows"),
     (lambda: paged(jnp.bfloat16, heads=1), "1 rows"),
+    (lambda: written(jnp.int8, 1, 128), "a multiple of 4"),
+    (lambda: written(jnp.bfloat16, 1, 64), "a multiple of 2"),
     (lambda: paged(size=192), "beyond 128"),
     (lambda: paged(slots=1000), "whole pages of 1000"),
     (lambda: paged(jnp.bfloat16, "phsd", slots=8), "pages of 8 slots"),
@@ -103,3 +112,5 @@ def test_refusals_name_what_is_refused(record, word):
 def test_what_is_served_is_not_refused():
     assert not list(limits.reasons(paged()))
     assert not list(limits.reasons(paged(jnp.bfloat16, "hpsd", size=192)))
+    assert not list(limits.reasons(written(jnp.int8, 2, 128)))
+    assert not list(limits.reasons(written(jnp.bfloat16, 1, 128)))

@@ -65,8 +65,12 @@ def _pages(record: PagedAttention) -> Generator[str]:
         return
     if any(size > LANES and size % LANES for size in sizes) or len({-(-size // LANES) for size in sizes}) > 1:
         yield f"key_pages: rows of {' and '.join(map(str, sizes))}; beyond {LANES} wants the same multiple of it"
+    heads, pack = record.key_pages.shape[letters.index("h")], paged_cache.packing(dtype)
     if record.new_keys is not None and letters == paged_cache.COMBINED:
+        rows = heads if sizes[0] < LANES else heads * 2
+        if rows % pack:
+            yield f"key_pages: {rows} rows of {dtype.name} a token do not fill words; wants a multiple of {pack}"
         return
-    rows = record.key_pages.shape[letters.index("h")] * (2 if letters == paged_cache.COMBINED else 1)
-    if (rows not in DENSE_ROWS and rows % 8) or rows % paged_cache.packing(dtype):
+    rows = heads * (2 if letters == paged_cache.COMBINED else 1)
+    if (rows not in DENSE_ROWS and rows % 8) or rows % pack:
         yield f"key_pages: {rows} rows of {dtype.name} a token do not fill tiles of memory; wants 2, 4, or 8 times some"
