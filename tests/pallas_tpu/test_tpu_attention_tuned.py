@@ -18,7 +18,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks, forward_blocks
 
 FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").glob("TPU*/flash_attention.json"))
-SHIPPED = (("v5e", "forward"), ("v5e", "backward"), ("v5p", "forward"), ("v6e", "forward"), ("v6e", "backward"))
+SHIPPED = [(chip, direction) for chip in ("v5e", "v5p", "v6e") for direction in ("forward", "backward")]
 PARTS = {"forward": FwdParams, "backward": BwdParams}
 (FLASH,) = (x for x in implementations() if x.op == "flash_attention")
 
