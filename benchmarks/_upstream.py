@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -84,6 +84,12 @@ class Side:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
         raise RuntimeError(f"{self.process.args} ended before it answered")
+
+
+def compared(peer: str, names: Iterable[str], size: int, repeats: int, **environment: str) -> list[tuple[str, ...]]:
+    """The rows of a table: both passes of the named problems, in this interpreter and in the peer's."""
+    sides = Side(sys.executable, size, **environment), Side(peer, size, **environment)
+    return [compare(sides, name, which, repeats) for name in names for which in PASSES]
 
 
 def compare(sides: tuple[Side, Side], name: str, which: str, repeats: int) -> tuple[str, ...]:

@@ -3,11 +3,9 @@
 python benchmarks/upstream_cpu.py --peer <python of an environment that has it> [--quick]
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
-from _upstream import COLUMNS, PASSES, Problem, Side, arguments, compare, serve
+from _upstream import COLUMNS, Problem, arguments, compared, serve
 
 
 def problems(tokens: int) -> dict[str, Problem]:
@@ -64,11 +62,7 @@ def main() -> None:
     import _report  # reads the metadata of distributions that the peer's interpreter lacks
 
     tokens, repeats = (512, 3) if options.quick else (2048, 15)
-    sides = (
-        Side(sys.executable, tokens, JAX_PLATFORMS="cpu"),
-        Side(options.peer, tokens, JAX_PLATFORMS="cpu"),
-    )
-    rows = [compare(sides, name, which, repeats) for name in problems(tokens) for which in PASSES]
+    rows = compared(options.peer, problems(tokens), tokens, repeats, JAX_PLATFORMS="cpu")
     print(_report.heading())
     print(f"{tokens} tokens, 8 heads of 64 where no model is named, float32; grouped matmul by [8, 512, 512];")
     print(f"medians of {repeats} turns\n")

@@ -4,11 +4,10 @@ python benchmarks/upstream_gpu.py --peer <python of an environment that has it> 
 """
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
-from _upstream import COLUMNS, PASSES, Problem, Side, arguments, compare, serve
+from _upstream import COLUMNS, Problem, arguments, compared, serve
 
 PLATFORMS = {"Triton against Triton": "triton", "what each chooses": "auto"}
 
@@ -40,8 +39,7 @@ def main() -> None:
 
     length, repeats = (1024, 3) if options.quick else (8192, 7)
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # two processes have arrays on the GPU
-    sides = Side(sys.executable, length, **shared), Side(options.peer, length, **shared)
-    rows = [compare(sides, name, which, repeats) for name in problems(length) for which in PASSES]
+    rows = compared(options.peer, problems(length), length, repeats, **shared)
     print(_report.heading())
     print(f"B4 S{length} H16/16 D128, bfloat16; medians of {repeats} turns of 5 calls\n")
     print(_report.markdown_table(COLUMNS, rows))

@@ -7,11 +7,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ejkernel_pallas.gpu.tiled_attention.masking import COLUMNS, ROWS
+from ejkernel_pallas.gpu.tiled_attention.registers import scalar, with_registers
 
 
 def over_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -67,18 +67,12 @@ def widened(tile: jax.Array) -> jax.Array:
     def widen(_: Any, narrow: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
-        registers = narrow.registers.copy()
-        for place, register in enumerate(narrow.registers.flat):
-            pair = vector.extract(
-                vector.bitcast(ir.VectorType.get((1,), i32), register),
-                dynamic_position=[],
-                static_position=ir.DenseI64ArrayAttr.get([0]),
-            )
-            halves = (arith.shli(pair, constant(16)), arith.andi(pair, constant(-(2**16))))
-            registers.flat[place] = vector.from_elements(
-                ir.VectorType.get((2,), f32), [arith.bitcast(f32, half) for half in halves]
-            )
-        return mgpu.FragmentedArray(_registers=registers, _layout=narrow.layout, _is_signed=None)
+        made: list[Any] = []
+        for register in narrow.registers.flat:
+            both = scalar(vector.bitcast(ir.VectorType.get((1,), i32), register))
+            halves = (arith.shli(both, constant(16)), arith.andi(both, constant(-(2**16))))
+            made.append(vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves]))
+        return with_registers(narrow, made)
 
     return widen(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 

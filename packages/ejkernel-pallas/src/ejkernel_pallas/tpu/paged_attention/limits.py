@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, token_rows
 from ejkernel_pallas.tpu.paged_attention.tiles import tile_rows
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 
-LANES = 128
 DENSE_ROWS = (1, 2, 4)
 """How many rows memory takes as they are, beside multiples of 8."""
 
@@ -65,12 +65,10 @@ def _pages(record: PagedAttention) -> Generator[str]:
         return
     if any(size > LANES and size % LANES for size in sizes) or len({-(-size // LANES) for size in sizes}) > 1:
         yield f"key_pages: rows of {' and '.join(map(str, sizes))}; beyond {LANES} wants the same multiple of it"
-    heads, pack = record.key_pages.shape[letters.index("h")], paged_cache.packing(dtype)
+    rows, pack = token_rows(record), paged_cache.packing(dtype)
     if record.new_keys is not None and letters == paged_cache.COMBINED:
-        rows = heads if sizes[0] < LANES else heads * 2
         if rows % pack:
             yield f"key_pages: {rows} rows of {dtype.name} a token do not fill words; wants a multiple of {pack}"
         return
-    rows = heads * (2 if letters == paged_cache.COMBINED else 1)
     if (rows not in DENSE_ROWS and rows % 8) or rows % pack:
         yield f"key_pages: {rows} rows of {dtype.name} a token do not fill tiles of memory; wants 2, 4, or 8 times some"

@@ -196,21 +196,31 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     return (pages.reshape(count, slots, -1, pack, lanes),)
 
 
+def in_lanes(record: PagedAttention) -> bool:
+    """Whether a head's key and value share a row, in a cache that new tokens are written to."""
+    written = record.kv_layout == paged_cache.COMBINED and record.new_keys is not None
+    return written and record.key_pages.shape[-1] < LANES
+
+
+def token_rows(record: PagedAttention) -> int:
+    """Rows of a token in an array of keys, or of keys and values."""
+    heads = record.key_pages.shape[record.kv_layout.index("h")]
+    return heads * 2 if record.kv_layout == paged_cache.COMBINED and not in_lanes(record) else heads
+
+
 def make_cache(record: PagedAttention) -> Cache:
     """Where the keys of a record are; meaningful where `reasons` has none."""
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
-    heads = pages.shape[letters.index("h")]
     if letters in ("phsd", "hpsd"):
         return Cache(layout=letters, lanes=False, slots=slots, words=1, packing=1, size=size, groups=1)
-    lanes = letters == paged_cache.COMBINED and record.new_keys is not None and size < LANES
-    rows = heads if letters != paged_cache.COMBINED or lanes else heads * 2
+    lanes = in_lanes(record)
     size = max(size, LANES) if lanes else size
     return Cache(
         layout=letters,
         lanes=lanes,
         slots=slots,
-        words=max(1, rows // pack),
+        words=max(1, token_rows(record) // pack),
         packing=pack,
         size=size,
         groups=-(-size // LANES),
