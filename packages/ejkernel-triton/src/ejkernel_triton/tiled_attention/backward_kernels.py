@@ -81,14 +81,15 @@ def keys_kernel(
         bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
         bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
         about = (q_ids, q_positions, dropped_rows, bias_at, mask_at)
-        for n in tl.range(clear, unclear):
-            dk, dv = _visit_queries(
-                n, k, v, described, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
-            )
+        # The loop with masks comes first: the compiler keeps all of its values in registers then.
         for n in tl.range(0, before + last - unclear):
             at = tl.where(n < before, first + n, unclear + n - before)
             dk, dv = _visit_queries(
                 at, k, v, described, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
+            )
+        for n in tl.range(clear, unclear):
+            dk, dv = _visit_queries(
+                n, k, v, described, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
             )
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
@@ -127,9 +128,8 @@ def _visit_queries(
     if DV:
         dv = add_product(dv, drop(weights, queries, rows, spec).to(do.dtype), do, spec)
     if DK:
-        dweights = product(v, tl.trans(do), spec)
         gradient = score_gradient(
-            weights, slope, dweights, queries, rows, row_delta[None, :], row_argmax[None, :], spec
+            weights, slope, v, tl.trans(do), queries, rows, row_delta[None, :], row_argmax[None, :], spec
         )
         dk = add_product(dk, gradient.to(q.dtype), q, spec)
     return dk, dv
@@ -179,12 +179,12 @@ def queries_kernel(
     keys = (k_base, v_base, k_ids, k_positions, bias_at, mask_at, dropped_columns)
     dq = tl.zeros([Q_BLOCK, BD], tl.float32)
     first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
-    for n in tl.range(clear, unclear):
-        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=False)
     before = clear - first
     for n in tl.range(0, before + last - unclear):
         at = tl.where(n < before, first + n, unclear + n - before)
         dq = _visit_keys(at, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=True)
+    for n in tl.range(clear, unclear):
+        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=False)
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 
@@ -232,6 +232,7 @@ def tile_gradient(
     v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
     products = product(q, tl.trans(k), spec)
     weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, mask, spec, MASKED)
-    dweights = product(do, tl.trans(v), spec)
-    gradient = score_gradient(weights, slope, dweights, left, columns, row_delta[:, None], row_argmax[:, None], spec)
+    gradient = score_gradient(
+        weights, slope, do, tl.trans(v), left, columns, row_delta[:, None], row_argmax[:, None], spec
+    )
     return k, gradient

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.tiled_attention.tile import allowed, drop, load_tile, transform
+from ejkernel_triton.tiled_attention.tile import add_product, allowed, drop, load_tile, product, transform
 
 
 @triton.jit
@@ -56,18 +56,25 @@ def weights_of(products, queries, keys, shift, bias, mask, spec: tl.constexpr, M
 
 
 @triton.jit
-def score_gradient(weights, slope, dweights, queries, keys, delta, argmax, spec: tl.constexpr):
-    """Gradient of the scaled and biased scores, from that of the dropped weights.
+def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr):
+    """Gradient of the scaled and biased scores; a b is the gradient of the dropped weights.
 
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
     """
     if spec.DROPOUT:
-        dweights = drop(dweights, queries, keys, spec) * spec.KEPT
+        dweights = drop(product(a, b, spec), queries, keys, spec) * spec.KEPT
+        if spec.NORMALIZE:
+            dweights -= delta
+    elif spec.NORMALIZE:  # what the product is added to: so delta is in no registers of its own
+        dweights = add_product(tl.broadcast_to(-delta, weights.shape), a, b, spec)
+    else:
+        dweights = product(a, b, spec)
+    gradient = weights * dweights
     if spec.NORMALIZE:
-        gradient = weights * (dweights - delta)
+        pass
     else:
         k, _, _, _, _ = keys
-        gradient = weights * dweights - tl.where(k == argmax, delta, 0.0)
+        gradient -= tl.where(k == argmax, delta, 0.0)
     if spec.CAP is not None:
         gradient = gradient * slope
     return gradient

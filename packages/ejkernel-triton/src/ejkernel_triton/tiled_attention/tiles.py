@@ -45,7 +45,7 @@ FORWARD: dict[Generation, Preference] = {
     "ampere": (
         (Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
         (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-        (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+        (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 4, 1)),
         (Tile(32, 16, 4, 2), Tile(16, 16, 4, 1)),
     ),
     "amd": (
