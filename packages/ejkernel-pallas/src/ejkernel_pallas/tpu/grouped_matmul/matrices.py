@@ -24,6 +24,7 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import (
     zero_outside,
 )
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, by_matrices, visit
+from ejkernel_pallas.tpu.loops import loop
 
 Refs = dict[str, Any]
 GROUP = 64
@@ -167,7 +168,7 @@ def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
         return carry
 
     # A loop and not conditions, which a compiler may turn into products whose results are not used.
-    lax.fori_loop(divided(v.low, deep), divided(v.high + (deep - 1), deep), some, np.int32(0))
+    loop(divided(v.low, deep), divided(v.high + (deep - 1), deep), some, np.int32(0))
 
 
 def _copy_own(refs: Refs, v: Visit, row: Any, rows: int) -> None:

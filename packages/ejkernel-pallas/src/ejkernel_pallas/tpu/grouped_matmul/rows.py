@@ -14,6 +14,7 @@ from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
 from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, divided, factors, padded_scales, zero_outside
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, by_rows, visit
+from ejkernel_pallas.tpu.loops import loop
 
 Refs = dict[str, Any]
 
@@ -156,7 +157,7 @@ def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
         _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
-    lax.fori_loop(divided(v.low, rows), divided(v.high + (rows - 1), rows), some, np.int32(0))
+    loop(divided(v.low, rows), divided(v.high + (rows - 1), rows), some, np.int32(0))
 
 
 def _add(refs: Refs, at: Place, part: Part, spec: Spec, cut: bool) -> None:

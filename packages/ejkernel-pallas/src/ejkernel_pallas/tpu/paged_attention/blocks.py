@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel_pallas.tpu.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Item, Refs
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
-from ejkernel_pallas.tpu.paged_attention.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention.softmax import Part, Rows, allowed, fold
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
 

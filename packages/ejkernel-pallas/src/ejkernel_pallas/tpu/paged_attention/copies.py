@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.paged_attention.loops import loop
+from ejkernel_pallas.tpu.loops import loop
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, Spec
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel_pallas.tpu.loops import loop
 from ejkernel_pallas.tpu.paged_attention.copies import Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order
-from ejkernel_pallas.tpu.paged_attention.loops import loop
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, Spec
 
 Refs = dict[str, Any]
