@@ -65,9 +65,10 @@ def test_a_call_and_its_gradients_lower(size, feature):
     assert {name: x.shape for name, x in gradients.items()} == {name: getattr(record, name).shape for name in gradients}
 
 
+@pytest.mark.parametrize("size", [128, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 63), (700, 333)])
-def test_lengths_that_are_no_whole_tiles_lower(queries, keys):
-    record = make(128, "causal", queries, keys, jnp.float16)
+def test_lengths_that_are_no_whole_tiles_lower(queries, keys, size):
+    record = make(size, "causal", queries, keys, jnp.float16)
     _, (output, gradients) = lowered(record, config(record, "forward"), config(record, "backward"))
     assert output.shape[1] == queries
     assert gradients["key"].shape[1] == keys

@@ -22,17 +22,18 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
-from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel_pallas.gpu.tiled_attention import pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.backward_call import Call
 from ejkernel_pallas.gpu.tiled_attention.backward_kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, WARPGROUPS, BackwardTile, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, WARPGROUPS, BackwardTile, backward_tile
 from ejkernel_pallas.gpu.tiled_attention.turns import turns
 from ejkernel_pallas.gpu.tiled_attention.visits import padded_ids, query_visits, tiles, without_padding
 
@@ -119,7 +120,7 @@ def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], schedu
     fitting = schedule.CACHE / (spec.group * spec.queries * tile.row_bytes(spec))
     falling = spec.left is None and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     folded = falling and fitting > 0.75
-    apart = math.ceil(APART * schedule.multiprocessors() / mean)
+    apart = math.ceil(APART * schedule.multiprocessors() / (mean * tile.members))
     together = round(fitting) if folded else max(int(fitting), apart)
 
     def plan(batch: int) -> schedule.Plan:
@@ -160,21 +161,24 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """Gradients of keys and of values, and sums that are gradients of queries but for their scale."""
     plan = make_plan(batch)
-    places = batch * spec.heads * operands["ranks"].shape[2] * tile.pieces
+    places = batch * spec.heads * operands["ranks"].shape[2] * tile.pieces * tile.members
 
     def body(given: Operands, made: Any, buffers: Any) -> None:
         turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
-        backward_kernel(Call(spec, tile, plan, by_head, given, made, schedule.counter(), turns, buffers))
+        member = lax.axis_index(pairs.AXIS) if tile.wide else 0
+        buffers = _with_views(buffers) if tile.wide else buffers
+        backward_kernel(Call(spec, tile, plan, by_head, given, made, schedule.counter(), turns, buffers, member))
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
     outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
-    return launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, WARPGROUPS)
+    cluster = {pairs.AXIS: tile.members} if tile.wide else None
+    return launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, WARPGROUPS, cluster)
 
 
 def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
     """Shared memory and barriers, by the names that the kernel knows."""
     made: dict[str, Any] = {
-        "k": matrix((tile.parts * tile.owners, ROWS, tile.part), spec.dtype),
+        "k": matrix((tile.parts * tile.owners + tile.shared_parts, ROWS, PART), spec.dtype),
         "v": matrix((tile.owners, ROWS, spec.size), spec.dtype),
         "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype),
         "dq": plgpu.SMEM(
@@ -185,19 +189,44 @@ def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
     }
     for name, stages in tile.stages.items():
         made[name] = matrix((stages, tile.queries, spec.size), spec.dtype)
-        extras = tile.extras(spec, name)
-        for extra in extras:
-            made[extra] = plgpu.SMEM((stages, tile.queries), jnp.int32 if extra.endswith("ids") else jnp.float32)
-        made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(extras), num_barriers=stages)
-        made[f"{name}_free"] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
-    if spec.segments:
-        made["k_ids"] = plgpu.SMEM((tile.owners, ROWS), jnp.int32)
-    copies = tile.owners * (tile.parts + 1 + spec.segments)
+        made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.extras(spec, name)), num_barriers=stages)
+        made[f"{name}_free"] = _freed(tile, stages)
+    copies = tile.owners * (tile.parts + 1 + tile.has_key_ids(spec)) + tile.shared_parts
     made["own_full"] = plgpu.Barrier(num_arrivals=copies)
-    made |= {name: plgpu.Barrier(num_arrivals=tile.makers) for name in ("ds_full", "dq_done")}
+    made["dq_done"] = plgpu.Barrier(num_arrivals=tile.makers)
     made["dq_full"] = plgpu.Barrier(num_arrivals=tile.makers, num_barriers=tile.pieces * tile.adders)
     made["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
-    made |= {"number": plgpu.SMEM((1,), jnp.int32), "number_full": plgpu.Barrier(num_arrivals=1)}
+    return made | (_pair_scratch(tile) if tile.wide else _single_scratch(spec, tile))
+
+
+def _single_scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
+    """What blocks have that own keys by themselves."""
+    made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32), "number_full": plgpu.Barrier(num_arrivals=1)}
+    for name in tile.extras(spec, "q"):
+        made[name] = plgpu.SMEM((tile.depth, tile.queries), jnp.int32 if name.endswith("ids") else jnp.float32)
+    if tile.has_key_ids(spec):
+        made["k_ids"] = plgpu.SMEM((tile.owners, ROWS), jnp.int32)
+    return made | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
+
+
+def _pair_scratch(tile: BackwardTile) -> dict[str, Any]:
+    """What pairs of blocks have: little room is left, and no array begins within 1024 bytes of the last."""
+    return {
+        "rows": plgpu.SMEM((2, tile.depth, tile.queries), jnp.float32),
+        "words": plgpu.SMEM((tile.depth + 1, tile.queries), jnp.int32),
+        "weights_full": plgpu.Barrier(num_arrivals=1),
+        "ds_free": _freed(tile, 2),
+    }
+
+
+def _with_views(buffers: dict[str, Any]) -> dict[str, Any]:
+    """Names for the parts of a pair's arrays. After the ids of queries is a row for `pairs`."""
+    rows, words = buffers["rows"], buffers["words"]
+    return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": words.at[words.shape[0] - 1]}
+
+
+def _freed(tile: BackwardTile, count: int) -> Any:
+    """Barriers at which all warpgroups that multiply arrive, of both members where there are two."""
     if tile.wide:
-        made["weights_full"] = plgpu.Barrier(num_arrivals=1)
-    return made
+        return plgpu.ClusterBarrier(collective_axes=(pairs.AXIS,), num_arrivals=WARPGROUPS, num_barriers=count)
+    return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count)

@@ -28,9 +28,10 @@ class Call:
         by_head: Whether a block visits all tiles of a head before those of the next head that shares its keys.
         operands: Arrays in device memory.
         outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries.
-        taken: Counter of the tiles of keys that blocks took.
+        taken: Counter of the tiles of keys that blocks took, or pairs of blocks.
         turns: How many blocks have added their part, for every tile of queries.
         buffers: Shared memory and barriers.
+        member: Place of the block among those that own keys together.
     """
 
     spec: Spec
@@ -42,6 +43,7 @@ class Call:
     taken: Any
     turns: Any
     buffers: Buffers
+    member: Any = 0
 
 
 def visit_heads(call: Call, first: Any, visits: Any, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:

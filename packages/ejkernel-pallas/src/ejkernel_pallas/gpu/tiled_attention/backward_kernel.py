@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.tiled_attention import arrays, schedule
+from ejkernel_pallas.gpu.tiled_attention import arrays, pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_rows
 from ejkernel_pallas.gpu.tiled_attention.backward_call import (
     I32,
@@ -58,9 +58,15 @@ def backward_kernel(call: Call) -> None:
             pl.when(warp == 0)(functools.partial(fetch, call, item, visits))
             pl.when((warp > 0) & (warp <= tile.adders))(functools.partial(add_parts, call, item, visits, warp - 1))
 
+    if tile.wide:
+        pairs.end()
+
 
 def _number(call: Call, warpgroup: Any) -> Any:
     """Number of the block's tile of keys: how many blocks have begun before it, all that it may have to wait for."""
+    if call.tile.wide:
+        pairs.begin(call.taken, call.buffers["pair"])
+        return call.buffers["pair"][0]
     number, full = call.buffers["number"], call.buffers["number_full"]
 
     @pl.when(warpgroup == WARPGROUPS)

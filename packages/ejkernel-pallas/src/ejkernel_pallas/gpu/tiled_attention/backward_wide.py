@@ -1,10 +1,13 @@
 """The backward kernel's warpgroups that multiply for large heads, of which one's registers hold one gradient.
 
-The first has scores and weights and sums dv up; the second makes gradients of scores of its weights, which go to it
-through shared memory and are replaced there, and sums dk up. Each makes half of the block's part of dq, in two strips
-that it hands over half a visit apart: device memory takes a visit's part hardly faster than it is made, and there is
-room for one strip of each. The first makes a strip of the visit before the last together with the scores, and one of
-the last together with dv.
+A block owns 64 keys, and a pair of blocks, which is a cluster, 128 that are one after the other. The first warpgroup
+has scores and weights and sums dv up; the second makes gradients of scores of its weights, which go to it through
+shared memory and are replaced there, and sums dk up. Both blocks visit the same tiles of queries, of which each fetches
+one half for both. They exchange their gradients of scores, and each makes one half of the columns of what the pair adds
+to dq: device memory takes half as much as if each block added for its own keys.
+
+A warpgroup makes a quarter of the last visit's part of dq, and hands it over in two strips that are half a visit apart:
+there is room for one strip of each.
 """
 
 import functools
@@ -15,10 +18,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.tiled_attention import arrays, schedule
+from ejkernel_pallas.gpu.tiled_attention import arrays, pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_rows
 from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call, await_visited, clean, handed_over, hidden
-from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS
+from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS
 
 INITIAL = plgpu.WGMMAAccumulatorRef.init
 
@@ -32,19 +35,22 @@ def own_wide(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
 
 def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    key, row_ids = item.tile * ROWS, None
+    first, row_ids = _first_key(call, item, call.member), None
     if spec.segments:
-        row_ids = arrays.load_rows(buffers["k_ids"].at[0])
-        clean(buffers["k_ids"].at[0], buffers["k"].at[0])
+        ids = call.operands["k_ids"].at[item.batch]
+        row_ids = arrays.load_rows(ids.at[pl.ds(first, ROWS)])
+        other = ids.at[pl.ds(_first_key(call, item, 1 - call.member), ROWS)]
+        clean(ids.at[pl.ds(first, ROWS)], *(buffers["k"].at[part] for part in range(tile.parts)))
+        clean(other, *(buffers["k"].at[tile.parts + part] for part in range(tile.shared_parts)))
 
     def visit(cut: bool, _: Any, index: Any, state: Any) -> Any:
-        count, dv = state
+        count, dv, rest = state
         slot, place = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
         await_visited(call, count, cut)
-        hide = functools.partial(hidden, call, key, row_ids, slot, index) if cut else None
-        weights, bent = _weigh(call, count, slot, hide)
-        # Before weights are handed over: else both barriers could be ahead by two, which looks like none.
-        plgpu.barrier_wait(buffers["ds_full"])
+        hide = functools.partial(hidden, call, first, row_ids, slot, index) if cut else None
+        weights, bent = _weigh(call, count, slot, rest, hide)
+        # Both members have made their parts of dq of what was here before.
+        pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[place]))
         buffers["ds"].at[place][...] = bent.astype(spec.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(buffers["weights_full"])
@@ -52,47 +58,47 @@ def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
         weights = lax.optimization_barrier(weights.astype(spec.dtype))
 
         def products(refs: Any) -> None:
-            dv_ref, dq_ref = refs
-            _multiply_slopes(call, count - 1, 0, 0, dq_ref)
+            dv_ref, dq_ref, rest_ref = refs
+            _multiply_slopes(call, count - 1, 0, dq_ref)
             if not spec.segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
-            plgpu.wgmma(dv_ref, weights, buffers["do"].at[_first()])
-            _hand_over(call, count - 1, 0, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
+            plgpu.wgmma(dv_ref, weights, buffers["do"].at[_zero()])
+            rest_ref[...] = _hand_over_first(call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
 
-        dv, _ = pl.run_state(products)((INITIAL(dv), INITIAL(_no_dq(call))))
+        dv, _, rest = pl.run_state(products)((INITIAL(dv), INITIAL(_no_dq()), rest))
         plgpu.barrier_arrive(buffers["do_free"].at[0])
-        return count + 1, dv
+        return count + 1, dv, rest
 
-    count, dv = visits(visit, (I32(0), arrays.full_tile((ROWS, spec.size))), tile.cuts(spec))
-    plgpu.barrier_wait(buffers["ds_full"])
+    start = I32(0), arrays.full_tile((ROWS, spec.size)), _no_strip(call)
+    count, dv, rest = visits(visit, start, tile.cuts(spec))
+    _hand_over(call, count - 2, 0, 1, rest)
+    _make_last(call, count - 1, 0)
     buffers["v"].at[0][...] = dv.astype(spec.dtype)
-    for visited, strip in ((count - 2, 1), (count - 1, 0), (count - 1, 1)):
-        _hand_over(call, visited, 0, strip, _strip(call, visited, 0, strip))
     plgpu.barrier_arrive(buffers["dq_done"])
-    _write(item, buffers["v"].at[0], call.outputs[1])
-
-
-def _write(item: schedule.Item, gradient: Any, output: Any) -> None:
-    """Writes a gradient of the block's 64 keys."""
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(gradient, output.at[item.batch, pl.ds(item.tile * ROWS, ROWS), item.head])
+    target = call.outputs[1].at[item.batch, pl.ds(first, ROWS), item.head]
+    plgpu.copy_smem_to_gmem(buffers["v"].at[0], target)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _weigh(call: Call, count: Any, slot: Any, hide: Any) -> tuple[Any, Any]:
+def _first_key(call: Call, item: schedule.Item, member: Any) -> Any:
+    return item.tile * call.tile.keys + member * ROWS
+
+
+def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any) -> tuple[Any, Any]:
     """A visit's weights, and what gradients of weights are multiplied with."""
     spec, buffers, shape = call.spec, call.buffers, (ROWS, call.tile.queries)
 
-    def products(refs: Any) -> None:
-        dq_ref, scores_ref = refs
-        _multiply_slopes(call, count - 2, 0, 1, dq_ref)
+    def product(scores_ref: Any) -> None:
         if not spec.segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
-        plgpu.wgmma(scores_ref, buffers["k"].at[_first()], buffers["q"].at[slot].transpose((1, 0)))
-        _hand_over(call, count - 2, 0, 1, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
+        for part in range(call.tile.parts):
+            queries = buffers["q"].at[slot, :, pl.ds(part * PART, PART)]
+            plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
+        _hand_over(call, count - 2, 0, 1, rest)
 
-    made: Any = pl.run_state(products)((INITIAL(_no_dq(call)), INITIAL(arrays.full_tile(shape))))
-    scores, bend = made[1], None
+    scores: Any = pl.run_state(product)(INITIAL(arrays.full_tile(shape)))
+    bend = None
     if spec.cap is not None:
         scores = jnp.tanh(scores * spec.inner)
         bend = 1 - scores * scores
@@ -102,24 +108,26 @@ def _weigh(call: Call, count: Any, slot: Any, hide: Any) -> tuple[Any, Any]:
     return weights, weights if bend is None else weights * bend
 
 
-def _multiply_slopes(call: Call, count: Any, w: int, strip: int, dq_ref: Any) -> None:
-    """Issues the product that is a strip of a visit's part of dq."""
-    slopes = call.buffers["ds"].at[lax.rem(count + 2, I32(2))]
-    columns = pl.ds(call.tile.dq_start(w, strip)[1], call.tile.dq_columns)
-    plgpu.wgmma(dq_ref, slopes.transpose((1, 0)), call.buffers["k"].at[_first(), :, columns])
+def _multiply_slopes(call: Call, count: Any, w: int, dq_ref: Any) -> None:
+    """Issues the products that are a warpgroup's part of a visit's dq, once both members' gradients are there."""
+    tile, buffers = call.tile, call.buffers
+    pl.when(count >= 0)(functools.partial(pairs.await_both, buffers["pair"], count))
+    place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
+    for source, keys in ((place, part), (place + 2, I32(tile.parts + w))):
+        keys = buffers["k"].at[_zero() + keys]
+        plgpu.wgmma(dq_ref, buffers["ds"].at[source].transpose((1, 0)), keys)
 
 
-def _first() -> Any:
+def _zero() -> Any:
     """Zero, but not known before a visit: else places in shared memory would be, and take registers up."""
     return lax.optimization_barrier(I32(0))
 
 
-def _strip(call: Call, count: Any, w: int, strip: int) -> Any:
-    product = functools.partial(_multiply_slopes, call, count, w, strip)
-    return pl.run_state(product)(INITIAL(_no_dq(call)))
+def _no_dq() -> Any:
+    return arrays.full_tile((ROWS, PART))
 
 
-def _no_dq(call: Call) -> Any:
+def _no_strip(call: Call) -> Any:
     return arrays.full_tile((ROWS, call.tile.dq_columns))
 
 
@@ -132,64 +140,78 @@ def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
     pl.when(count >= 0)(lambda: plgpu.barrier_arrive(handed_over(call, count, w)))
 
 
+def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
+    """Hands over the first strip of a visit's part of dq, for which gradients of scores have been read; the second."""
+    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(count, I32(2))]))
+    _hand_over(call, count, w, 0, dq[:, : call.tile.dq_columns])
+    # In registers of its own: else they would be read only when all products have ended that come until then.
+    return dq[:, call.tile.dq_columns :] * (1 + _zero()).astype(jnp.float32)
+
+
+def _make_last(call: Call, count: Any, w: int) -> None:
+    """Makes the last visit's part of dq, and hands it over."""
+    dq: Any = pl.run_state(functools.partial(_multiply_slopes, call, count, w))(INITIAL(_no_dq()))
+    _hand_over(call, count, w, 1, _hand_over_first(call, count, w, dq))
+
+
 def _own_keys(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    plgpu.barrier_arrive(buffers["ds_full"])  # of no visit
+    first = _first_key(call, item, call.member)
     if spec.segments:
-        clean(buffers["k_ids"].at[0], buffers["v"].at[0])
+        clean(call.operands["k_ids"].at[item.batch, pl.ds(first, ROWS)], buffers["v"].at[0])
 
     def visit(cut: bool, _head: Any, _index: Any, state: Any) -> Any:
-        count, dk, slopes = state
-        slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
-        place = buffers["ds"].at[lax.rem(count, I32(2))]
+        count, dk, slopes, rest = state
         await_visited(call, count, cut)
-        dk, new = _slope(call, count, slot, last, dk, slopes)
-        plgpu.barrier_arrive(buffers["do_free"].at[0])
-        pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
-        plgpu.commit_smem()  # all weights have been read
-        slopes = lax.optimization_barrier(new.astype(spec.dtype))
-
-        def product(dq_ref: Any) -> None:
-            _multiply_slopes(call, count - 1, 1, 1, dq_ref)
-            place[...] = slopes
-            plgpu.commit_smem()
-
-        dq = pl.run_state(product)(INITIAL(_no_dq(call)))
-        plgpu.barrier_arrive(buffers["ds_full"])
-        _hand_over(call, count - 1, 1, 1, dq)
-        return count + 1, dk, slopes
+        dk, slopes, rest = _slope(call, count, dk, slopes, rest)
+        return count + 1, dk, slopes, rest
 
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
-    count, dk, slopes = visits(visit, (I32(0), arrays.full_tile((ROWS, spec.size)), nothing), spec.segments)
-    for strip in range(tile.strips):
-        _hand_over(call, count - 1, 1, strip, _strip(call, count - 1, 1, strip))
+    start = I32(0), arrays.full_tile((ROWS, spec.size)), nothing, _no_strip(call)
+    count, dk, slopes, rest = visits(visit, start, spec.segments)
+    _hand_over(call, count - 2, 1, 1, rest)
+    _make_last(call, count - 1, 1)
     last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
     dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, slopes, last))(INITIAL(dk))
     plgpu.barrier_wait(buffers["dq_done"])
-    buffers["k"].at[0][...] = (dk * spec.scale).astype(spec.dtype)
-    _write(item, buffers["k"].at[0], call.outputs[0])
+    dk = (dk * spec.scale).astype(spec.dtype)
+    for part in range(tile.parts):
+        buffers["k"].at[part][...] = dk[:, part * PART : (part + 1) * PART]
+    plgpu.commit_smem()
+    for part in range(tile.parts):
+        target = call.outputs[0].at[item.batch, pl.ds(first, ROWS), item.head, pl.ds(part * PART, PART)]
+        plgpu.copy_smem_to_gmem(buffers["k"].at[part], target)
+    plgpu.wait_smem_to_gmem(0)
 
 
-def _slope(call: Call, count: Any, slot: Any, last: Any, dk: Any, slopes: Any) -> tuple[Any, Any]:
-    """dk with the last visit's part, and the gradients of this visit's scores."""
-    spec, buffers, shape = call.spec, call.buffers, (ROWS, call.tile.queries)
-    place = buffers["ds"].at[lax.rem(count, I32(2))]
+def _slope(call: Call, count: Any, dk: Any, slopes: Any, rest: Any) -> tuple[Any, Any, Any]:
+    """dk with the last visit's part, the gradients of this visit's scores, and the rest of the last visit's dq."""
+    spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (ROWS, call.tile.queries)
+    slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
+    place = lax.rem(count, I32(2))
     if not spec.segments:
         plgpu.barrier_wait(buffers["q_full"].at[slot])
     delta = over_rows(arrays.load_columns(buffers["delta"].at[slot]), shape)
 
     def products(refs: Any) -> None:
-        dk_ref, slopes_ref, dq_ref, new_ref = refs
-        _multiply_slopes(call, count - 1, 1, 0, dq_ref)
+        dk_ref, slopes_ref, dq_ref, new_ref, rest_ref = refs
         plgpu.wgmma(dk_ref, slopes, buffers["q"].at[last])
+        _hand_over(call, count - 2, 1, 1, rest)
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[0])
-        plgpu.wgmma(slopes_ref, buffers["v"].at[_first()], buffers["do"].at[_first()].transpose((1, 0)))
-        _hand_over(call, count - 1, 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=2))
-        new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=0)
+        plgpu.wgmma(slopes_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
+        _multiply_slopes(call, count - 1, 1, dq_ref)
+        new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
         plgpu.barrier_wait(buffers["weights_full"])
-        new_ref[...] = arrays.widened(arrays.load_tile(place)) * new
+        new_ref[...] = (arrays.widened(arrays.load_tile(buffers["ds"].at[place])) * new).astype(spec.dtype)
+        plgpu.commit_smem()  # all weights have been read
+        plgpu.barrier_arrive(buffers["do_free"].at[0])
+        pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
+        buffers["ds"].at[place][...] = new_ref[...]
+        plgpu.commit_smem()
+        pairs.send(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
+        rest_ref[...] = _hand_over_first(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
 
-    initial = INITIAL(dk), INITIAL(delta), INITIAL(_no_dq(call)), arrays.full_tile(shape)
-    dk, _, _, new = pl.run_state(products)(initial)
-    return dk, new
+    initial = INITIAL(dk), INITIAL(delta), INITIAL(_no_dq()), arrays.full_tile(shape).astype(spec.dtype), rest
+    dk, _, _, new, rest = pl.run_state(products)(initial)
+    return dk, new, rest

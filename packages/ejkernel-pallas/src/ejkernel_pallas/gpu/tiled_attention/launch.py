@@ -15,6 +15,7 @@ def launch(
     scratch: dict[str, Any],
     blocks: int,
     warpgroups: int,
+    cluster: dict[str, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel.
 
@@ -25,6 +26,7 @@ def launch(
         scratch: Shared memory and barriers.
         blocks: Thread blocks.
         warpgroups: Warpgroups that multiply; one more fetches.
+        cluster: Name and number of the blocks of a cluster, of which there are `blocks` then.
 
     Returns:
         The outputs.
@@ -41,6 +43,8 @@ def launch(
         scratch_types=list(scratch.values()),
         grid=(blocks,),
         grid_names=("block",),
+        cluster=tuple((cluster or {}).values()),
+        cluster_names=tuple(cluster or {}),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         # The kernels synchronise by themselves, and Mosaic's lane semantics leave their registers to them.

@@ -19,7 +19,11 @@ PART = 64
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block can have on Hopper."""
 RESERVE = 4 * 1024
-"""Of these, for barriers and for what Mosaic keeps there."""
+"""Of these, in a forward pass, for barriers and for what Mosaic keeps there."""
+BARRIERS = 512
+"""Likewise in a backward pass."""
+ALIGNMENT = 1024
+"""Of the places where Mosaic has arrays begin there."""
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """By warpgroups that multiply: registers of their threads, and of those that fetch. A multiprocessor has 65536."""
 
@@ -84,7 +88,7 @@ class BackwardTile:
 
     Attributes:
         size: Size of queries, keys and values.
-        keys: Keys that a block owns.
+        keys: Keys that a block owns, or a pair of blocks.
         queries: Queries of a visited tile.
         depth: Tiles of queries in shared memory.
     """
@@ -100,19 +104,24 @@ class BackwardTile:
         return self.size > 2 * PART
 
     @property
-    def owners(self) -> int:
-        """Tiles of 64 keys."""
-        return self.keys // ROWS
+    def members(self) -> int:
+        """Blocks that own `keys` together, as a cluster."""
+        return 2 if self.wide else 1
 
     @property
-    def part(self) -> int:
-        """Columns of keys that lie together."""
-        return self.size if self.wide else PART
+    def owners(self) -> int:
+        """Tiles of 64 keys a block."""
+        return self.keys // (ROWS * self.members)
 
     @property
     def parts(self) -> int:
         """Parts of a row of keys."""
-        return self.size // self.part
+        return self.size // PART
+
+    @property
+    def shared_parts(self) -> int:
+        """Parts of a row of the other member's keys: those that a block's share of dq is made of."""
+        return self.parts // 2 if self.wide else 0
 
     @property
     def stages(self) -> dict[str, int]:
@@ -146,11 +155,13 @@ class BackwardTile:
     @property
     def dq_columns(self) -> int:
         """Columns of a strip."""
-        return self.size * self.queries // (ROWS * WARPGROUPS * self.strips)
+        return self.size * self.queries // (ROWS * WARPGROUPS * self.strips * self.members)
 
-    def dq_start(self, maker: int, strip: int) -> tuple[int, int]:
+    def dq_start(self, member: Any, maker: int, strip: int) -> tuple[int, Any]:
         """First row and column of a strip."""
-        row, part = (0, maker * self.strips + strip) if self.wide else self.dq_half(maker)
+        if self.wide:
+            return 0, ((member * WARPGROUPS + maker) * self.strips + strip) * self.dq_columns
+        row, part = self.dq_half(maker)
         return row * ROWS, part * self.dq_columns
 
     def dq_half(self, warpgroup: Any) -> tuple[Any, Any]:
@@ -183,6 +194,10 @@ class BackwardTile:
         """Arrays with one number for every row that come along with an array."""
         return () if name == "do" else ("shift", "delta", "q_ids") if spec.segments else ("shift", "delta")
 
+    def has_key_ids(self, spec: Spec) -> bool:
+        """Whether segment ids of keys are in shared memory; pairs of blocks have no room for them."""
+        return spec.segments and not self.wide
+
     def cuts(self, spec: Spec) -> bool:
         """Whether some tile of scores needs masking."""
         return spec.bounded or spec.keys % self.keys != 0
@@ -191,10 +206,13 @@ class BackwardTile:
 def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     """Shared memory of the backward kernel."""
     itemsize = jnp.dtype(spec.dtype).itemsize
-    own = tile.keys * (2 * spec.size * itemsize + 4)
-    visited = sum(tile.stages.values()) * tile.queries * spec.size * itemsize + tile.depth * tile.queries * 3 * 4
+    own = ROWS * (tile.owners * 2 * spec.size + tile.shared_parts * PART) * itemsize
+    visited = sum(tile.stages.values()) * tile.queries * spec.size * itemsize
     slopes, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
-    return own + visited + slopes + dq
+    extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
+    small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if tile.wide else [1, *extras]
+    small += [tile.keys] if tile.has_key_ids(spec) else []
+    return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "num_stages"})
@@ -209,7 +227,7 @@ FORWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
 BACKWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((128, 128, 3), (128, 128, 2)),
     128: ((128, 64, 3), (128, 64, 2)),
-    256: ((64, 64, 2),),
+    256: ((128, 64, 2),),
 }
 """Keys, queries and stages by head size, the best first."""
 
@@ -256,7 +274,7 @@ def backward_tile(params: BwdParams, spec: Spec) -> BackwardTile:
         raise ValueError(
             f"cfg: {given_values(params)}: heads of {spec.size} want {wanted[0]} keys and {wanted[1]} queries"
         )
-    if backward_bytes(tile, spec) > SHARED_MEMORY - RESERVE:
+    if backward_bytes(tile, spec) > SHARED_MEMORY - BARRIERS:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return tile
 
