@@ -1,4 +1,4 @@
-"""Transformed calls of the interpreted Triton kernels, against XLA; run by `test_interpreted.py`."""
+"""Transformed calls of the interpreted Triton kernels, and hidden rows, against XLA; run by `test_interpreted.py`."""
 
 import functools
 
@@ -39,6 +39,7 @@ def main():
 
     np.testing.assert_allclose(slope("triton", jax.checkpoint), slope("xla", lambda f: f), rtol=2e-5, atol=2e-5)
     mapped(query, key, value)
+    hidden(query, key, value)
 
 
 def mapped(query, key, value):
@@ -65,6 +66,25 @@ def mapped(query, key, value):
     forward = jax.vmap(lambda query: flash_attention(query, key, value, platform="triton"))
     jax.block_until_ready(jax.jit(forward)(jnp.stack([query, -query])))
     assert len(runs) == 1
+
+
+def hidden(query, key, value):
+    """Rows that a bias hides altogether attend evenly where it is the least number there is, and to nothing at -inf."""
+    least = jnp.finfo(jnp.float32).min
+    bias = jnp.zeros((1, 1, 48, 48)).at[..., 5, :].set(least).at[..., 6, :].set(-jnp.inf).at[..., 7, :20].set(least)
+
+    def loss(platform, normalize, *arrays):
+        output = flash_attention(*arrays, platform=platform, normalize_output=normalize)
+        return (output**2).sum(), output
+
+    for normalize in (True, False):
+        got, want = (
+            jax.jit(jax.value_and_grad(functools.partial(loss, platform, normalize), (0, 1, 2, 3), has_aux=True))(
+                query, key, value, bias
+            )
+            for platform in ("triton", "xla")
+        )
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=3e-5, atol=1e-4), got, want)
 
 
 if __name__ == "__main__":

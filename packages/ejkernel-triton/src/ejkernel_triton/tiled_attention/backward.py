@@ -25,7 +25,7 @@ from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.operands import operands
-from ejkernel_triton.tiled_attention.spec import LOG2E, make_spec
+from ejkernel_triton.tiled_attention.spec import LOG2E, LOWEST, make_spec
 from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles, splits
 from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
 
@@ -71,7 +71,8 @@ def _rows(pullback: Pullback, record: TiledAttention) -> tuple[Any, ...]:
     if record.q_segment_ids is not None:  # padding's cotangent may be anything
         delta = jnp.where(record.q_segment_ids[:, None] >= 0, delta, 0)
     shift = residuals.lse if record.normalize_output else residuals.row_max
-    shift = jnp.where(shift == -jnp.inf, 0, shift) * LOG2E
+    # What a bias hides altogether has the least number there is.
+    shift = jnp.maximum(jnp.where(shift == -jnp.inf, 0, shift) * LOG2E, LOWEST)
     return cotangent, shift, delta, residuals.row_argmax
 
 

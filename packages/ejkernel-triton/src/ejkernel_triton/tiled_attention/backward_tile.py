@@ -5,7 +5,15 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.tiled_attention.tile import add_product, allowed, drop, load_tile, product, transform
+from ejkernel_triton.tiled_attention.tile import (
+    add_product,
+    allowed,
+    drop,
+    load_tile,
+    powers,
+    product,
+    transform,
+)
 
 
 @triton.jit
@@ -49,7 +57,7 @@ def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.co
 def weights_of(products, queries, keys, shift, bias, mask, spec: tl.constexpr, MASKED: tl.constexpr):
     """Softmax weights of a tile from its products, and the slope of the soft cap."""
     scores, slope = transform(products, queries, keys, bias, spec)
-    weights = tl.exp2(scores * spec.FACTOR - shift)
+    weights = tl.exp2(powers(scores, spec) - shift)
     if MASKED:
         weights = tl.where(allowed(queries, keys, mask, spec), weights, 0.0)
     return weights, slope

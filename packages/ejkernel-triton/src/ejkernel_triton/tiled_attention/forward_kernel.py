@@ -11,6 +11,7 @@ import triton.language as tl
 from ejkernel_triton.tiled_attention.tile import (
     LN2,
     LOG2E,
+    LOWEST,
     across,
     add_product,
     allowed,
@@ -21,12 +22,15 @@ from ejkernel_triton.tiled_attention.tile import (
     load_tile,
     of_head,
     of_keys,
+    powers,
     product,
     queries_at,
     store_tile,
     transform,
     visits_of,
 )
+
+LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32
 
 
 @triton.jit
@@ -131,18 +135,18 @@ def _visit(
     if MASKED:
         scores = tl.where(allowed(queries, columns, mask, spec), scores, float("-inf"))
     largest = tl.max(scores, 1)
-    risen = tl.maximum(peak, largest * spec.FACTOR)
+    risen = tl.maximum(peak, powers(largest, spec))
     if spec.NORMALIZE:
         pass
     else:
         here = tl.min(tl.where(scores == largest[:, None], k_index[None, :], 0x7FFFFFFF), 1)
         tied = tl.minimum(argpeak, here)
-        known = largest * spec.FACTOR
+        known = powers(largest, spec)
         argpeak = tl.where(known > peak, here, tl.where(known < peak, argpeak, tied))
     shift = risen
     if MASKED or spec.BIAS is not None:
         shift = finite(risen)
-    weights = tl.exp2(scores * spec.FACTOR - shift[:, None])
+    weights = tl.exp2(powers(scores, spec) - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)
     weights = drop(weights, queries, columns, spec)
@@ -179,14 +183,23 @@ def _finish(
         factor = tl.exp2(peak - base)
         total = total * factor + tl.exp2(sink - base)
     some = tl.where(total > 0.0, total, 1.0)
-    logs = tl.where(total > 0.0, (tl.log2(some) + base) * LN2, float("-inf"))
+    logs = tl.where(total > 0.0, _natural(tl.log2(some) + base, base, spec), float("-inf"))
     tl.store(lse + rows, logs, mask=keep)
     if spec.NORMALIZE:
         sum = sum * (factor * spec.KEPT / some)[:, None]
     else:
         sum = sum * spec.KEPT
-        tl.store(row_max + rows, finite(peak) * LN2, mask=keep)
+        tl.store(row_max + rows, _natural(finite(peak), peak, spec), mask=keep)
         tl.store(row_argmax + rows, argpeak, mask=keep)
     BV: tl.constexpr = spec.BV
     out_base = output + (row * spec.T * spec.H + head) * spec.DV
     store_tile(out_base, start, sum, spec.H * spec.DV, spec.T, spec.DV, Q_BLOCK, BV)
+
+
+@triton.jit
+def _natural(power, base, spec: tl.constexpr):
+    """A power of two as one of e; the least number there is where a bias hides all that its row has."""
+    if spec.BIASED:
+        return tl.where(base == LOWEST, LEAST, power * LN2)
+    else:
+        return power * LN2

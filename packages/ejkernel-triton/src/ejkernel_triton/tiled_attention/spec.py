@@ -13,6 +13,8 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
 
 LOG2E = math.log2(math.e)
+LOWEST = -3e38
+"""The least score as a power of two: what a bias hides by the least number there is must stay finite."""
 
 Strides = tuple[int, int, int, int]
 
@@ -34,6 +36,7 @@ class Spec:
         SCALE: Factor on the scores.
         PLAIN: Whether a score is nothing but a product and a positive factor, which then joins `FACTOR`.
         FACTOR: What makes a score a power of two.
+        BIASED: Whether scores may be as low as numbers are, or lower.
         LEFT: Band: `-LEFT <= k - q`; None is open.
         RIGHT: Band: `k - q <= RIGHT`; None is open.
         Q_POSITIONS: Whether there are query positions.
@@ -65,6 +68,7 @@ class Spec:
     SCALE: float
     PLAIN: bool
     FACTOR: float
+    BIASED: bool
     LEFT: int | None
     RIGHT: int | None
     Q_POSITIONS: bool
@@ -104,6 +108,7 @@ def make_spec(record: TiledAttention) -> Spec:
         SCALE=record.softmax_scale,
         PLAIN=plain,
         FACTOR=record.softmax_scale * LOG2E if plain else LOG2E,
+        BIASED=record.bias is not None and record.logits_soft_cap is None,
         LEFT=left,
         RIGHT=right,
         Q_POSITIONS=record.q_positions is not None,

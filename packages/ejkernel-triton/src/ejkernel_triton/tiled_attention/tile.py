@@ -10,8 +10,11 @@ id, position, dropout's number). Everything elementwise broadcasts, so that a ti
 import triton
 import triton.language as tl
 
+from ejkernel_triton.tiled_attention import spec
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(spec.LOWEST)
 
 
 @triton.jit
@@ -239,6 +242,15 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
         if spec.ROUND == "float16":
             scores = scores.to(tl.float16).to(tl.float32)
         return scores, slope
+
+
+@triton.jit
+def powers(scores, spec: tl.constexpr):
+    """Scores as powers of two; -inf stays what it is."""
+    if spec.BIASED:
+        return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST))
+    else:
+        return scores * spec.FACTOR
 
 
 @triton.jit
