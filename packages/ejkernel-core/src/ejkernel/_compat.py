@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -79,6 +79,24 @@ def as_varying(tree: Any, like: Any) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def untracked(call: Callable[[Any], Any], argument: Any) -> Any:
+    """What a function makes of a tree of arrays, told nothing of the mesh axes that they vary over; its results do.
+
+    Kernels are opaque to `shard_map`'s inference of what varies, and loops in them mix arrays that do and do not.
+    """
+    if not any(map(varying_axes, jax.tree.leaves(argument))):
+        return call(argument)
+    from jax._src import config
+
+    settings: Any = config
+    with settings._check_vma(False):
+        # Results of operations forget, where nobody checks; these two cost nothing.
+        plain = jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)), argument)
+        # JAX evaluates traced operations again when it differentiates, and then checks; a jitted function stays whole.
+        results = jax.jit(call)(plain)
+    return as_varying(results, argument)
 
 
 def shape_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel import _compat
 from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
@@ -77,7 +78,8 @@ class Plan:
         if choice.implementation is None:
             raise NoImplementationError(choice)
         with jax.named_scope(f"ejkernel.{self.op.name}.{direction}.{choice.implementation.name}"):
-            return choice.implementation.function(direction)(argument, choice.config)
+            function = choice.implementation.function(direction)
+            return _compat.untracked(lambda argument: function(argument, choice.config), argument)
 
 
 def _forward_only(plan: Plan, record: Any) -> Any:
@@ -131,12 +133,21 @@ def _is_marked(value: Any) -> bool:
 
 
 def _instantiate(cotangent: Any) -> Any:
-    return jnp.zeros_like(cotangent.aval) if _is_symbolic_zero(cotangent) else cotangent
+    return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype) if _is_symbolic_zero(cotangent) else cotangent
 
 
 def _is_symbolic_zero(value: Any) -> bool:
     return isinstance(value, SymbolicZero)
 
 
-differentiable_call = jax.custom_vjp(_forward_only, nondiff_argnums=(0,))
-differentiable_call.defvjp(_forward, _backward, symbolic_zeros=True)
+_differentiable = jax.custom_vjp(_forward_only, nondiff_argnums=(0,))
+_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def differentiable_call(plan: Plan, record: Any) -> Any:
+    """Carries out a call of a family, which can be differentiated.
+
+    Inside of a caller's `shard_map`, arrays that are the same on all devices are taken to vary as the others do: so JAX
+    sums their gradients up over the devices.
+    """
+    return _differentiable(plan, _compat.as_varying(record, record))
