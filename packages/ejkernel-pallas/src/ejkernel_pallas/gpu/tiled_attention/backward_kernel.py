@@ -33,6 +33,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward_call import (
 )
 from ejkernel_pallas.gpu.tiled_attention.backward_move import add_parts, fetch
 from ejkernel_pallas.gpu.tiled_attention.backward_wide import own_wide
+from ejkernel_pallas.gpu.tiled_attention.powers import powers
 from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, WARPGROUPS, BackwardTile
 from ejkernel_pallas.gpu.tiled_attention.warpgroups import await_turn, pass_turn
 
@@ -97,10 +98,10 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         await_visited(call, count, mask)
         hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
-        dk, weights, bend = _weigh(call, own, slot, last, dk, slopes, hide)
+        dk, weights = _weigh(call, own, slot, last, dk, slopes, hide)
         slopes = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
-        dv, dq, slopes = _slope(call, own, count, dv, slopes, weights, bend)
+        dv, dq, slopes = _slope(call, own, count, dv, slopes, *weights)
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
         for half in range(tile.queries // ROWS):
             part = slopes[:, half * ROWS : (half + 1) * ROWS]
@@ -135,13 +136,17 @@ def _write(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any) -> tuple[Any, Any, Any]:
-    """This visit's weights, exponentiated under the product that is the last visit's part of dk."""
+def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any) -> tuple[Any, Any]:
+    """dk with the last visit's part, and, made under its product, this visit's weights.
+
+    With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
+    would not stay in registers.
+    """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape = (ROWS, tile.queries)
 
     def products(refs: Any) -> None:
-        dk_ref, scores_ref, weights_ref, *bend_ref = refs
+        dk_ref, scores_ref, weights_ref, *bent_refs = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
         if tile.weighs_in_turns:
@@ -155,19 +160,25 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         if spec.cap is not None:
             scores = jnp.tanh(scores * spec.inner)
-            bend_ref[0][...] = 1 - scores * scores
-        if hide is not None:
-            scores = hide(scores)
+        capped, scores = scores, scores if hide is None else hide(scores)
         shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
-        weights_ref[...] = jnp.exp2(scores * spec.exponent - shift).astype(spec.dtype)
+        if spec.cap is not None and hide is None:  # as the forward pass' `computes_powers`
+            weights = powers(scores, spec.exponent, shift)
+        else:
+            weights = jnp.exp2(scores * spec.exponent - shift)
+        weights_ref[...] = weights.astype(spec.dtype)
+        if spec.cap is not None:
+            bent_refs[0][...] = (weights * (1 - capped * capped)).astype(spec.dtype)
 
     initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
-    bend = () if spec.cap is None else (made,)
-    dk, _, weights, *bend = pl.run_state(products)((initial(dk), initial(made), made.astype(spec.dtype), *bend))
-    return dk, weights, bend
+    narrow = [made.astype(spec.dtype)] * (1 if spec.cap is None else 2)
+    dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *narrow))
+    return dk, weights
 
 
-def _slope(call: Call, w: Any, count: Any, dv: Any, slopes: Any, weights: Any, bend: Any) -> tuple[Any, Any, Any]:
+def _slope(
+    call: Call, w: Any, count: Any, dv: Any, slopes: Any, weights: Any, bent: Any = None
+) -> tuple[Any, Any, Any]:
     """dv with this visit's part, the last visit's part of dq, and the gradients of this visit's scores.
 
     Gradients of weights are summed up on top of `slopes`: delta, negative.
@@ -186,8 +197,8 @@ def _slope(call: Call, w: Any, count: Any, dv: Any, slopes: Any, weights: Any, b
         plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
         _multiply_slopes(call, w, count, dq_ref)
         pass_turn(WARPGROUPS)
-        slopes = arrays.widened(weights) * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=WARPGROUPS + 1)
-        made_ref[...] = (slopes * bend[0] if bend else slopes).astype(spec.dtype)
+        factors = arrays.widened(weights if bent is None else bent)
+        made_ref[...] = (factors * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=WARPGROUPS + 1)).astype(spec.dtype)
 
     initial = plgpu.WGMMAAccumulatorRef.init
     made = arrays.full_tile(shape).astype(spec.dtype)

@@ -38,7 +38,8 @@ def exponentiate(spec: Spec, scores: Any, peak: Any, total: Any, clear: bool) ->
         The new `peak` and `total`, the weights, and the factor of all that was summed up before.
     """
     if spec.settled:
-        weights = (powers if clear and spec.computes_powers else jnp.exp2)(scores * spec.exponent)
+        computed = clear and spec.computes_powers
+        weights = powers(scores, spec.exponent) if computed else jnp.exp2(scores * spec.exponent)
         return peak, total + _own_sum(weights), weights, peak
     top = jnp.maximum(peak, scores.max(axis=1) * spec.exponent)
     if spec.fades_seldom:

@@ -22,37 +22,57 @@ ROUNDS = 1.5 * 2.0**23
 """A number whose sum with another, less than 2**22, has that other one, rounded, in its lowest bits."""
 MANTISSA = 23
 """Bits of a float32 before those of its exponent."""
+SMALLEST = -125.0
+"""Exponent of a float32 that is normal even if the polynomial is a little too small."""
 
 
-def powers(exponents: jax.Array) -> jax.Array:
-    """2 ** x of a float32 tile, for x between -126 and 127."""
+def powers(scores: jax.Array, factor: float, shift: jax.Array | None = None) -> jax.Array:
+    """2 ** (scores * factor - shift) of a float32 tile.
+
+    Args:
+        scores: So that exponents are at most 127 and, without a shift, at least -125.
+        factor: On the scores.
+        shift: A tile, or None for zero. Polynomials are then no less than 2 ** -125, about.
+    """
+    tiles = (scores,) if shift is None else (scores, shift)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(exponents.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        arg_types=tuple(plgpu.Layout.WGMMA for _ in tiles),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def run(_: Any, tile: Any) -> Any:
-        makers = (_polynomial, _instruction)
-        made = [
-            vector.from_elements(register.type, [makers[n % 2](x) for x in pair(register)])
-            for n, register in enumerate(tile.registers.flat)
-        ]
-        return with_registers(tile, made)
+    def run(_: Any, *given: Any) -> Any:
+        makers, made = (_polynomial, _instruction), []
+        for registers in zip(*(tile.registers.flat for tile in given), strict=True):
+            operands = zip(*map(pair, registers), strict=True)
+            values = [make(factor, *numbers) for make, numbers in zip(makers, operands, strict=True)]
+            made.append(vector.from_elements(registers[0].type, values))
+        return with_registers(given[0], made)
 
-    return run(exponents)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
-
-
-def _instruction(x: Any) -> Any:
-    return llvm.inline_asm(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
+    return run(*tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _polynomial(x: Any) -> Any:
-    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-    rounds, *coefficients = (arith.constant(f32, ir.FloatAttr.get(f32, c)) for c in (ROUNDS, *COEFFICIENTS))
-    rounded = arith.addf(x, rounds)
-    rest = arith.subf(x, arith.subf(rounded, rounds))
-    value: Any = coefficients[-1]
-    for coefficient in coefficients[-2::-1]:
-        value = math.fma(value, rest, coefficient)
+def _instruction(factor: float, score: Any, shift: Any = None) -> Any:
+    exponent = arith.mulf(score, _number(factor)) if shift is None else _exponent(factor, score, shift)
+    return llvm.inline_asm(ir.F32Type.get(), [exponent], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
+
+
+def _polynomial(factor: float, score: Any, shift: Any = None) -> Any:
+    if shift is not None:
+        score, factor = arith.maximumf(_exponent(factor, score, shift), _number(SMALLEST)), 1.0
+    rounded: Any = math.fma(score, _number(factor), _number(ROUNDS))
+    rest = math.fma(score, _number(factor), arith.subf(_number(ROUNDS), rounded))
+    value: Any = _number(COEFFICIENTS[-1])
+    for coefficient in COEFFICIENTS[-2::-1]:
+        value = math.fma(value, rest, _number(coefficient))
+    i32 = ir.IntegerType.get_signless(32)
     exponent = arith.shli(arith.bitcast(i32, rounded), arith.constant(i32, ir.IntegerAttr.get(i32, MANTISSA)))
-    return arith.bitcast(f32, arith.addi(arith.bitcast(i32, value), exponent))
+    return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32, value), exponent))
+
+
+def _exponent(factor: float, score: Any, shift: Any) -> Any:
+    return math.fma(score, _number(factor), arith.negf(shift))
+
+
+def _number(value: float) -> Any:
+    f32 = ir.F32Type.get()
+    return arith.constant(f32, ir.FloatAttr.get(f32, value))

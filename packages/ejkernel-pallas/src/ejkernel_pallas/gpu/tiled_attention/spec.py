@@ -94,11 +94,11 @@ class Spec:
 
     @property
     def computes_powers(self) -> bool:
-        """Whether half of the powers of two are polynomials where no pair is masked.
+        """Whether half of the forward pass' powers of two are polynomials where no pair is masked.
 
         The unit that makes them is as busy as the matrix unit where it makes the soft cap's tanh as well. On an H200 a
-        soft cap of 30 then costs 30% and 23% with head size 128 (full, causal) instead of 34% and 27%, and 33% and 28%
-        with 64 instead of 53% and 47%; with 256 it costs 10% and 1% instead of 3% and 1%.
+        soft cap of 30 then costs 25% and 5% with head size 128 (full, causal) instead of 28% and 6%, and 34% and 29%
+        with 64 instead of 58% and 49%; with 256 it costs 10% and 1% instead of 3% and 1%.
         """
         return self.settled and self.size <= 128
 
