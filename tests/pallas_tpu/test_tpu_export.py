@@ -1,11 +1,14 @@
-"""A call that a machine without a TPU exports for one."""
+"""Calls that a machine without a TPU exports for one."""
 
 import jax
 import jax.numpy as jnp
 import pytest
+import tpu_paged_records
 
 from ejkernel.modules import flash_attention
+from ejkernel.ops.config.params import FwdParams
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_pallas.tpu.paged_attention.forward import forward
 
 CHIP = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
 
@@ -29,3 +32,18 @@ def test_an_artefact_is_loaded_and_lowered_again(length):
     assert [x.shape for x in loaded.out_avals] == [(), *(x.shape for x in arguments)]
     again = jax.jit(loaded.call).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     assert again.count("@tpu_custom_call") == 3  # forward, keys and queries
+
+
+@pytest.mark.parametrize(("version", "name"), [("v2", "sinks, bfloat16"), ("v3", "head size 64 in lanes, bfloat16")])
+def test_an_artefact_of_paged_attention_is_loaded_and_lowered_again(version, name):
+    leaves, structure = jax.tree.flatten(tpu_paged_records.case(f"ragged_page_attention_{version}", name))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+
+    def attend(*leaves):
+        return forward(jax.tree.unflatten(structure, leaves), FwdParams())[0]
+
+    with target_device(CHIP):
+        made = jax.export.export(jax.jit(attend), platforms=["tpu"])(*shapes)
+    loaded = jax.export.deserialize(made.serialize())
+    again = jax.jit(loaded.call).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    assert again.count("@tpu_custom_call") == 1

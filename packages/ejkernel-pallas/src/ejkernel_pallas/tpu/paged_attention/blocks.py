@@ -14,6 +14,7 @@ from ejkernel_pallas.tpu.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Item, Refs
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
+from ejkernel_pallas.tpu.paged_attention.quotients import quotient
 from ejkernel_pallas.tpu.paged_attention.softmax import Part, Rows, allowed, fold
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
 
@@ -52,8 +53,8 @@ def attend(refs: Refs, block: Block, ahead: Block, there: Any, side: Any, spec: 
 
     size = spec.chunk * (max(1, spec.rounds // 2) if spec.pieces else spec.rounds)
     base, item = block.number * spec.block, block.item
-    first = jnp.clip((item.low - base) // size, 0, spec.block // size)
-    end = jnp.clip((item.high - base + size - 1) // size, first, spec.block // size)
+    first = jnp.clip(quotient(item.low - base, size), 0, spec.block // size)
+    end = jnp.clip(quotient(item.high - base + size - 1, size), first, spec.block // size)
     copies.wait_pages(refs, block, (first * size, end * size), spec)
 
     if spec.pieces:
@@ -152,7 +153,7 @@ def _many(refs: Refs, block: Block, side: Any, start: Any, plain: Any, spec: Spe
 
 def _heads(refs: Refs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
     """Takes such a chunk, as many rows and heads at once as make a good product."""
-    parts = (item.tokens * spec.group + spec.row_chunk - 1) // spec.row_chunk
+    parts = quotient(item.tokens * spec.group + spec.row_chunk - 1, spec.row_chunk)
     together = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs["head_keys"], refs["head_values"], operator.getitem
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel_pallas.tpu.paged_attention.quotients import quotient
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, Spec
 
 
@@ -44,16 +45,16 @@ def order(index: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
     if spec.joined == 1:
         return (index if packing == 1 else _word(index, spec.chunk, packing)), None
     if not cache.alternates:
-        return index // spec.joined, index % spec.joined
+        return quotient(index, spec.joined), index % spec.joined
     words = cache.words // cache.turns
     total = spec.chunk * words
-    word, which = _word(index % total, total, packing), index // total
-    return word // words, word % words * cache.heads_per_unit + which
+    word, which = _word(index % total, total, packing), quotient(index, total)
+    return quotient(word, words), word % words * cache.heads_per_unit + which
 
 
 def _word(index: jax.Array, total: int, packing: int) -> jax.Array:
     """Which row of words a row of numbers that were taken apart is from."""
-    return index // packing + index % packing * (total // packing)
+    return quotient(index, packing) + index % packing * (total // packing)
 
 
 def turns(spec: Spec) -> int:

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.loops import loop
 from ejkernel_pallas.tpu.paged_attention.copies import Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order
+from ejkernel_pallas.tpu.paged_attention.quotients import quotient
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, Spec
 
 Refs = dict[str, Any]
@@ -106,7 +107,7 @@ def _own(rows: Rows, start: int, spec: Spec) -> jax.Array:
 
 def _absent(refs: Refs, item: Item, at: Chunk, offset: jax.Array, spec: Spec) -> jax.Array:
     """Which keys of a chunk are in pages that are not there, int32."""
-    slots, first = spec.cache.slots, at.key // spec.cache.slots
+    slots, first = spec.cache.slots, quotient(at.key, spec.cache.slots)
 
     def page(k: jax.Array, found: jax.Array) -> jax.Array:
         number = refs["tables"][item.sequence * spec.entries + jnp.minimum(first + k, spec.entries - 1)]
