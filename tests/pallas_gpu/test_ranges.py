@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.gpu.tiled_attention.ranges import MIXED, key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile
-from ejkernel_pallas.gpu.tiled_attention.visits import MIXED, key_ranges, padded_ids
+from ejkernel_pallas.gpu.tiled_attention.visits import padded_ids
 
 LARGEST = 2**31 - 1
 PADDED = {"nowhere": (0, 0), "before": (3, 0), "after": (0, 3), "around": (2, 2)}
@@ -23,9 +24,9 @@ def ranges(q_ids, k_ids, **mask):
     record = TiledAttention(
         query=q, key=k, value=k, softmax_scale=1.0, q_segment_ids=q_ids, kv_segment_ids=k_ids, **mask
     )
-    first, last = key_ranges(make_spec(record), (padded_ids(q_ids, 16, -1), padded_ids(k_ids, 8, -2)))
-    first, last = (np.asarray(x)[0] for x in (first, last))
-    assert first.shape == last.shape == (-(-q.shape[1] // 16) * 16,)
+    made = key_ranges(make_spec(record), (padded_ids(q_ids, 16, -1), padded_ids(k_ids, 8, -2)), 8)
+    assert made.shape == (1, 2, -(-q.shape[1] // 16) * 16)
+    first, last = np.asarray(made)[0]
     mixed = last >= MIXED
     assert mixed.all() == mixed.any()
     return first, np.where(mixed, last - MIXED, last), mixed.any()

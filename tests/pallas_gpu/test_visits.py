@@ -111,3 +111,12 @@ def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, l
         tiles = [tile for _, _, tile in owned[start : start + size]]
         assert tiles == sorted(tiles, reverse=causal)
         assert len({(b, h) for b, h, _ in owned[start : start + size]}) == plan.bundle
+
+
+def test_padding_beyond_the_end_brings_no_visits():
+    """Of 16 queries, in tiles of 12: those after them see nothing, and not all that the first segments see."""
+    ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 4)[None]
+    q = jax.ShapeDtypeStruct((1, 16, 1, 64), jnp.bfloat16)
+    spec = make_spec(TiledAttention(query=q, key=q, value=q, softmax_scale=1.0, q_segment_ids=ids, kv_segment_ids=ids))
+    made = key_visits(spec, (padded_ids(ids, 12, -1), padded_ids(ids, 4, -2)), 12, 4)
+    assert made[0].tolist() == [[0, 0, 0, 3], [3, 3, 3, 4]]

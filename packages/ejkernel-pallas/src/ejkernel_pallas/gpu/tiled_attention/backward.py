@@ -34,7 +34,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward_kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, WARPGROUPS, BackwardTile, backward_tile
-from ejkernel_pallas.gpu.tiled_attention.turns import turns
+from ejkernel_pallas.gpu.tiled_attention.turns import first_visitors
 from ejkernel_pallas.gpu.tiled_attention.visits import padded_ids, query_visits, tiles, without_padding
 
 Operands = dict[str, jax.Array]
@@ -93,12 +93,13 @@ def _gradients(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, 
     """Of queries, keys and values."""
     ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
     visits = query_visits(spec, ids, tile.queries, tile.keys)
-    ranks, visited = turns(visits, tiles(spec.queries, tile.queries))
-    operands = operands | {"table": jnp.asarray(visits), "ranks": jnp.asarray(ranks)}
+    first = first_visitors(visits, tiles(spec.queries, tile.queries))
+    operands = operands | {"table": jnp.asarray(visits), "first": jnp.asarray(first)}
     plan, by_head = _plan(visits, spec, tile), _by_head(visits, spec, tile)
     run = functools.partial(_run, spec, tile, plan, by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
     dq = dq[:, : spec.queries] * spec.scale
+    visited = first < visits.shape[1]
     if not (isinstance(visited, np.ndarray) and visited.all()):
         some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=1)[:, : spec.queries, None, None]
         dq = jnp.where(some, dq, 0)
@@ -161,7 +162,7 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """Gradients of keys and of values, and sums that are gradients of queries but for their scale."""
     plan = make_plan(batch)
-    places = batch * spec.heads * operands["ranks"].shape[2] * tile.pieces * tile.members
+    places = batch * spec.heads * operands["first"].shape[1] * tile.pieces * tile.members
 
     def body(given: Operands, made: Any, buffers: Any) -> None:
         turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))

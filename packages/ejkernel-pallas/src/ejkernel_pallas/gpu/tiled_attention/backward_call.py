@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.tiled_attention import arrays, masking, schedule
+from ejkernel_pallas.gpu.tiled_attention import masking, schedule
 from ejkernel_pallas.gpu.tiled_attention.padding import clean_rows
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, BackwardTile
@@ -116,6 +116,5 @@ def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, scores: An
         index: The tile of queries.
         scores: Float32 [64, queries].
     """
-    if row_ids is not None:
-        scores = masking.same_ids(scores, row_ids, arrays.load_columns(call.buffers["q_ids"].at[slot]))
-    return masking.between(scores, *masking.query_range(call.spec, ROWS, index * call.tile.queries, key))
+    limits = masking.query_range(call.spec, ROWS, index * call.tile.queries, key)
+    return masking.between(scores, *limits, None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot]))

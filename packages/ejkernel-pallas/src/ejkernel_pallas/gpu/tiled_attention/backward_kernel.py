@@ -81,13 +81,10 @@ def _number(call: Call, warpgroup: Any) -> Any:
 
 def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    key = item.tile * tile.keys + w * ROWS
     plgpu.barrier_arrive(buffers["ds_full"])  # of no visit
     pl.when(w == WARPGROUPS - 1)(functools.partial(pass_turn, WARPGROUPS))
     plgpu.barrier_wait(buffers["own_full"])
-    row_ids: Any = None
     if spec.segments:
-        row_ids = arrays.load_rows(buffers["k_ids"].at[w])
         owned = [buffers["k"].at[part * WARPGROUPS + w] for part in range(tile.parts)]
         clean(buffers["k_ids"].at[w], buffers["v"].at[w], *owned)
 
@@ -97,6 +94,8 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         own = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         await_visited(call, count, mask)
+        key = item.tile * tile.keys + own * ROWS
+        row_ids = arrays.load_rows(buffers["k_ids"].at[own]) if mask and spec.segments else None
         hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
         dk, weights = _weigh(call, own, slot, last, dk, slopes, hide)
         slopes = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))

@@ -10,7 +10,6 @@ from jax import lax
 from ejkernel_pallas.gpu.tiled_attention import pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call, adder, handed_over
 from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS
-from ejkernel_pallas.gpu.tiled_attention.turns import rank
 
 
 def fetch(call: Call, item: schedule.Item, visits: Any) -> None:
@@ -54,8 +53,8 @@ def _fetch_visited(call: Call, item: schedule.Item, _: bool, head: Any, index: A
 
 def add_parts(call: Call, item: schedule.Item, visits: Any, place: Any) -> None:
     """Adds the pieces of dq that are warp `place`'s to device memory when their turn comes."""
-    buffers, tile, ranks = call.buffers, call.tile, call.operands["ranks"]
-    tiles = ranks.shape[2]
+    buffers, tile, first = call.buffers, call.tile, call.operands["first"]
+    tiles = first.shape[1]
 
     def add(_: bool, head: Any, index: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
@@ -71,7 +70,7 @@ def add_parts(call: Call, item: schedule.Item, visits: Any, place: Any) -> None:
             plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
 
     def add_piece(piece: int, head: Any, index: Any, full: Any) -> None:
-        before = rank(ranks, item.row(ranks), item.tile, index)
+        before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
         turn = call.turns.at[(place * tile.members + call.member) * tile.pieces + piece]
         plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")

@@ -11,12 +11,14 @@ from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel_pallas.gpu.tiled_attention.extents import extent
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, Shared
 from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
+from ejkernel_pallas.gpu.tiled_attention.ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
-from ejkernel_pallas.gpu.tiled_attention.visits import key_ranges, key_visits, padded_ids
+from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids
 
 TOGETHER = 32
 """Heads that are worked on together, at least, where tiles have unequal numbers of visits.
@@ -81,10 +83,9 @@ def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
-        padded = (operands["k_ids"] < 0).reshape(spec.batch, -1, tile.keys).any(axis=-1)
-        operands["padded"] = padded.astype(jnp.int32)
         ids = operands["q_ids"], operands["k_ids"]
-        operands["first"], operands["last"] = key_ranges(spec, ids)
+        operands["padded"] = extent(operands["k_ids"], tile.keys).padded.astype(jnp.int32)
+        operands["ranges"] = key_ranges(spec, ids, tile.keys)
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
     operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
@@ -100,7 +101,7 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
         "k": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
         "v": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
         "lse": plgpu.SMEM((queries, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=3 if spec.segments else 1, num_barriers=queries),
+        "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
         "k_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
@@ -112,6 +113,5 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
     }
     if spec.segments:
         made["v_raw"] = plgpu.Barrier(num_arrivals=1)
-        made["first"] = plgpu.SMEM((queries, ROWS), jnp.int32)
-        made["last"] = plgpu.SMEM((queries, ROWS), jnp.int32)
+        made["ranges"] = plgpu.SMEM((queries, 2, ROWS), jnp.int32)
     return made

@@ -32,8 +32,7 @@ class Shared:
         number: Numbers of the tiles that the block owns in even and in odd turns, [2].
         number_full: They are there.
         number_free: They have been read.
-        first: First key of every query where there are segment ids, [buffers * warpgroups, 64], or None.
-        last: Last key, likewise.
+        ranges: First and last key of every query where there are segment ids, [buffers * warpgroups, 2, 64], or None.
         v_raw: Values that have padding among them are there, or None.
     """
 
@@ -50,8 +49,7 @@ class Shared:
     number: Any
     number_full: Any
     number_free: Any
-    first: Any = None
-    last: Any = None
+    ranges: Any = None
     v_raw: Any = None
 
 

@@ -76,9 +76,8 @@ def _fetch_queries(call: Call, item: schedule.Item, turn: Any, warpgroup: int) -
     source = call.operands["q"]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, item.head], shared.q.at[buffer], full)
     if call.spec.segments:
-        for name in ("first", "last"):
-            limit, place = call.operands[name], getattr(shared, name)
-            plgpu.copy_gmem_to_smem(limit.at[item.row(limit), rows], place.at[buffer], full)
+        ranges = call.operands["ranges"]
+        plgpu.copy_gmem_to_smem(ranges.at[item.row(ranges), :, rows], shared.ranges.at[buffer], full)
 
 
 def _take(call: Call, turn: Any) -> None:

@@ -18,9 +18,9 @@ from ejkernel_pallas.gpu.tiled_attention import arrays, forward_rows, masking, s
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_columns
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward_fetch import fetch_tile
+from ejkernel_pallas.gpu.tiled_attention.ranges import MIXED
 from ejkernel_pallas.gpu.tiled_attention.spec import LN2, LOG2E, LOWEST
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS
-from ejkernel_pallas.gpu.tiled_attention.visits import MIXED
 from ejkernel_pallas.gpu.tiled_attention.warpgroups import await_turn, pass_turn
 
 I32 = jnp.int32
@@ -197,7 +197,7 @@ def _masked(call: Call, own: Own, index: Any, cut: Cut, scores: Any) -> Any:
 
 def _segment_range(call: Call, own: Own, key: Any) -> tuple[Any, Any, masking.Mixed]:
     """First and last column of every row where there are segment ids, and what there is to compare."""
-    first, last = (arrays.load_rows(limit.at[own.buffer]) for limit in (call.shared.first, call.shared.last))
+    first, last = (arrays.load_rows(call.shared.ranges.at[own.buffer, n]) for n in (0, 1))
     mixed = last >= MIXED
     # Places are made anew in every visit: before the loop, they would take registers up.
     batch, row = lax.optimization_barrier((own.item.batch, own.row))

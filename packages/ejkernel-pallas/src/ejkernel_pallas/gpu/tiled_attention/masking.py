@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
@@ -97,56 +96,58 @@ def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, mix
     return select(scores, *operands)
 
 
-def between(scores: jax.Array, low: jax.Array | None, high: jax.Array | None) -> jax.Array:
+def between(
+    scores: jax.Array, low: jax.Array | None, high: jax.Array | None, ids: tuple[jax.Array, Any] | None = None
+) -> jax.Array:
     """As `within`, without a register for words: columns are constants of the instructions that compare.
 
     For the backward kernel, whose registers are full: with words, the assembler runs the products of heads of 64 one by
-    one.
+    one. It does, too, where a branch says whether ids are compared; so they always are, those of columns as they lie in
+    shared memory.
+
+    Args:
+        scores: Float32 [rows, columns].
+        low: As `within`.
+        high: Likewise.
+        ids: Segment ids of rows, and a reference to those of columns; there has to be a limit, too.
     """
     if low is None and high is None:
         return scores
     limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
-    tests = [test for test, limit in (("le", low), ("ge", high)) if limit is not None]
+    tests = [f"setp.{test}" for test, limit in (("le", low), ("ge", high)) if limit is not None]
+    row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROWS),), () if ids is None else (ids[1],)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, *(ROWS for _ in limits)),
+        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*limits, *row_ids))),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def select(_: Any, tile: Any, *bounds: Any) -> Any:
-        return _between(tile, bounds, tests)
+    def select(_: Any, tile: Any, *given: Any) -> Any:
+        column_ids, rows = given[: len(refs)], [[scalar(x) for x in row.registers.flat] for row in given[len(refs) :]]
+        return _between(tile, tests, rows, *column_ids)
 
-    return select(scores, *limits)
-
-
-def same_ids(scores: jax.Array, row_ids: jax.Array, column_ids: jax.Array) -> jax.Array:
-    """Scores with -inf where the ids of row and column differ."""
-    row_ids, column_ids = (lax.broadcast_in_dim(ids, scores.shape, [n]) for n, ids in enumerate((row_ids, column_ids)))
-    return jnp.where(row_ids == column_ids, scores, -jnp.inf)
+    return select(scores, *refs, *limits, *row_ids)
 
 
-def _between(tile: Any, bounds: tuple[Any, ...], tests: list[str]) -> Any:
+def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
     """Every thread has two rows, and of each eight columns the two that its place among four threads says."""
     place = _own_column()
-    limits = [[arith.subi(scalar(bound.registers.flat[half]), place) for half in (0, 1)] for bound in bounds]
-    code = "{ .reg .pred p; " + _test(0, tests[0], "p")
-    code += f"{_test(1, tests[1], 'p', ', p')} " if len(tests) > 1 else ""
-    code += "selp.f32 $0, $1, 0fFF800000, p; }"
+    limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(tests)]]
+    tests = [f"{test}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};" for n, test in enumerate(tests)]
+    if column_ids is not None:
+        tests.append(f"setp.eq.and.s32 p, ${len(limits) + 3}, ${len(limits) + 4}, p;")
+    code = f"{{ .reg .pred p; {' '.join(tests)} selp.f32 $0, $1, 0fFF800000, p; }}"
     registers: list[Any] = []
     for number, register in enumerate(tile.registers.flat):
         eight, half = divmod(number, 2)
         kept: list[Any] = []
         for n, score in enumerate(pair(register)):
             operands = [score, _constant(eight * 8 + n), *(limit[half] for limit in limits)]
-            constraints = "=f,f,n" + ",r" * len(limits)
+            if column_ids is not None:
+                operands += [rows[-1][half], _number(column_ids, arith.addi(place, _constant(eight * 8 + n)))]
+            constraints = "=f,f,n" + ",r" * (len(operands) - 2)
             kept.append(llvm.inline_asm(ir.F32Type.get(), operands, code, constraints, has_side_effects=False))
         registers.append(vector.from_elements(register.type, kept))
     return with_registers(tile, registers)
-
-
-def _test(number: int, comparison: str, predicate: str, also: str = "") -> str:
-    """PTX that compares a limit with a column."""
-    suffix = ".and" if also else ""
-    return f"setp.{comparison}{suffix}.s32 {predicate}, ${number + 3}, $2{also}; "
 
 
 def _range_word(number: int, low: Any, high: Any) -> Any:

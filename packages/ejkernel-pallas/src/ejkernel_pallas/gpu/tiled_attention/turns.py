@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_pallas.gpu.tiled_attention.extents import MINIMUM, reduced
 
-def turns(visits: Any, count: int) -> tuple[Any, Any]:
-    """How many blocks come before a block, and whether any comes at all.
+
+def first_visitors(visits: Any, count: int) -> Any:
+    """The first tile of keys that visits a tile of queries; those that do come one after the other.
 
     Args:
         visits: Table of the tiles of queries that tiles of keys visit, [B|1, key tiles, 4]; a NumPy array where it is
@@ -15,20 +18,10 @@ def turns(visits: Any, count: int) -> tuple[Any, Any]:
         count: Tiles of queries.
 
     Returns:
-        Int32 [B|1, key tiles, query tiles], the earlier tiles of keys that visit a tile of queries, or, where those are
-        all from a first one on, that one, [1, 1, query tiles]; and bool [B|1, query tiles].
+        Int32 [B|1, query tiles]: the number of all tiles of keys where none does.
     """
-    xp = np if isinstance(visits, np.ndarray) else jnp
-    index = np.arange(count, dtype=np.int32)
-    visited = (visits[:, :, :1] <= index) & (index < visits[:, :, 3:])
-    ranks, some = xp.cumsum(visited, axis=1, dtype=np.int32) - visited, visited.any(axis=1)
-    if isinstance(ranks, np.ndarray):
-        first, key = visited.argmax(axis=1).astype(np.int32)[:, None], np.arange(visits.shape[1])[:, None]
-        if (ranks == key - first)[visited].all():
-            return first, some
-    return ranks, some
-
-
-def rank(ranks: Any, row: Any, key: Any, query: Any) -> Any:
-    """How many blocks add to a tile of queries before the one that owns a tile of keys."""
-    return key - ranks[row, 0, query] if ranks.shape[1] == 1 else ranks[row, key, query]
+    keys, query = visits.shape[1], np.arange(count, dtype=np.int32)[:, None]
+    visited = (visits[:, None, :, 0] <= query) & (query < visits[:, None, :, 3])
+    where = jnp.where if isinstance(visits, jax.Array) else np.where
+    (first,) = reduced([where(visited, np.arange(keys, dtype=np.int32), keys)], (MINIMUM,))
+    return first

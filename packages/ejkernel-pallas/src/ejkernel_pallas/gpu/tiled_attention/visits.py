@@ -1,65 +1,39 @@
-"""Which key tiles a query tile visits and which of them need no masking, as small tables that the kernels read.
+"""Which tiles a tile visits and which of them need no masking, as small tables that the kernels read.
 
 For every tile the extremes of its indices and segment ids decide: a pair of tiles is *empty* when no query of it can
 see any key, and *full* when every query sees every key. Without segment ids the tables are constants.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_pallas.gpu.tiled_attention.extents import MAXIMUM, MINIMUM, SUM, Extent, extent, reduced
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
-MIXED = 2**30
-"""Added to the last key of queries whose keys are not one after the other."""
 Ids = tuple[jax.Array, jax.Array] | None
 
 
 def key_visits(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """For every query tile the key tiles to visit: int32 [B|1, query tiles, 4], as `_runs` gives them."""
+    """For every query tile the key tiles to visit: int32 [B|1, query tiles, 4], as `_table` gives them.
+
+    A tile without work visits tile 0, where its mask leaves nothing: so everything written is written by the same code.
+    """
     some, every = _pairs(spec, ids, q_block, kv_block)
-    return _runs(some, every, np if ids is None else jnp)
+    (first, last), full = _spans(some, every)
+    return _table(_where(last == 0, 0, first), _where(last == 0, 1, last), full)
 
 
 def query_visits(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """For every key tile the query tiles to visit: int32 [B|1, key tiles, 4]."""
-    some, every = _pairs(spec, ids, q_block, kv_block)
-    return _runs(some.swapaxes(1, 2), every.swapaxes(1, 2), np if ids is None else jnp)
+    """For every key tile the query tiles to visit: int32 [B|1, key tiles, 4].
 
-
-def key_ranges(spec: Spec, ids: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The keys that queries may attend to where there are segment ids.
-
-    Where the ids of a row's keys are in order, with padding before or after them, the keys of a segment are one after
-    the other, and every query has a first and a last key. Elsewhere these are what the band leaves, and ids have to be
-    compared.
-
-    Args:
-        spec: The kernel's constants.
-        ids: Of queries [B, T] and keys [B, S], as `padded_ids` gives them.
-
-    Returns:
-        The first and the last key of every query, int32 [B, T]. Where ids have to be compared, `MIXED` is added to
-        the last.
+    A later key tile neither begins nor ends before an earlier one, so that the key tiles that visit a query tile come
+    one after the other. Bands and ids in ascending order have it so; ids in another order have visits added.
     """
-    queries, keys = ids
-    index = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    end = jnp.where(keys >= 0, index + 1, 0).max(axis=1, keepdims=True)
-    keys = jnp.where(index < end, keys, jnp.iinfo(jnp.int32).max)
-    mixed = (keys[:, 1:] < keys[:, :-1]).any(axis=1)
-    # Unrolled, a search is one kernel.
-    search = functools.partial(jnp.searchsorted, method="scan_unrolled")
-    first, after = (jax.vmap(functools.partial(search, side=side))(keys, queries) for side in ("left", "right"))
-    after = jnp.minimum(after, end)
-    row = jnp.arange(queries.shape[1], dtype=jnp.int32)
-    first = jnp.where(mixed[:, None], 0, first)
-    last = jnp.where(mixed[:, None], spec.keys, after) - 1
-    first = first if spec.left is None else jnp.maximum(first, row - spec.left)
-    last = last if spec.right is None else jnp.minimum(last, row + spec.right)
-    return first, jnp.where(mixed[:, None], last + MIXED, last)
+    some, every = (pairs.swapaxes(1, 2) for pairs in _pairs(spec, ids, q_block, kv_block))
+    return _in_step(*_spans(some, every), some.shape[-1])
 
 
 def tiles(length: int, block: int) -> int:
@@ -83,7 +57,7 @@ def without_padding(x: jax.Array, ids: jax.Array) -> jax.Array:
 
 def _pairs(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]:
     """Whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
-    (q_low, q_high), (k_low, k_high) = _extents(spec.queries, q_block), _extents(spec.keys, kv_block)
+    (q_low, q_high), (k_low, k_high) = _indices(spec.queries, q_block), _indices(spec.keys, kv_block)
     some = np.ones((1, len(q_low), len(k_low)), bool)
     every = some & (k_low + kv_block <= spec.keys)
     if spec.left is not None:
@@ -94,38 +68,54 @@ def _pairs(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]
         every = every & (k_high <= q_low[:, None] + spec.right)
     if ids is None:
         return some, every
-    (q_low, q_high), (k_low, k_high) = _extremes(ids[0], q_block), _extremes(ids[1], kv_block)
-    q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
-    same = (jnp.maximum(q_low, k_low) <= jnp.minimum(q_high, k_high)) & (jnp.minimum(q_high, k_high) >= 0)
-    all_same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low) & (q_low >= 0)
+    q, k = extent(ids[0], q_block), extent(ids[1], kv_block)
+    q, k = Extent(*(x[:, :, None] for x in q)), Extent(*(x[:, None] for x in k))
+    same = jnp.maximum(q.low, k.low) <= jnp.minimum(q.high, k.high)
+    all_same = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & ~(q.padded | k.padded)
     return some & same, every & all_same
 
 
-def _extents(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _indices(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """First and last index of every tile."""
     low = np.arange(tiles(length, block)) * block
     return low, np.minimum(low + block, length) - 1
 
 
-def _extremes(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Smallest and largest id of every tile, [B, tiles], of ids that come in whole tiles."""
-    cut = values.reshape(values.shape[0], -1, block)
-    return cut.min(axis=-1), cut.max(axis=-1)
+def _spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The span of tiles that have work, as its first tile and the one after its last, and a run of full tiles in it.
 
-
-def _runs(some: Any, every: Any, xp: Any) -> Any:
-    """The span of tiles that have work, `[first, last)`, and the first run of full tiles in it, `[clear, unclear)`.
-
-    Int32 [B|1, tiles, 4]: first, clear, unclear, last. A tile without work visits tile 0, where its mask leaves
-    nothing: so everything written is written by the same code. Without full tiles the run is empty and first.
+    Each int [B|1, tiles]. Where there is none, the first is the number of all and the last is 0. Of full tiles with
+    others between them, the run is the first one.
     """
     count = some.shape[-1]
     index = np.arange(count, dtype=np.int32)
-    last = xp.maximum(xp.where(some, index + 1, 0).max(axis=-1), 1)
-    first = xp.where(some, index, count).min(axis=-1)
-    first = xp.where(first == count, 0, first)
-    clear = xp.where(every, index, count).min(axis=-1)
-    unclear = xp.where(~every & (index > clear[..., None]), index, count).min(axis=-1)
-    none = clear == count
-    clear, unclear = xp.where(none, first, clear), xp.where(none, first, unclear)
-    return xp.stack([first, clear, unclear, last], axis=-1).astype(np.int32)
+    given = [_where(pairs, n, other) for pairs in (some, every) for n, other in ((index, count), (index + 1, 0))]
+    ways = (MINIMUM, MAXIMUM, MINIMUM, MAXIMUM, SUM)
+    first, last, clear, unclear, full = reduced([*given, every.astype(np.int32)], ways)
+    return (first, last), (clear, _where((full > 0) & (unclear - clear != full), clear + 1, unclear))
+
+
+def _table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
+    """Int32 [B|1, tiles, 4]: first, clear, unclear, last. Without full tiles, their run is empty and first."""
+    clear, unclear = (_where(full[1] == 0, first, x) for x in full)
+    stack = jnp.stack if isinstance(first, jax.Array) else np.stack
+    return stack([first, clear, unclear, last], axis=-1).astype(np.int32)
+
+
+def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
+    """A table of spans of which neither the first nor the last is before that of an earlier tile.
+
+    Tiles without work have the shortest span that lets them be so.
+    """
+    place = np.arange(span[0].shape[-1])
+    later = place >= place[:, None]
+    first, last = _where(span[1] == 0, count - 1, span[0])[:, None], span[1][:, None]
+    given = [_where(later, first, count - 1), _where(later.T, last, 0)]
+    first, last = reduced(given, (MINIMUM, MAXIMUM))
+    return _table(first, _where(last > first, last, first + 1), full)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    """As `where` of JAX, if there is an array of its own among them, and of NumPy otherwise."""
+    traced = any(isinstance(given, jax.Array) for given in (condition, x, y))
+    return (jnp if traced else np).where(condition, x, y)
