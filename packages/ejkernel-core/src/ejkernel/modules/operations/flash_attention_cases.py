@@ -165,6 +165,13 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
     ),
     (
+        "bfloat16, segments in no order",
+        Sizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
+        lambda k: {"mask_info": MaskInfo.from_segments(jax.random.randint(k, (2, 129), -1, 3)), "causal": True},
+        (*_SEGMENT_FIELDS, "causal"),
+        (),
+    ),
+    (
         "bfloat16, causal and sinks",
         Sizes(t=129, s=129, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {**_sinks(k, (4, 2)), "causal": True},
