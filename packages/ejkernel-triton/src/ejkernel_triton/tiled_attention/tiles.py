@@ -1,8 +1,8 @@
 """Tile sizes and launch parameters: which are used when nobody chose, and which are worth measuring.
 
 What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size. That of
-Hopper was measured on an H200, and those of the others are the largest tiles whose kernels, compiled for the chip,
-keep all of their values in registers.
+Hopper was measured on an H200, and those of the others are the largest tiles whose kernels, compiled for the chip in 16
+bits, keep all of their values in registers. In float32 most kernels spill.
 """
 
 from collections.abc import Callable
