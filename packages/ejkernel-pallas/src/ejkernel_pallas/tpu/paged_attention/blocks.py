@@ -45,7 +45,9 @@ def attend(refs: Refs, block: Block, ahead: Block, there: Any, side: Any, spec: 
     """
     at_once = jnp.bool_(False)
     if spec.pieces:
-        at_once = (ahead.item.holes == 0) & _plain(block.item, block.number * spec.block, spec.rounds, spec)
+        at_once = (ahead.item.holes == 0) & _plain(
+            block.item, block.number * spec.block, spec.chunk * spec.rounds, spec
+        )
 
     @pl.when(there & jnp.logical_not(at_once))
     def _() -> None:
@@ -72,12 +74,12 @@ def _chunks(block: Block, start: Any, count: int, masked: bool, spec: Spec) -> l
     """Chunks that are taken at once, from a key of the block on."""
     item, base = block.item, block.number * spec.block
     offsets = [pl.multiple_of(start + k * spec.chunk, spec.chunk) for k in range(count)]
-    return [Chunk(block.slot, x, base + x, item.low, item.high, masked) for x in offsets]
+    return [Chunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk) for x in offsets]
 
 
-def _plain(item: Item, key: Any, count: int, spec: Spec) -> Any:
-    """Whether all rows of an item attend all keys of some chunks, from `key` on."""
-    last, end = item.position + item.tokens - 1, key + spec.chunk * count
+def _plain(item: Item, key: Any, size: int, spec: Spec) -> Any:
+    """Whether all rows of an item attend as many keys from `key` on."""
+    last, end = item.position + item.tokens - 1, key + size
     low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
     high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)
     return (key >= low) & (end <= high) & (item.holes == 0)
@@ -86,7 +88,7 @@ def _plain(item: Item, key: Any, count: int, spec: Spec) -> Any:
 def _take(refs: Refs, block: Block, side: Any, chunks: tuple[Any, int], spec: Spec) -> None:
     """Takes chunks, of which the first key and the number are given."""
     item, (start, count) = block.item, chunks
-    plain = _plain(item, block.number * spec.block + start, count, spec)
+    plain = _plain(item, block.number * spec.block + start, count * spec.chunk, spec)
 
     def few(masked: bool) -> None:
         _few(refs, block, side, _chunks(block, start, count, masked, spec), iter(()), spec)
@@ -99,7 +101,7 @@ def _take(refs: Refs, block: Block, side: Any, chunks: tuple[Any, int], spec: Sp
 
     @pl.when(item.tokens * spec.group > spec.few)
     def _() -> None:
-        _many(refs, block, side, start, plain, spec)
+        _many(refs, block, side, start, spec)
 
     pl.when(item.tokens * spec.group <= spec.few)(lambda: few(True))
 
@@ -122,7 +124,8 @@ def _few(
             keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
             return [Part(k * heads + n, rows, _one(keys, n), _one(values, n), keep) for n in range(heads)]
 
-        fold(refs, [parts(at, keep) for at, keep in zip(chunks, kept, strict=True)], spec)
+        pairs = zip(chunks, kept, strict=True)
+        fold(refs, [part for at, keep in pairs for part in parts(at, keep)], spec.lead, spec)
 
     each(turns(spec), turn)
 
@@ -136,36 +139,47 @@ def _one(loaded: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Arra
     return lambda: loaded()[n]
 
 
-def _many(refs: Refs, block: Block, side: Any, start: Any, plain: Any, spec: Spec) -> None:
-    """A tile's rows, a few heads after the other: a chunk's keys and values are put next to each other first."""
-    (at,) = _chunks(block, start, 1, True, spec)
-    heads = spec.kv_heads // turns(spec)
+def _many(refs: Refs, block: Block, side: Any, start: Any, spec: Spec) -> None:
+    """A tile's rows, a few heads after the other: keys and values are put next to each other first."""
+    (chunk,) = _chunks(block, start, 1, True, spec)
+    heads, item = spec.kv_heads // turns(spec), block.item
 
-    def turn(k: Any) -> None:
-        for target, values in ((refs["head_keys"], False), (refs["head_values"], True)):
-            for n, rows in enumerate(load(_buffers(refs), k, at, spec, values=values)):
-                target[k * heads + n] = rows
+    def part(n: Any) -> None:
+        offset = pl.multiple_of(n * spec.part, spec.part)
+        at = chunk._replace(start=pl.multiple_of(start + offset, spec.part), key=chunk.key + offset, size=spec.part)
 
-    each(turns(spec), turn)
-    for masked, wanted in ((False, plain), (True, jnp.logical_not(plain))):
-        pl.when(wanted)(partial(_heads, refs, block.item, side, at._replace(masked=masked), spec))
+        def turn(k: Any) -> None:
+            for target, values in ((refs["head_keys"], False), (refs["head_values"], True)):
+                for head, rows in enumerate(load(_buffers(refs), k, at, spec, values=values)):
+                    target[k * heads + head] = rows
+
+        @pl.when((at.key < item.high) & (at.key + at.size > item.low))
+        def _() -> None:
+            each(turns(spec), turn)
+            # Of a tile with few tokens most rows of a large product would be for nothing.
+            plain = _plain(item, at.key, at.size, spec) & (2 * item.tokens * spec.group > spec.row_block)
+            for masked, wanted in ((False, plain), (True, jnp.logical_not(plain))):
+                pl.when(wanted)(partial(_heads, refs, item, side, at._replace(masked=masked), spec))
+
+    each(spec.chunk // spec.part, part)
 
 
 def _heads(refs: Refs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
-    """Takes such a chunk, as many rows and heads at once as make a good product."""
-    parts = quotient(item.tokens * spec.group + spec.row_chunk - 1, spec.row_chunk)
+    """Takes such keys, as many rows and heads at once as make a good product."""
+    size, lead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
+    count = quotient(item.tokens * spec.group + size - 1, size)
     together = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs["head_keys"], refs["head_values"], operator.getitem
 
     def some(k: Any) -> None:
         def part(n: jax.Array, carry: jax.Array) -> jax.Array:
-            rows = Rows(side, pl.multiple_of(n * spec.row_chunk, spec.row_chunk), spec.row_chunk, item.position)
+            rows = Rows(side, pl.multiple_of(n * size, size), size, item.position)
             kept = allowed(refs, item, rows, at, spec)
             heads = [k * together + head for head in range(together)]
-            fold(refs, [[Part(x, rows, partial(get, keys, x), partial(get, values, x), kept) for x in heads]], spec)
+            fold(refs, [Part(x, rows, partial(get, keys, x), partial(get, values, x), kept) for x in heads], lead, spec)
             return carry
 
-        loop(jnp.int32(0), parts, part, jnp.int32(0))
+        loop(jnp.int32(0), count, part, jnp.int32(0))
 
     each(spec.kv_heads // together, some)
 

@@ -12,7 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel_pallas.tpu.interpret import interpreting
 from ejkernel_pallas.tpu.paged_attention import operands
+from ejkernel_pallas.tpu.paged_attention.blocks import HEADS
 from ejkernel_pallas.tpu.paged_attention.kernel import kernel
+from ejkernel_pallas.tpu.paged_attention.keys import turns
+from ejkernel_pallas.tpu.paged_attention.softmax import TURNS, notes
 from ejkernel_pallas.tpu.paged_attention.spec import AHEAD, LANES, Spec, make_spec, stored
 from ejkernel_pallas.tpu.paged_attention.tiles import chosen
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS, Work, find_work
@@ -114,6 +117,10 @@ def _scratch(
         "total": pltpu.VMEM(state, jnp.float32),
         "sum": pltpu.VMEM((heads, spec.rows, spec.value_size), jnp.float32),
     }
+    parts = heads // turns(spec) * spec.rounds
+    made |= notes("few", -(-parts // TURNS) * spec.few, spec.chunk * spec.joined, spec.weights)
+    if spec.rows > spec.few:
+        made |= notes("many", max(spec.row_block, HEADS // TURNS * spec.row_chunk), spec.part, spec.weights)
     for name, x in caches.items():
         if cache.head_major:
             shape = (AHEAD + 1, heads, spec.block, x.shape[-1])
@@ -122,8 +129,8 @@ def _scratch(
             shape = (AHEAD + 1, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
         made[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
     if spec.rows > spec.few:
-        made["head_keys"] = pltpu.VMEM((heads, spec.chunk, spec.size), spec.operand)
-        made["head_values"] = pltpu.VMEM((heads, spec.chunk, spec.value_size), spec.weights)
+        made["head_keys"] = pltpu.VMEM((heads, spec.part, spec.size), spec.operand)
+        made["head_values"] = pltpu.VMEM((heads, spec.part, spec.value_size), spec.weights)
     made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("asked", "left")}
     made["arrived"] = pltpu.SemaphoreType.DMA((AHEAD + 1,))
     if writes:

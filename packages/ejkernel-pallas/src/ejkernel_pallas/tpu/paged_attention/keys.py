@@ -29,6 +29,7 @@ class Chunk(NamedTuple):
         low: First position that any row attends.
         high: One more than the last.
         masked: Whether some key may not be attended by all.
+        size: How many.
     """
 
     slot: Any
@@ -37,17 +38,18 @@ class Chunk(NamedTuple):
     low: Any
     high: Any
     masked: bool
+    size: int
 
 
-def order(index: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
+def order(index: jax.Array, size: int, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
     """Which key of a chunk, and which of the joined heads, is at an index of what `load` gives; None for one head."""
     cache, packing = spec.cache, spec.cache.packing
     if spec.joined == 1:
-        return (index if packing == 1 else _word(index, spec.chunk, packing)), None
+        return (index if packing == 1 else _word(index, size, packing)), None
     if not cache.alternates:
         return quotient(index, spec.joined), index % spec.joined
     words = cache.words // cache.turns
-    total = spec.chunk * words
+    total = size * words
     word, which = _word(index % total, total, packing), quotient(index, total)
     return quotient(word, words), word % words * cache.heads_per_unit + which
 
@@ -86,7 +88,7 @@ def load(buffers: tuple[Any, ...], turn: Any, at: Chunk, spec: Spec, *, values: 
         heads = spec.kv_heads // turns(spec)
         units = range(heads // cache.heads_per_unit)
         if cache.head_major:
-            found = [buffer[at.slot, turn * heads + n, pl.ds(at.start, spec.chunk), :] for n in units]
+            found = [buffer[at.slot, turn * heads + n, pl.ds(at.start, at.size), :] for n in units]
         else:
             found = [row for unit in units for row in _rows(buffer, turn, unit, at, spec, values)]
     size, dtype = (spec.value_size, spec.weights) if values else (spec.size, spec.operand)
@@ -102,11 +104,11 @@ def _all_rows(buffer: Any, turn: Any, at: Chunk, spec: Spec, values: bool) -> li
         lanes = flat.shape[-1]
         if cache.turns == 1:
             flat = flat.reshape(spec.block * words, lanes)
-            x = flat[pl.ds(pl.multiple_of(at.start * words, spec.chunk * words), spec.chunk * words), :]
+            x = flat[pl.ds(pl.multiple_of(at.start * words, at.size * words), at.size * words), :]
         else:
             flat = flat.reshape(spec.block * cache.turns, TILE, lanes)
-            x = flat[pl.ds(at.start * cache.turns + turn, spec.chunk, stride=cache.turns)]
-            x = x.reshape(spec.chunk * TILE, lanes)
+            x = flat[pl.ds(at.start * cache.turns + turn, at.size, stride=cache.turns)]
+            x = x.reshape(at.size * TILE, lanes)
         if cache.alternates:
             made.append([_apart(x, which, buffer.dtype, cache.packing) for which in range(values, cache.packing, 2)])
         else:
@@ -136,7 +138,7 @@ def _as_words(buffer: Any, spec: Spec) -> Any:
 
 def _words(buffer: Any, turn: Any, word: int, at: Chunk, spec: Spec) -> jax.Array:
     """Words [n, lanes] of keys in their order. A load with a stride begins at a row that the compiler knows."""
-    words, chunk = spec.cache.words, spec.chunk
+    words, chunk = spec.cache.words, at.size
     flat = _as_words(buffer, spec)
     flat = flat.reshape(spec.block * words, flat.shape[-1])
     together = words // spec.cache.turns

@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.loops import loop
 from ejkernel_pallas.tpu.paged_attention.copies import Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order
 from ejkernel_pallas.tpu.paged_attention.quotients import quotient
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, Spec
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, TILE, Spec
 
 Refs = dict[str, Any]
+NEVER = 2**30
+"""No token of a tile."""
+TURNS = 2
+"""Arrays that take turns in what is written down of parts."""
 
 
 class Rows(NamedTuple):
@@ -40,21 +45,13 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a head, what gives its keys [n, D] and values [n, Dv], and which pairs attend, as of `allowed`."""
+    """Rows of a head, and what gives its keys [n, D], its values [n, Dv], and which pairs attend, as in `allowed`."""
 
     head: Any
     rows: Rows
     keys: Callable[[], jax.Array]
     values: Callable[[], jax.Array]
-    kept: list[jax.Array] | None
-
-
-class Running(NamedTuple):
-    """The softmax of rows: peak, in every lane; total, by lane; and sum."""
-
-    peak: jax.Array
-    total: jax.Array
-    sum: jax.Array
+    kept: Callable[[], list[jax.Array]] | None
 
 
 def begin(refs: Refs, count: int) -> None:
@@ -72,34 +69,40 @@ def begin(refs: Refs, count: int) -> None:
     refs["sum"][:, rows, :] = jnp.zeros((heads, count, refs["sum"].shape[2]), jnp.float32)
 
 
-def allowed(refs: Refs, item: Item, rows: Rows, at: Chunk, spec: Spec) -> list[jax.Array] | None:
-    """Which pairs of a chunk attend, bool [rows, 128] for one group of lanes after another; None where all do."""
-    lanes = range(0, spec.chunk * spec.joined, LANES)
+def allowed(refs: Refs, item: Item, rows: Rows, at: Chunk, spec: Spec) -> Callable[[], list[jax.Array]] | None:
+    """What tells which pairs of a chunk attend, bool [rows, 128] for one group of lanes after another; None for all.
+
+    It is asked for every head, whose registers would not hold it for each other.
+    """
+    lanes = range(0, at.size * spec.joined, LANES)
     if not at.masked and spec.joined == 1:
         return None
     made: dict[int, jax.Array] = {}
     if spec.joined > 1:
         for start in lanes:  # heads follow each other in the same order in all groups of lanes of one place in words
-            made.setdefault(_first_head(start, spec), _own(rows, start, spec))
-    own = [made[_first_head(start, spec)] for start in lanes] if made else [None] * len(lanes)
+            made.setdefault(_first_head(start, at, spec), _own(rows, start, at, spec))
+    own = [made[_first_head(start, at, spec)] for start in lanes] if made else [None] * len(lanes)
     if not at.masked:
-        return [x for x in own if x is not None]
-    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, spec.chunk * spec.joined), 1), spec)
+        return lambda: [x for x in own if x is not None]
+    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.joined), 1), at.size, spec)
     there = (offset >= at.low - at.key) & (offset < at.high - at.key) & (_absent(refs, item, at, offset, spec) == 0)
-    bands = zip(_by_lane(there.astype(jnp.int32)), _by_lane(offset), own, strict=True)
-    return [_allowed(refs, rows, at, *x, spec) for x in bands]
+    key = at.key - rows.position + offset
+    first = jnp.where(there, 0 if spec.right is None or spec.tokens == 1 else key - spec.right, NEVER)
+    last = key if spec.left is None else key + spec.left
+    bands = list(zip(_by_lane(first), _by_lane(last), own, strict=True))
+    return lambda: [_allowed(refs, rows, *band, spec) for band in bands]
 
 
-def _first_head(start: int, spec: Spec) -> int:
+def _first_head(start: int, at: Chunk, spec: Spec) -> int:
     """Of the first of a group of lanes."""
     cache = spec.cache
-    return start // (spec.chunk * spec.joined // cache.heads_per_unit) if cache.alternates else 0
+    return start // (at.size * spec.joined // cache.heads_per_unit) if cache.alternates else 0
 
 
-def _own(rows: Rows, start: int, spec: Spec) -> jax.Array:
+def _own(rows: Rows, start: int, at: Chunk, spec: Spec) -> jax.Array:
     """Which keys are the rows' own head's."""
     shape = (rows.number, LANES)
-    _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), spec)
+    _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
     row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group // spec.joined
     assert head is not None  # as there are several
     return (row >= head * group) & (row < head * group + group)
@@ -115,62 +118,78 @@ def _absent(refs: Refs, item: Item, at: Chunk, offset: jax.Array, spec: Spec) ->
         inside = (offset >= start) & (offset < start + slots)
         return found + jnp.where(inside, (number < 0).astype(jnp.int32), 0)
 
-    count = jnp.where(item.holes != 0, spec.chunk // slots + 2, 0)
+    count = jnp.where(item.holes != 0, at.size // slots + 2, 0)
     return loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
 
 
-def _allowed(
-    refs: Refs, rows: Rows, at: Chunk, there: jax.Array, offset: jax.Array, own: jax.Array | None, spec: Spec
-) -> jax.Array:
-    """The same of one group of lanes, of which what is the same for all rows is known."""
+def _allowed(refs: Refs, rows: Rows, first: jax.Array, last: jax.Array, own: jax.Array | None, spec: Spec) -> jax.Array:
+    """The same of one group of lanes: of the first and the last token of the tile that attend each key."""
     shape = (rows.number, LANES)
-    kept = jnp.broadcast_to(there, shape) != 0
-    if own is not None:
-        kept &= own
-    if spec.tokens == 1:
-        return kept  # the keys from `low` to `high` are then exactly the row's
-    distance = jnp.broadcast_to(at.key + offset, shape) - (rows.position + refs["places"][rows.span, :])
-    if spec.left is not None:
-        kept &= distance >= -spec.left
-    return kept if spec.right is None else kept & (distance <= spec.right)
+    if spec.tokens == 1:  # the keys from `low` to `high` are then exactly the row's
+        kept = jnp.broadcast_to(first, shape) == 0
+        return kept if own is None else kept & own
+    place = refs["places"][rows.span, :]
+    kept = place >= jnp.broadcast_to(first, shape)
+    return kept if spec.left is None else kept & (place <= jnp.broadcast_to(last, shape))
 
 
-def fold(refs: Refs, rounds: list[list[Part]], spec: Spec) -> None:
-    """Takes chunks of keys into the softmax of rows of some heads, the same in every round.
+def fold(refs: Refs, parts: list[Part], lead: int, spec: Spec) -> None:
+    """Takes keys into the softmax of rows, part after part; the scores of so many parts ahead are made before.
 
-    Each step is done for all heads before the next, and the scores of all rounds before anything else, so that
-    products and reductions, which take their time, overlap: the compiler keeps the order that it is given.
+    Scores, weights and what fades are written down in between, where the compiler would else run out of registers.
     """
-    scores = [[_scores(refs, part, spec) for part in parts] for parts in rounds]
-    places = [(x.head, x.rows.span, slice(None)) for x in rounds[0]]
-    state = [Running(*(refs[name][place] for name in Running._fields)) for place in places]
-    for parts, found in zip(rounds, scores, strict=True):
-        state = _updated(state, parts, found, spec)
-    for place, running in zip(places, state, strict=True):
-        for name, value in running._asdict().items():
-            refs[name][place] = value
+    for n in range(len(parts) + lead):
+        if n < len(parts):
+            _note_scores(refs, parts[n], n, spec)
+        if n >= lead:
+            _take(refs, parts[n - lead], n - lead, spec)
 
 
-def _updated(state: list[Running], parts: list[Part], scores: list[jax.Array], spec: Spec) -> list[Running]:
-    masked = any(x.kept is not None for x in parts)
-    cut = [
-        s if x.kept is None else [jnp.where(k, y, -jnp.inf) for k, y in zip(x.kept, s, strict=True)]
-        for x, s in zip(parts, map(_by_lane, scores), strict=True)
-    ]
-    highest = [jnp.max(functools.reduce(jnp.maximum, x), axis=1, keepdims=True) for x in cut]
-    peaks = [jnp.maximum(x.peak, y) for x, y in zip(state, highest, strict=True)]
-    # Rows that have seen nothing yet: exp2(-inf - 0) = 0, not NaN.
-    shifts = [jnp.where(x == -jnp.inf, 0.0, x) for x in peaks] if masked else peaks
-    weights = [[jnp.exp2(s - shift) for s in x] for x, shift in zip(cut, shifts, strict=True)]
-    steps = [
-        _product(jnp.concatenate([y.astype(spec.weights) for y in w], axis=1), x.values(), (1, 0), spec.weights, spec)
-        for w, x in zip(weights, parts, strict=True)
-    ]
-    fades = [jnp.exp2(x.peak - shift) for x, shift in zip(state, shifts, strict=True)]
-    return [
-        Running(peak, fade * x.total + functools.reduce(jnp.add, w), wide(fade, step.shape[1]) * x.sum + step)
-        for x, peak, fade, w, step in zip(state, peaks, fades, weights, steps, strict=True)
-    ]
+def notes(kind: str, rows: int, keys: int, dtype: Any) -> dict[str, Any]:
+    """Scratch memory for what is written down of parts: arrays that take turns.
+
+    In one array for all, the compiler would have what is written of a part wait for what is read of the one before.
+    """
+    kinds = (("scores", keys, jnp.float32), ("weights", keys, dtype), ("fade", LANES, jnp.float32))
+    return {
+        f"{kind}_{name}_{turn}": pltpu.VMEM((rows, width), kept) for name, width, kept in kinds for turn in range(TURNS)
+    }
+
+
+def _note(refs: Refs, name: str, n: int, shape: tuple[int, int], spec: Spec) -> Any:
+    """Where scratch memory has what is written down of a part."""
+    rows, width = shape
+    ref = refs[f"{'few' if rows == spec.few else 'many'}_{name}_{n % TURNS}"]
+    return ref.at[pl.ds(n // TURNS * rows % ref.shape[0], rows), :width]
+
+
+def _note_scores(refs: Refs, part: Part, n: int, spec: Spec) -> None:
+    s = _scores(refs, part, spec)
+    if part.kept is not None:
+        cut = zip(part.kept(), _by_lane(s), strict=True)
+        s = jnp.concatenate([jnp.where(kept, x, -jnp.inf) for kept, x in cut], axis=1)
+    _note(refs, "scores", n, s.shape, spec)[...] = s
+
+
+def _take(refs: Refs, part: Part, n: int, spec: Spec) -> None:
+    """Takes a part whose scores are written down into peak, in every lane, total, by lane, and sum of its rows."""
+    place, value = (part.head, part.rows.span, slice(None)), part.values()
+    shape = (part.rows.number, value.shape[0])
+    scores, weights = (_note(refs, name, n, shape, spec) for name in ("scores", "weights"))
+    fade = _note(refs, "fade", n, (part.rows.number, LANES), spec)
+    before = refs["peak"][place]
+    highest = functools.reduce(jnp.maximum, _by_lane(scores[...]))
+    shift = peak = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
+    if part.kept is not None:
+        # Rows that have seen nothing yet: exp2(-inf - 0) = 0, not NaN.
+        shift = jnp.where(peak == -jnp.inf, 0.0, peak)
+    refs["peak"][place] = peak
+    fade[...] = jnp.exp2(before - shift)
+    found = jnp.exp2(scores[...] - wide(shift, shape[1]))
+    refs["total"][place] = fade[...] * refs["total"][place] + functools.reduce(jnp.add, _by_lane(found))
+    weights[...] = found.astype(spec.weights)
+    step = _product(weights[...], value, (1, 0), spec.weights, spec)
+    refs["sum"][place] = wide(fade[...], step.shape[1]) * refs["sum"][place] + step
 
 
 def finish(refs: Refs, head: Any, rows: Rows, spec: Spec) -> None:
@@ -198,9 +217,13 @@ def wide(x: jax.Array, width: int) -> jax.Array:
 
 def _as_lanes(ref: Any, x: jax.Array, place: tuple[Any, ...], start: Any) -> None:
     """Writes [n, 128], the same in every lane, as n lanes of a row, from a lane that is a multiple of 128 on."""
-    row, lane = (lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
+    sublane, lane = (lax.broadcasted_iota(jnp.int32, (TILE, LANES), axis) for axis in (0, 1))
+    folded = x[:TILE]
+    for row in range(TILE, x.shape[0], TILE):
+        folded = jnp.where(lane >= row, x[row : row + TILE], folded)
     start = start if isinstance(start, int) else pl.multiple_of(start, LANES)
-    ref[(*place, slice(None), pl.ds(start, LANES))] = jnp.sum(jnp.where(row == lane, x, 0.0), axis=0, keepdims=True)
+    row = jnp.sum(jnp.where(lane % TILE == sublane, folded, 0.0), axis=0, keepdims=True)
+    ref[(*place, slice(None), pl.ds(start, LANES))] = row
 
 
 def _scores(refs: Refs, part: Part, spec: Spec) -> jax.Array:

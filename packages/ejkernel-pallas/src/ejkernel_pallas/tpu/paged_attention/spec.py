@@ -16,14 +16,18 @@ from jax import lax
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.precision import product_precision
+from ejkernel_pallas.tpu.tiled_attention.spec import is_wide
 
 LOG2E = math.log2(math.e)
 LANES = 128
 TILE = 8
 """Rows of words in a tile of memory."""
 
-ROWS, KEYS, ROUNDS = 256, 1024, 4
-"""Most query rows, and keys, of one product, and products whose scores are made before their sums."""
+ROWS, LARGE = 128, 1024
+"""Most query rows of one product: where pairs are masked or tokens few, and elsewhere."""
+
+PART, CHUNK, KEYS = 256, 512, 1024
+"""Keys of one product of many rows, of few, and of all products of a sequence's only row that are made together."""
 
 AHEAD = 2
 """Blocks whose copies are on their way while one is computed with."""
@@ -108,10 +112,13 @@ class Spec:
         rows: Query rows a KV head a tile; a multiple of `grain`.
         grain: Query rows of a copy.
         few: Query rows a KV head of the smallest product.
-        row_chunk: Query rows a product of a large tile; divides `rows`.
+        row_chunk: Query rows a product of a large tile where pairs are masked or tokens few; divides `rows`.
+        row_block: Query rows a product of a large tile elsewhere; divides `rows`.
+        part: Keys a product of a large tile; divides `chunk`.
         block: Keys that are copied at once.
-        chunk: Keys a product; divides `block`.
+        chunk: Keys a product of few rows; divides `block`.
         rounds: Chunks whose products are made together.
+        lead: Products of few rows whose scores are made ahead of the next that is finished.
         entries: Pages of a sequence in the table.
         cache: Where keys are.
         operand: Dtype in which queries meet keys.
@@ -137,9 +144,12 @@ class Spec:
     grain: int
     few: int
     row_chunk: int
+    row_block: int
+    part: int
     block: int
     chunk: int
     rounds: int
+    lead: int
     entries: int
     cache: Cache
     operand: Any
@@ -241,7 +251,8 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     tokens = 1 if single else max(1, sizes.queries // step) * step
     rows = few if single else tokens * group
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
-    chunk, rounds = _products(block, single, joined)
+    wide = is_wide()
+    chunk, rounds = _products(block, single, joined, 4 if wide else 8)
     return Spec(
         group=group,
         joined=joined,
@@ -254,9 +265,12 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
         grain=grain,
         few=few,
         row_chunk=max(n for n in range(grain, max(ROWS, few) + 1, grain) if rows % n == 0),
+        row_block=max(n for n in range(grain, max(LARGE, few) + 1, grain) if rows % n == 0),
+        part=math.gcd(chunk, PART),
         block=block,
         chunk=chunk,
         rounds=rounds,
+        lead=3 if wide else 1,
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,
         operand=operand,
@@ -272,12 +286,12 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     )
 
 
-def _products(block: int, single: bool, joined: int) -> tuple[int, int]:
-    """Keys of a product, and how many products are made together."""
+def _products(block: int, single: bool, joined: int, most: int) -> tuple[int, int]:
+    """Keys of a product, and how many products are made together: at most so many, which is what registers hold."""
     if joined == 1:
-        return math.gcd(block, KEYS if single else KEYS // 2), 1
-    chunk = math.gcd(block, KEYS // ROUNDS)
-    return chunk, next(n for n in (ROUNDS, 2, 1) if block // chunk % n == 0)
+        return math.gcd(block, KEYS if single else CHUNK), 1
+    chunk = math.gcd(block, KEYS // most)
+    return chunk, math.gcd(block // chunk, most)
 
 
 def _block(slots: int, keys: int) -> int:

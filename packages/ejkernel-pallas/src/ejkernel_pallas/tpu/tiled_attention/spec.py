@@ -144,11 +144,12 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> S
         precision=_precision(record),
         trapezoid=indexed and left is None and right == 0 and record.mask is None and record.pattern is None and whole,
         restricted=(left, right) != (None, None) or not all(x is None for x in restrictions),
-        counted=_is_wide() and value_size <= LANES and record.value.dtype.itemsize == 2 and record.dropout_prob == 0.0,
+        counted=is_wide() and value_size <= LANES and record.value.dtype.itemsize == 2 and record.dropout_prob == 0.0,
     )
 
 
-def _is_wide() -> bool:
+def is_wide() -> bool:
+    """Whether the matrix units of the chip that is compiled for multiply 256 by 256 numbers at a time."""
     return any(word in current_device().kind for word in WIDE)
 
 
