@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ejkernel.modules import flash_attention
+from ejkernel.modules import flash_attention, ragged_page_attention_v2
 from ejkernel_pallas.tpu.profile import CHIPS, Case, Workload, profile_many
 from ejkernel_pallas.tpu.tiled_attention.launch import VMEM_LIMIT
 
@@ -20,6 +21,16 @@ SPILLED = {
     ("v7x", "causal", "keys"): 600,
 }
 """Registers that a whole run spills, of some 50 to 200 thousand bundles; all other kernels spill none."""
+
+
+PAGED_SPILLED = {
+    ("v5e", 1): 640,
+    ("v5p", 1): 368,
+    ("v6e", 1): 21472,
+    ("v6e", 512): 5216,
+    ("v7x", 1): 26592,
+}
+"""The same of paged attention by new tokens of a sequence: of some 70 thousand bundles with 1, 2 million with 512."""
 
 
 def workload(causal):
@@ -48,4 +59,32 @@ def test_spills_and_memory(target):
     assert len(spilled) == len(cases) * len(KERNELS)
     assert {at: count for at, count in spilled.items() if count} == {
         at: count for at, count in SPILLED.items() if at[0] == target
+    }
+
+
+def pages(queries):
+    """16 sequences of 2048 tokens, of which `queries` are new."""
+    table = np.random.default_rng(0).permutation(16 * 128).astype(np.int32).reshape(16, 128)
+    args = (
+        jax.ShapeDtypeStruct((16 * queries, 32, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16 * 128, 16, 16, 128), jnp.bfloat16),
+        np.full(16, 2048, np.int32),
+        table,
+        (np.arange(17) * queries).astype(np.int32),
+        np.array([16], np.int32),
+    )
+    return Workload(function=lambda *args: ragged_page_attention_v2(*args, platform="pallas"), args=args)
+
+
+@pytest.mark.parametrize("target", CHIPS)
+def test_spills_of_paged_attention(target):
+    cases = [Case(label=str(n), build=f"{__file__}:pages", kwargs={"queries": n}) for n in (1, 512)]
+    spilled = {}
+    for report in profile_many(cases, target=target):
+        assert report.error is None
+        (kernel,) = report.kernels
+        spilled[target, int(report.label)] = kernel.spills
+    assert len(spilled) == len(cases)
+    assert {at: count for at, count in spilled.items() if count} == {
+        at: count for at, count in PAGED_SPILLED.items() if at[0] == target
     }

@@ -156,7 +156,7 @@ def notes(kind: str, rows: int, keys: int, dtype: Any) -> dict[str, Any]:
     }
 
 
-def _note(refs: Refs, name: str, n: int, shape: tuple[int, int], spec: Spec) -> Any:
+def _note(refs: Refs, name: str, n: int, shape: tuple[int, ...], spec: Spec) -> Any:
     """Where scratch memory has what is written down of a part."""
     rows, width = shape
     ref = refs[f"{'few' if rows == spec.few else 'many'}_{name}_{n % TURNS}"]
