@@ -10,7 +10,7 @@ import pytest
 from test_tpu_ahead import CHIPS, compiled
 from tpu_paged_records import layouts, lowered
 
-from ejkernel.modules import ragged_page_attention_v3
+from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
 from ejkernel.modules.operations import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
 from ejkernel.modules.operations.paged_inputs import Sizes
@@ -46,6 +46,19 @@ def test_a_donated_cache_stays_where_it_is():
     size = 2 * math.prod(shapes["cache"])
     assert stats.alias_size_in_bytes >= size
     assert stats.temp_size_in_bytes < size // 8
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 64), ("float32", 128)])
+def test_prefill_fits_with_the_tiles_that_nobody_chose(dtype, size):
+    """Rows of 64 take the memory of 128, and those of float32 twice that of bfloat16."""
+    shapes = {"query": (2048, 32, size), "cache": (512, 16, 16, size)}
+    ints = {"lengths": (4,), "tables": (4, 128), "starts": (5,), "sequences": (1,)}
+    with compiling_for(chip("v6e")) as sharding:
+        arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=sharding) for x in shapes.values()]
+        arrays += [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ints.values()]
+        step = jax.jit(functools.partial(ragged_page_attention_v2, platform="pallas"))
+        made = step.trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+    assert "tpu_custom_call" in made.as_text()
 
 
 def test_tables_that_just_fit_into_scalar_memory():

@@ -1,5 +1,6 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import math
 from typing import Any
 
 from ejkernel.families import paged_cache
@@ -16,7 +17,7 @@ BYTES = 4 * 2**20
 """Of a block of keys: large enough that a page table's walk hides, small enough that two fit beside everything else."""
 
 ROWS, STATE = 1024, 2**20
-"""Query rows a KV head a tile, at most, and numbers that the rows of all of them have."""
+"""Query rows a KV head a tile, at most, and numbers of 16 bits that the rows of all of them have."""
 
 
 def chosen(record: PagedAttention, params: Any) -> Sizes:
@@ -52,14 +53,16 @@ def tile_rows(record: PagedAttention) -> int:
     tokens, heads, size = record.query.shape
     if record.query_start is None or tokens <= record.kv_lens.shape[0]:
         return 1
-    most = min(ROWS * paged_cache.kv_heads(record) // heads, STATE // (heads * max(LANES, size)))
+    words = -(-record.query.dtype.itemsize // 2)
+    most = min(ROWS * paged_cache.kv_heads(record) // heads, STATE // (heads * max(LANES, size) * words))
     return max(1, min(most, tokens))
 
 
 def _keys(record: PagedAttention) -> int:
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
-    token = sum(x.size // max(1, slots) * x.dtype.itemsize for x in arrays)
+    rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
+    token = sum(n * -(-x.shape[-1] // LANES) * LANES for n, x in zip(rows, arrays, strict=True))  # as memory has it
     keys = 128
     while keys < 4096 and 2 * keys * token <= BYTES:
         keys *= 2
