@@ -80,6 +80,8 @@ def test_arithmetic_is_that_of_32_bits(opcode, numpy_function, a, b):
         ("sshra.s32 4294967280, 2", -4),
         ("sshllo.u32 2, 3", 23),
         ("snot.u32 5", -6),
+        ("smulhi.u32 4294967295, 4294967295", -2),
+        ("smulhi.u32 85, 3435973837", 68),
         ("smin.u32 4294967295, 7", 7),
         ("smax.u32 4294967295, 7", -1),
         ("smov 12", 12),

@@ -33,6 +33,11 @@ def multiply(first: int, second: int) -> int:
     return wrap(first * second & 0xFFFFFFFF)
 
 
+def multiply_high(first: int, second: int) -> int:
+    """The upper 32 bits of a product of numbers without a sign, which divisions by constants are made of."""
+    return wrap((first & 0xFFFFFFFF) * (second & 0xFFFFFFFF) >> 32)
+
+
 def shift_left(value: int, count: int) -> int:
     """Shifts a number; addresses stay as they are, because their unit is of no matter here."""
     return value if value >= POINTER else wrap(value << (count & 31))

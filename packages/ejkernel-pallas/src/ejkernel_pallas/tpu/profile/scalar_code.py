@@ -12,7 +12,7 @@ from typing import Any
 from ejkernel_pallas.tpu.profile.bundles import REGISTER, Bundle, Instruction
 from ejkernel_pallas.tpu.profile.expressions import Names, expression
 from ejkernel_pallas.tpu.profile.flow import Block, Flow
-from ejkernel_pallas.tpu.profile.machine import Machine, multiply, shift_left, shift_right, wrap
+from ejkernel_pallas.tpu.profile.machine import Machine, multiply, multiply_high, shift_left, shift_right, wrap
 from ejkernel_pallas.tpu.profile.scheduler import BlockTime
 
 BlockFunction = Callable[[list[int], Machine, dict[int, int]], int]
@@ -85,7 +85,7 @@ class ScalarCode:
         self._kept = _Slice(bundles).kept
         self._merged = self._merge_sources()
         source = "\n".join(self._block(block, times[start]) for start, block in flow.blocks.items())
-        scope: dict[str, Any] = {f.__name__: f for f in (wrap, multiply, shift_left, shift_right)}
+        scope: dict[str, Any] = {f.__name__: f for f in (wrap, multiply, multiply_high, shift_left, shift_right)}
         exec(source, scope)  # made here, of parsed operands; a function is a hundred times faster than interpreting
         self.functions: dict[int, BlockFunction] = {start: scope[f"b{start}"] for start in flow.blocks}
 
