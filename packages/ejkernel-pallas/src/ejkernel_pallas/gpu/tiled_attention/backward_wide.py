@@ -37,11 +37,10 @@ def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
     if spec.segments:
-        ids = call.operands["k_ids"].at[item.batch]
-        row_ids = arrays.load_rows(ids.at[pl.ds(first, ROWS)])
-        other = ids.at[pl.ds(_first_key(call, item, 1 - call.member), ROWS)]
-        clean(ids.at[pl.ds(first, ROWS)], *(buffers["k"].at[part] for part in range(tile.parts)))
-        clean(other, *(buffers["k"].at[tile.parts + part] for part in range(tile.shared_parts)))
+        ids, others = (_key_ids(call, item, member) for member in (call.member, 1 - call.member))
+        row_ids = arrays.load_rows(ids)
+        clean(ids, *(buffers["k"].at[part] for part in range(tile.parts)))
+        clean(others, *(buffers["k"].at[tile.parts + part] for part in range(tile.shared_parts)))
 
     def visit(cut: bool, _: Any, index: Any, state: Any) -> Any:
         count, dv, rest = state
@@ -83,6 +82,12 @@ def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
 
 def _first_key(call: Call, item: schedule.Item, member: Any) -> Any:
     return item.tile * call.tile.keys + member * ROWS
+
+
+def _key_ids(call: Call, item: schedule.Item, member: Any) -> Any:
+    """Segment ids of a member's keys, in device memory."""
+    ids = call.operands["k_ids"]
+    return ids.at[item.row(ids), pl.ds(_first_key(call, item, member), ROWS)]
 
 
 def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any) -> tuple[Any, Any]:
@@ -158,7 +163,7 @@ def _own_keys(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first = _first_key(call, item, call.member)
     if spec.segments:
-        clean(call.operands["k_ids"].at[item.batch, pl.ds(first, ROWS)], buffers["v"].at[0])
+        clean(_key_ids(call, item, call.member), buffers["v"].at[0])
 
     def visit(cut: bool, _head: Any, _index: Any, state: Any) -> Any:
         count, dk, slopes, rest = state
