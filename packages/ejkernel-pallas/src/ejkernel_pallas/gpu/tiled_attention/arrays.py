@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ejkernel_pallas.gpu.tiled_attention.masking import COLUMNS, ROWS
-from ejkernel_pallas.gpu.tiled_attention.registers import scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32, scalar, with_registers
 
 
 def over_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -65,11 +65,10 @@ def widened(tile: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def widen(_: Any, narrow: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
+        f32 = ir.F32Type.get()
         made: list[Any] = []
         for register in narrow.registers.flat:
-            both = scalar(vector.bitcast(ir.VectorType.get((1,), i32), register))
+            both = scalar(vector.bitcast(ir.VectorType.get((1,), i32()), register))
             halves = (arith.shli(both, constant(16)), arith.andi(both, constant(-(2**16))))
             made.append(vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves]))
         return with_registers(narrow, made)

@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from ejkernel_pallas.gpu.tiled_attention.registers import pair, scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32, pair, scalar, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -53,7 +53,7 @@ def key_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array | 
     return low, jnp.full((rows,), last, jnp.int32) if spec.right is None else jnp.minimum(row + spec.right, last)
 
 
-def query_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array | None, jax.Array | None]:
+def query_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
     """Likewise where keys are the rows of a tile and queries its columns."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS) + (key - query)
     low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
@@ -97,7 +97,7 @@ def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, mix
 
 
 def between(
-    scores: jax.Array, low: jax.Array | None, high: jax.Array | None, ids: tuple[jax.Array, Any] | None = None
+    scores: jax.Array, low: jax.Array, high: jax.Array | None, ids: tuple[jax.Array, Any] | None = None
 ) -> jax.Array:
     """As `within`, without a register for words: columns are constants of the instructions that compare.
 
@@ -109,12 +109,10 @@ def between(
         scores: Float32 [rows, columns].
         low: As `within`.
         high: Likewise.
-        ids: Segment ids of rows, and a reference to those of columns; there has to be a limit, too.
+        ids: Segment ids of rows, and a reference to those of columns.
     """
-    if low is None and high is None:
-        return scores
     limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
-    tests = [f"setp.{test}" for test, limit in (("le", low), ("ge", high)) if limit is not None]
+    tests = ["setp.le", "setp.ge"][: len(limits)]
     row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROWS),), () if ids is None else (ids[1],)
 
     @plgpu.inline_mgpu(
@@ -141,9 +139,9 @@ def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any
         eight, half = divmod(number, 2)
         kept: list[Any] = []
         for n, score in enumerate(pair(register)):
-            operands = [score, _constant(eight * 8 + n), *(limit[half] for limit in limits)]
+            operands = [score, constant(eight * 8 + n), *(limit[half] for limit in limits)]
             if column_ids is not None:
-                operands += [rows[-1][half], _number(column_ids, arith.addi(place, _constant(eight * 8 + n)))]
+                operands += [rows[-1][half], _number(column_ids, arith.addi(place, constant(eight * 8 + n)))]
             constraints = "=f,f,n" + ",r" * (len(operands) - 2)
             kept.append(llvm.inline_asm(ir.F32Type.get(), operands, code, constraints, has_side_effects=False))
         registers.append(vector.from_elements(register.type, kept))
@@ -152,30 +150,30 @@ def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any
 
 def _range_word(number: int, low: Any, high: Any) -> Any:
     """Bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
-    before = _constant(0) if low is None else _columns(number, arith.subi(low, _constant(1)))
-    through = _constant(WORD) if high is None else _columns(number, high)
-    count = arith.maxsi(arith.subi(through, before), _constant(0))
-    return llvm.inline_asm(_i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
+    before = constant(0) if low is None else _columns(number, arith.subi(low, constant(1)))
+    through = constant(WORD) if high is None else _columns(number, high)
+    count = arith.maxsi(arith.subi(through, before), constant(0))
+    return llvm.inline_asm(i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
 
 
 def _columns(number: int, last: Any) -> Any:
     """How many of a thread's columns in a word come no later than a column of the tile."""
-    last = arith.subi(last, arith.addi(_own_column(), _constant(number * SPAN)))
-    last = arith.minsi(arith.maxsi(last, _constant(-1)), _constant(SPAN - 1))
-    pairs, rest = arith.shrsi(last, _constant(3)), arith.andi(last, _constant(7))
-    return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, _constant(1)), _constant(2)))
+    last = arith.subi(last, arith.addi(_own_column(), constant(number * SPAN)))
+    last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN - 1))
+    pairs, rest = arith.shrsi(last, constant(3)), arith.andi(last, constant(7))
+    return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, constant(1)), constant(2)))
 
 
 def _own_column() -> Any:
     """The first of a thread's columns: its place among four threads says which two of every eight it has."""
-    return arith.muli(arith.andi(mgpu.utils.thread_idx(), _constant(3)), _constant(2))
+    return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
 
 
 def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
     """Words without the bits of columns whose ids are not the row's, where a flag is set."""
     (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
-    is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), _constant(0))
-    branch: Any = scf.IfOp(is_set, [_i32()] * len(flat), has_else=True)
+    is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
+    branch: Any = scf.IfOp(is_set, [i32()] * len(flat), has_else=True)
     with ir.InsertionPoint(branch.then_block):
         same = _id_words(rows, columns, width)
         scf.yield_([arith.andi(word, other) for word, other in zip(flat, same, strict=True)])
@@ -187,20 +185,20 @@ def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> lis
 
 def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
     """Bits of the columns whose ids are those of a thread's rows: the words of the first row, then of the second."""
-    thread = arith.remui(mgpu.utils.thread_idx(), _constant(THREADS))
+    thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
     row = arith.addi(
-        arith.muli(arith.divui(thread, _constant(32)), _constant(16)),
-        arith.divui(arith.remui(thread, _constant(32)), _constant(4)),
+        arith.muli(arith.divui(thread, constant(32)), constant(16)),
+        arith.divui(arith.remui(thread, constant(32)), constant(4)),
     )
-    ids = [_number(rows, arith.addi(row, _constant(8 * half))) for half in (0, 1)]
-    words = [[_constant(0)] * -(-width // SPAN) for _ in ids]
+    ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
+    words = [[constant(0)] * -(-width // SPAN) for _ in ids]
     for place in range(width // 4):
         eight, n = divmod(place, 2)
-        column = _number(columns, arith.addi(_own_column(), _constant(eight * 8 + n)))
+        column = _number(columns, arith.addi(_own_column(), constant(eight * 8 + n)))
         word, bit = divmod(place, WORD)
         for own, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
-            own[word] = arith.ori(own[word], arith.select(same, _constant(_signed(1 << bit)), _constant(0)))
+            own[word] = arith.ori(own[word], arith.select(same, constant(_signed(1 << bit)), constant(0)))
     return [*words[0], *words[1]]
 
 
@@ -217,8 +215,8 @@ def _kept(tile: Any, words: list[list[Any]]) -> Any:
         kept: list[Any] = []
         for n, score in enumerate(pair(register)):
             word, bit = divmod(2 * eight + n, WORD)
-            found = arith.andi(words[half][word], _constant(_signed(1 << bit)))
-            kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, _constant(0)), score, lowest))
+            found = arith.andi(words[half][word], constant(_signed(1 << bit)))
+            kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, constant(0)), score, lowest))
         registers.append(vector.from_elements(register.type, kept))
     return with_registers(tile, registers)
 
@@ -226,11 +224,3 @@ def _kept(tile: Any, words: list[list[Any]]) -> Any:
 def _signed(word: int) -> int:
     """The int32 that has the bits of a word."""
     return word - 2**WORD if word >= 2 ** (WORD - 1) else word
-
-
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _constant(value: int) -> Any:
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))

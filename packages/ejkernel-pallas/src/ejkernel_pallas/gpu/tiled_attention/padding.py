@@ -8,6 +8,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
 from ejkernel_pallas.gpu.tiled_attention.launch import TRANSFORMS
+from ejkernel_pallas.gpu.tiled_attention.registers import constant
 
 THREADS = 128
 """Of a warpgroup."""
@@ -32,12 +33,12 @@ def clean_rows(tile: Any, ids: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), plgpu.RefType()))
     def clean(_: Any, tile: Any, ids: Any) -> None:
         base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(tile))
-        first = arith.remui(mgpu.utils.thread_idx(), _constant(THREADS))
+        first = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
         for start in range(0, rows, THREADS):
-            row = arith.addi(first, _constant(start))
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, _constant(rows))):
+            row = arith.addi(first, constant(start))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, constant(rows))):
                 number = memref.load(ids, [arith.index_cast(ir.IndexType.get(), row)])
-                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, number, _constant(0))):
+                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, number, constant(0))):
                     _write_zeros(base, row, size * 2 // LINE)
 
     clean(tile, ids)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -45,15 +46,10 @@ def clean_rows(tile: Any, ids: Any) -> None:
 
 def _write_zeros(base: Any, row: Any, lines: int) -> None:
     """Zeros in a row: its lines lie eight rows apart."""
-    eight, within = arith.divui(row, _constant(8)), arith.remui(row, _constant(8))
-    place = arith.addi(base, arith.muli(eight, _constant(lines * EIGHT)))
-    place = arith.addi(place, arith.muli(within, _constant(LINE)))
+    eight, within = arith.divui(row, constant(8)), arith.remui(row, constant(8))
+    place = arith.addi(base, arith.muli(eight, constant(lines * EIGHT)))
+    place = arith.addi(place, arith.muli(within, constant(LINE)))
     for line in range(lines):
         for part in range(0, LINE, PART):
-            offset = arith.addi(place, _constant(line * EIGHT + part))
-            llvm.inline_asm(None, [offset, _constant(0)], STORE, "r,r", has_side_effects=True)
-
-
-def _constant(value: int) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+            offset = arith.addi(place, constant(line * EIGHT + part))
+            llvm.inline_asm(None, [offset, constant(0)], STORE, "r,r", has_side_effects=True)

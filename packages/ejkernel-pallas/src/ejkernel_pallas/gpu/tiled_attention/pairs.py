@@ -4,10 +4,10 @@ from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ejkernel_pallas.gpu.tiled_attention.launch import TRANSFORMS
+from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32
 
 AXIS = "member"
 """Name of a block's place in its cluster."""
@@ -94,7 +94,7 @@ def send(made: Any, target: Any, words: Any, count: Any) -> None:
             size *= length
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             places = [_address(made), _address(target), _barrier(words, count.registers.item())]
-            _assembly(SEND, "r,r,r,n", [*places, _constant(size)])
+            _assembly(SEND, "r,r,r,n", [*places, constant(size)])
 
     run(made, target, words, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -105,26 +105,21 @@ def await_both(words: Any, count: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def run(_: Any, words: Any, count: Any) -> None:
         number = count.registers.item()
-        parity = arith.andi(arith.shrui(number, _constant(1)), _constant(1))
+        parity = arith.andi(arith.shrui(number, constant(1)), constant(1))
         _assembly(AWAIT, "r,r", [_barrier(words, number), parity])
 
     run(words, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _barrier(words: Any, count: Any) -> Any:
-    place = arith.muli(arith.andi(count, _constant(1)), _constant(8))
-    return arith.addi(arith.addi(_address(words), _constant(BARRIERS)), place)
+    place = arith.muli(arith.andi(count, constant(1)), constant(8))
+    return arith.addi(arith.addi(_address(words), constant(BARRIERS)), place)
 
 
 def _address(memory: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(memory))
+    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(memory))
 
 
 def _assembly(code: str, constraints: str, operands: list[Any]) -> None:
     constraints = f"{constraints},~{{memory}}" if constraints else "~{memory}"
     llvm.inline_asm(None, operands, code, constraints, has_side_effects=True)
-
-
-def _constant(value: int) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value))

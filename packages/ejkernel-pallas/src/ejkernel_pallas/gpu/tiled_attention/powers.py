@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from ejkernel_pallas.gpu.tiled_attention.registers import pair, with_registers
+from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32, pair, with_registers
 
 COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
 ROUNDS = 1.5 * 2.0**23
@@ -64,9 +64,8 @@ def _polynomial(factor: float, score: Any, shift: Any = None) -> Any:
     value: Any = _number(COEFFICIENTS[-1])
     for coefficient in COEFFICIENTS[-2::-1]:
         value = math.fma(value, rest, _number(coefficient))
-    i32 = ir.IntegerType.get_signless(32)
-    exponent = arith.shli(arith.bitcast(i32, rounded), arith.constant(i32, ir.IntegerAttr.get(i32, MANTISSA)))
-    return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32, value), exponent))
+    exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA))
+    return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
 
 
 def _exponent(factor: float, score: Any, shift: Any) -> Any:

@@ -4,7 +4,17 @@ from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import arith, vector
+
+
+def i32() -> Any:
+    """The type of a register of 32 bits."""
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(value: int) -> Any:
+    """A number that the instructions have in them, int32."""
+    return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
 
 
 def scalar(register: Any) -> Any:

@@ -17,7 +17,6 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import (
     CHUNK,
     SUBLANES,
     Spec,
-    divided,
     factors,
     in_block,
     padded_scales,
@@ -25,6 +24,7 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, by_matrices, visit
 from ejkernel_pallas.tpu.loops import loop
+from ejkernel_pallas.tpu.quotients import quotient
 
 Refs = dict[str, Any]
 GROUP = 64
@@ -168,7 +168,7 @@ def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
         return carry
 
     # A loop and not conditions, which a compiler may turn into products whose results are not used.
-    loop(divided(v.low, deep), divided(v.high + (deep - 1), deep), some, np.int32(0))
+    loop(quotient(v.low, deep), quotient(v.high + (deep - 1), deep), some, np.int32(0))
 
 
 def _copy_own(refs: Refs, v: Visit, row: Any, rows: int) -> None:

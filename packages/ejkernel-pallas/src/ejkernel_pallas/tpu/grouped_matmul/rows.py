@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
-from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, divided, factors, padded_scales, zero_outside
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, factors, padded_scales, zero_outside
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, by_rows, visit
 from ejkernel_pallas.tpu.loops import loop
+from ejkernel_pallas.tpu.quotients import quotient
 
 Refs = dict[str, Any]
 
@@ -157,7 +158,7 @@ def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
         _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
-    loop(divided(v.low, rows), divided(v.high + (rows - 1), rows), some, np.int32(0))
+    loop(quotient(v.low, rows), quotient(v.high + (rows - 1), rows), some, np.int32(0))
 
 
 def _add(refs: Refs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
@@ -190,7 +191,7 @@ def _product(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, in
         preferred_element_type=jnp.float32,
     )
     if spec.scales_products and not spec.scales_sum:
-        block = divided(at.k * spec.blocks.contracted + start, spec.per_scale)
+        block = quotient(at.k * spec.blocks.contracted + start, spec.per_scale)
         product = product * refs["scales"][pl.ds(block, 1), part.c]
     return product
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
@@ -226,8 +225,3 @@ def zero_outside(x: jax.Array, low: Any, high: Any, axis: int) -> jax.Array:
 def blocks_of(config: GroupedMatmulConfig) -> Blocks:
     """Tiles of a configuration."""
     return Blocks(config.block_m or 512, config.block_k or 1024, config.block_n or 1024)
-
-
-def divided(x: Any, by: int) -> jax.Array:
-    """An int32 that is not negative over another: `//` asks which TPU this is, and an exported call does not know."""
-    return lax.div(x, np.int32(by))

@@ -14,9 +14,9 @@ from ejkernel_pallas.tpu.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Item, Refs
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
-from ejkernel_pallas.tpu.paged_attention.quotients import quotient
 from ejkernel_pallas.tpu.paged_attention.softmax import Part, Rows, allowed, fold
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
+from ejkernel_pallas.tpu.quotients import quotient
 
 HEADS = 4
 """Heads whose products of many rows are made together."""

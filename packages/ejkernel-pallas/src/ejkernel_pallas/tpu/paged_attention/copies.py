@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.loops import loop
-from ejkernel_pallas.tpu.paged_attention.quotients import quotient
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, Spec
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
+from ejkernel_pallas.tpu.quotients import quotient
 
 TOGETHER = 8
 """Pages whose copies are started without a branch between them."""

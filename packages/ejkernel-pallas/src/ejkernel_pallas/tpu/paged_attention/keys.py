@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.paged_attention.quotients import quotient
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, Spec
+from ejkernel_pallas.tpu.quotients import quotient
 
 
 class Chunk(NamedTuple):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.loops import loop
 from ejkernel_pallas.tpu.paged_attention.copies import Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order
-from ejkernel_pallas.tpu.paged_attention.quotients import quotient
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, TILE, Spec
+from ejkernel_pallas.tpu.quotients import quotient
+from ejkernel_pallas.tpu.tiled_attention import tile
 
 Refs = dict[str, Any]
 NEVER = 2**30
@@ -146,14 +146,12 @@ def fold(refs: Refs, parts: list[Part], lead: int, spec: Spec) -> None:
 
 
 def notes(kind: str, rows: int, keys: int, dtype: Any) -> dict[str, Any]:
-    """Scratch memory for what is written down of parts: arrays that take turns.
-
-    In one array for all, the compiler would have what is written of a part wait for what is read of the one before.
-    """
+    """Scratch memory for what is written down of parts."""
     kinds = (("scores", keys, jnp.float32), ("weights", keys, dtype), ("fade", LANES, jnp.float32))
-    return {
-        f"{kind}_{name}_{turn}": pltpu.VMEM((rows, width), kept) for name, width, kept in kinds for turn in range(TURNS)
-    }
+    made: dict[str, Any] = {}
+    for name, width, kept in kinds:
+        made |= tile.notes(f"{kind}_{name}", (rows, width), kept)
+    return made
 
 
 def _note(refs: Refs, name: str, n: int, shape: tuple[int, ...], spec: Spec) -> Any:
