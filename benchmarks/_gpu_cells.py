@@ -96,6 +96,7 @@ def headlines(quick: bool) -> Iterator[Cell]:
     yield Cell(length=2048)
     for causal in (False, True):
         yield Cell(heads=32, kv_heads=32, size=64, causal=causal)
+        yield Cell(heads=32, kv_heads=32, size=64, causal=causal, cap=30.0)
         yield Cell(heads=8, kv_heads=8, size=256, causal=causal)
 
 

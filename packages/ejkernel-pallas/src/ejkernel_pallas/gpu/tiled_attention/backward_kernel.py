@@ -161,7 +161,7 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
             scores = jnp.tanh(scores * spec.inner)
         capped, scores = scores, scores if hide is None else hide(scores)
         shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
-        if spec.cap is not None and hide is None:  # as the forward pass' `computes_powers`
+        if spec.cap is not None and hide is None:
             weights = powers(scores, spec.exponent, shift)
         else:
             weights = jnp.exp2(scores * spec.exponent - shift)

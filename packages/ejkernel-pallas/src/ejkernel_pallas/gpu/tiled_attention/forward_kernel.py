@@ -182,9 +182,9 @@ def _leave_out(call: Call, _: Any, count: Any) -> Any:
 
 
 def _masked(call: Call, own: Own, index: Any, cut: Cut, scores: Any) -> Any:
-    """Scores, with the soft cap, of a tile that may be cut."""
+    """Scores, with the soft cap, of a tile that may be cut; raw products if what makes weights of them has the cap."""
     spec, key = call.spec, index * call.tile.keys
-    if spec.cap is not None:
+    if spec.cap is not None and not (cut is None and spec.caps_in_weights):
         scores = jnp.tanh(scores * spec.inner)
     if cut is None:
         return scores

@@ -11,8 +11,8 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_columns
 from ejkernel_pallas.gpu.tiled_attention.masking import ROWS
-from ejkernel_pallas.gpu.tiled_attention.powers import powers
-from ejkernel_pallas.gpu.tiled_attention.registers import pair, scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.registers import of_rows, pair, row_like, scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.soft_cap import capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
 SLACK = 8.0
@@ -29,7 +29,8 @@ def exponentiate(spec: Spec, scores: Any, peak: Any, total: Any, clear: bool) ->
 
     Args:
         spec: The kernel's constants.
-        scores: Float32 [rows, columns], with the soft cap, and -inf where nothing attends.
+        scores: Float32 [rows, columns], with the soft cap, and -inf where nothing attends; raw products of a tile that
+            is clear if the spec `caps_in_weights`.
         peak: What weights were relative to so far, as a power of two.
         total: Their sums, of a thread's own columns.
         clear: Whether all pairs attend.
@@ -38,9 +39,12 @@ def exponentiate(spec: Spec, scores: Any, peak: Any, total: Any, clear: bool) ->
         The new `peak` and `total`, the weights, and the factor of all that was summed up before.
     """
     if spec.settled:
-        computed = clear and spec.computes_powers
-        weights = powers(scores, spec.exponent) if computed else jnp.exp2(scores * spec.exponent)
-        return peak, total + _own_sum(weights), weights, peak
+        if clear and spec.caps_in_weights:
+            weights, sums = capped_weights(spec, scores)
+        else:
+            weights = jnp.exp2(scores * spec.exponent)
+            sums = _own_sum(weights)
+        return peak, total + sums, weights, peak
     top = jnp.maximum(peak, scores.max(axis=1) * spec.exponent)
     if spec.fades_seldom:
         top = jnp.where(top - peak > SLACK, top, peak)
@@ -85,7 +89,7 @@ def whole_sum(total: jax.Array) -> jax.Array:
         sums = [scalar(register) for register in rows.registers.flat]
         for distance in (1, 2):
             sums = [arith.addf(part, mgpu.utils.shfl_bfly(part, distance)) for part in sums]
-        return _of_rows(rows, sums)
+        return of_rows(rows, sums)
 
     return add(total)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -103,15 +107,6 @@ def _own_sum(weights: jax.Array) -> jax.Array:
         for place, register in enumerate(tile.registers.flat):
             for weight in pair(register):
                 sums[place % 2] = arith.addf(sums[place % 2], weight)
-        rows = mgpu.FragmentedArray.splat(sums[0], weights.shape[:1], layout=tile.layout.reduce((1,)))
-        return _of_rows(rows, sums)
+        return of_rows(row_like(tile, sums[0]), sums)
 
     return add(weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
-
-
-def _of_rows(rows: Any, values: list[Any]) -> Any:
-    """An array like another one, with a value for each of a thread's two rows."""
-    types = [register.type for register in rows.registers.flat]
-    vectors = (isinstance(kind, ir.VectorType) for kind in types)
-    made = zip(types, values, vectors, strict=True)
-    return with_registers(rows, [vector.broadcast(kind, x) if is_vector else x for kind, x, is_vector in made])

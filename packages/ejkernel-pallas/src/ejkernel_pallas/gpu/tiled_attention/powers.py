@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32, pair, with_registers
+from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32, number, pair, with_registers
 
 COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
 ROUNDS = 1.5 * 2.0**23
@@ -26,52 +26,46 @@ SMALLEST = -125.0
 """Exponent of a float32 that is normal even if the polynomial is a little too small."""
 
 
-def powers(scores: jax.Array, factor: float, shift: jax.Array | None = None) -> jax.Array:
+def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
     """2 ** (scores * factor - shift) of a float32 tile.
 
     Args:
-        scores: So that exponents are at most 127 and, without a shift, at least -125.
+        scores: So that exponents are at most 127; polynomials are no less than 2 ** -125, about.
         factor: On the scores.
-        shift: A tile, or None for zero. Polynomials are then no less than 2 ** -125, about.
+        shift: A tile.
     """
-    tiles = (scores,) if shift is None else (scores, shift)
 
     @plgpu.inline_mgpu(
-        arg_types=tuple(plgpu.Layout.WGMMA for _ in tiles),
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def run(_: Any, *given: Any) -> Any:
-        makers, made = (_polynomial, _instruction), []
-        for registers in zip(*(tile.registers.flat for tile in given), strict=True):
-            operands = zip(*map(pair, registers), strict=True)
-            values = [make(factor, *numbers) for make, numbers in zip(makers, operands, strict=True)]
+    def run(_: Any, scores: Any, shift: Any) -> Any:
+        made: list[Any] = []
+        for registers in zip(scores.registers.flat, shift.registers.flat, strict=True):
+            first, second = zip(*map(pair, registers), strict=True)
+            computed = polynomial(arith.maximumf(_exponent(factor, *first), number(SMALLEST)), 1.0)
+            values = [computed, instruction(_exponent(factor, *second))]
             made.append(vector.from_elements(registers[0].type, values))
-        return with_registers(given[0], made)
+        return with_registers(scores, made)
 
-    return run(*tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(scores, shift)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _instruction(factor: float, score: Any, shift: Any = None) -> Any:
-    exponent = arith.mulf(score, _number(factor)) if shift is None else _exponent(factor, score, shift)
+def instruction(exponent: Any) -> Any:
+    """2 ** exponent of one float32."""
     return llvm.inline_asm(ir.F32Type.get(), [exponent], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
 
 
-def _polynomial(factor: float, score: Any, shift: Any = None) -> Any:
-    if shift is not None:
-        score, factor = arith.maximumf(_exponent(factor, score, shift), _number(SMALLEST)), 1.0
-    rounded: Any = math.fma(score, _number(factor), _number(ROUNDS))
-    rest = math.fma(score, _number(factor), arith.subf(_number(ROUNDS), rounded))
-    value: Any = _number(COEFFICIENTS[-1])
+def polynomial(score: Any, factor: float) -> Any:
+    """2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
+    rounded: Any = math.fma(score, number(factor), number(ROUNDS))
+    rest = math.fma(score, number(factor), arith.subf(number(ROUNDS), rounded))
+    value: Any = number(COEFFICIENTS[-1])
     for coefficient in COEFFICIENTS[-2::-1]:
-        value = math.fma(value, rest, _number(coefficient))
+        value = math.fma(value, rest, number(coefficient))
     exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA))
     return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
 
 
 def _exponent(factor: float, score: Any, shift: Any) -> Any:
-    return math.fma(score, _number(factor), arith.negf(shift))
-
-
-def _number(value: float) -> Any:
-    f32 = ir.F32Type.get()
-    return arith.constant(f32, ir.FloatAttr.get(f32, value))
+    return math.fma(score, number(factor), arith.negf(shift))

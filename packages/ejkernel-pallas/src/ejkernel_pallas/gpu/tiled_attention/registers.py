@@ -17,6 +17,11 @@ def constant(value: int) -> Any:
     return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
 
 
+def number(value: float) -> Any:
+    """Likewise, float32."""
+    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+
+
 def scalar(register: Any) -> Any:
     """What a register of a vector of rows holds."""
     return _element(register, 0) if isinstance(register.type, ir.VectorType) else register
@@ -33,6 +38,19 @@ def with_registers(array: Any, values: list[Any]) -> Any:
     for place, value in enumerate(values):
         registers.flat[place] = value
     return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+
+def row_like(tile: Any, value: Any) -> Any:
+    """A number for every row of a tile, as an array with one value a row."""
+    return mgpu.FragmentedArray.splat(value, tile.shape[:1], layout=tile.layout.reduce((1,)))
+
+
+def of_rows(rows: Any, values: list[Any]) -> Any:
+    """An array like another one, with a value for each of a thread's two rows."""
+    types = [register.type for register in rows.registers.flat]
+    vectors = (isinstance(kind, ir.VectorType) for kind in types)
+    made = zip(types, values, vectors, strict=True)
+    return with_registers(rows, [vector.broadcast(kind, x) if is_vector else x for kind, x, is_vector in made])
 
 
 def _element(register: Any, place: int) -> Any:

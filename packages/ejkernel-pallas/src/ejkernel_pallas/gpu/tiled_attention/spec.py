@@ -93,12 +93,10 @@ class Spec:
         return self.cap is not None and self.exponent <= SETTLED and self.dtype == jnp.bfloat16
 
     @property
-    def computes_powers(self) -> bool:
-        """Whether half of the forward pass' powers of two are polynomials where no pair is masked.
+    def caps_in_weights(self) -> bool:
+        """Whether `capped_weights` makes weights of raw products where no pair is masked.
 
-        The unit that makes them is as busy as the matrix unit where it makes the soft cap's tanh as well. On an H200 a
-        soft cap of 30 then costs 25% and 5% with head size 128 (full, causal) instead of 28% and 6%, and 34% and 29%
-        with 64 instead of 58% and 49%; with 256 it costs 10% and 1% instead of 3% and 1%.
+        With head size 256, where products take four times as long as with 64, a soft cap costs 3% without it.
         """
         return self.settled and self.size <= 128
 
