@@ -77,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platform", choices=CALLS, nargs="?", default="pallas")
     parser.add_argument("--quick", action="store_true", help="one call")
+    parser.add_argument("--shape", metavar="WORD", default="", help="calls whose name has it, as `D64` or `window`")
     parser.add_argument("--export", type=Path, help="folder of tables")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -85,7 +86,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = ["--store", str(Path(folder, "store.json"))]
         export = ["--export", str(options.export)] if options.export else []
-        for cell, extra in itertools.islice(CALLS[options.platform](), 1 if options.quick else None):
+        calls = (call for call in CALLS[options.platform]() if options.shape in str(call[0]))
+        for cell, extra in itertools.islice(calls, 1 if options.quick else None):
             given = arguments(options.platform, cell, extra)
             print(f"\n$ ejkernel tune {' '.join(given)}", flush=True)
             ejkernel(["tune", *given, *store, *export], standalone_mode=False)

@@ -26,7 +26,7 @@ def graded(call: Call, argnums: Sequence[int]) -> Callable[..., tuple[Any, tuple
 
     def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
         results = call(*arrays)
-        return sum(jnp.vdot(w, x) for w, x in zip(_weights(results), jax.tree.leaves(results), strict=True)), results
+        return sum(jnp.sum(w * x) for w, x in zip(_weights(results), jax.tree.leaves(results), strict=True)), results
 
     def both(*arrays: jax.Array) -> tuple[Any, tuple[jax.Array, ...]]:
         (_, results), gradients = jax.value_and_grad(loss, tuple(argnums), has_aux=True)(*arrays)

@@ -76,16 +76,32 @@ def check_gradients(subject: Subject) -> None:
     assert_gradients_close(got, want, subject.tolerance, str(subject))
 
 
-def check_vmap(subject: Subject) -> None:
-    """Mapped over two inputs of a case, outputs and any gradients are those of the reference on each."""
+def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:
+    """Mapped over two inputs of a case, outputs and any gradients are those of the reference on each.
+
+    Args:
+        subject: Implementation and case.
+        integers_shared: Arrays of integers and booleans are not mapped: both inputs have those of the first.
+    """
     op, case = subject.op, subject.case
-    stacked = _stacked(*((inputs(case, seed), running.cotangent(op, case, seed)) for seed in (0, 1)))
-    output, gradients = _stacked(*(running.expected(op, case, seed) for seed in (0, 1)))
+    every = [running.leaves_by_name(inputs(case, seed)) for seed in (0, 1)]
+    names = [name for name, leaf in every[0].items() if running.is_floating(leaf) or not integers_shared]
+    mapped = [{name: leaves[name] for name in names} for leaves in every]
+    cotangents = [running.cotangent(op, case, seed) for seed in (0, 1)]
+
+    def args(some: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(subject.args), list((every[0] | some).values()))
+
+    want = [
+        running.reference(op, case)(args(some), cotangent) for some, cotangent in zip(mapped, cotangents, strict=True)
+    ]
+    output, gradients = _stacked(*want)
     if differentiable_fields(op.family, subject.record) and not refusal(subject, "backward"):
-        got, pulled = jax.jit(jax.vmap(running.forward_and_backward(subject)))(*stacked)
+        both = jax.vmap(lambda some, cotangent: running.forward_and_backward(subject)(args(some), cotangent))
+        got, pulled = jax.jit(both)(_stacked(*mapped), _stacked(*cotangents))
         assert_gradients_close(pulled, gradients, subject.tolerance, f"{subject}, vmap")
     else:
-        got = jax.jit(jax.vmap(running.forward(subject)))(stacked[0])
+        got = jax.jit(jax.vmap(lambda some: running.forward(subject)(args(some))))(_stacked(*mapped))
     assert_close(got, output, subject.tolerance, f"{subject}, vmap")
 
 

@@ -7,6 +7,7 @@ import pytest
 PARAMETERS = (
     "ejk_subject",
     "ejk_differentiable",
+    "ejk_kernel_indexed",
     "ejk_padded",
     "ejk_padded_differentiable",
     "ejk_implementation",

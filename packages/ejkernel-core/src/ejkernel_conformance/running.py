@@ -78,14 +78,15 @@ def on_records_with_gradients(subject: Subject) -> Callable[[Any, Any], tuple[An
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _reference(op: Op, case: Case) -> Callable[[Any, Any], tuple[Any, Gradients]]:
+def reference(op: Op, case: Case) -> Callable[[Any, Any], tuple[Any, Gradients]]:
+    """The compiled reference with its gradients: (args, cotangent) -> (output, gradients)."""
     return jax.jit(with_gradients(op.reference, differentiable_inputs(op, case)))
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
 def expected(op: Op, case: Case, seed: int = 0) -> tuple[Any, Gradients]:
     """The reference's output and, by autodiff, its gradients."""
-    return _reference(op, case)(inputs(case, seed), cotangent(op, case, seed))
+    return reference(op, case)(inputs(case, seed), cotangent(op, case, seed))
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
@@ -111,16 +112,17 @@ def normal_like(shapes: Any, seed: int = 0) -> Any:
 def differentiable_inputs(op: Op, case: Case) -> tuple[str, ...]:
     """Names of the floating arguments that can be differentiated: they reach no record field without a gradient."""
     args = inputs(case, 0)
-    floating = {name: x for name, x in leaves_by_name(args).items() if _is_floating(x)}
+    floating = {name: x for name, x in leaves_by_name(args).items() if is_floating(x)}
     fields = array_fields(jax.eval_shape(op.lower, args))
-    closed = {name for name, x in fields.items() if _is_floating(x)} - set(op.family.differentiable)
+    closed = {name for name, x in fields.items() if is_floating(x)} - set(op.family.differentiable)
     if not closed:
         return tuple(floating)
     reached = jax.jit(lambda args: {name: _reached(op, args, name, closed) for name in floating})(args)
     return tuple(name for name, fields in reached.items() if not any(fields.values()))
 
 
-def _is_floating(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
+    """Whether an array, or one of a tree's, is of floating numbers."""
     return any(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(value))
 
 

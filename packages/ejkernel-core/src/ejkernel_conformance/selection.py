@@ -14,7 +14,8 @@ from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.claims import record_refusals
 from ejkernel_conformance.padding import has_segments
-from ejkernel_conformance.subjects import Subject, abstract_record, differentiable_fields, of_case
+from ejkernel_conformance.running import is_floating
+from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, differentiable_fields, of_case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Selection:
         made: dict[str, Callable[[], Iterable[Any]]] = {
             "ejk_subject": lambda: subjects,
             "ejk_differentiable": lambda: filter(_can_be_differentiated, subjects),
+            "ejk_kernel_indexed": lambda: filter(_is_kernel_with_integers, subjects),
             "ejk_padded": lambda: filter(_can_be_padded, subjects),
             "ejk_padded_differentiable": lambda: filter(_can_be_differentiated, filter(_can_be_padded, subjects)),
             "ejk_implementation": lambda: _targets(self),
@@ -122,6 +124,12 @@ def _in_float64(case: Case) -> Case:
 def _subjects(selection: Selection) -> tuple[Subject, ...]:
     # Cached, so that all tests of a case get the same object and with it what was computed for it.
     return tuple(subject for target in _targets(selection) for subject in target.subjects)
+
+
+def _is_kernel_with_integers(subject: Subject) -> bool:
+    """What is traced as plain JAX is batched by JAX, primitive by primitive, and would be slow to ask twice."""
+    indexed = not all(map(is_floating, jax.tree.leaves(abstract_args(subject.case))))
+    return indexed and subject.implementation.platform != "xla"
 
 
 def _can_be_padded(subject: Subject) -> bool:

@@ -64,9 +64,15 @@ def lowered(op: Op, case: Case) -> Any:
 
 
 @functools.cache
+def abstract_args(case: Case) -> Any:
+    """The shapes of a case's argument record; nothing is computed."""
+    return jax.eval_shape(case.make, jax.random.key(0))
+
+
+@functools.cache
 def of_case(op: Op, case: Case) -> Op:
     """The operation as it is for a case's arguments."""
-    return op.of(jax.eval_shape(case.make, jax.random.key(0)))
+    return op.of(abstract_args(case))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import Plan, differentiable_call
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.sharding import record_on_shard, sharded
+from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,8 @@ def call(
         args: Its argument record.
         platform: A toolchain, or `"auto"`; None takes the configuration's.
         cfg: Configuration for this call alone.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`.
+        mesh: With `in_specs` and `out_specs`: run under `shard_map`. Without the three, arrays whose types say how
+            they are sharded, as under `jax.set_mesh` with explicit axes, are taken at their word.
         in_specs: Partition specs of the first arguments, in public order.
         out_specs: Partition spec of the output.
         chain: Who is asked for configurations; None for `default_chain()`.
@@ -119,10 +120,10 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
 
     def trace(args: Any) -> Any:
         op.validate(args)
-        record = op.lower(args)
-        if mesh is None:
-            return note(record)
-        return record_on_shard(op, record, mesh, _as_specs(in_specs), out_specs, note)
+        placed, specs = (mesh, _as_specs(in_specs)) if mesh is not None else specs_of_types(op, args)
+        if placed is not None:
+            return record_on_shard(op, args, placed, specs, out_specs, note)
+        return note(op.lower(args))
 
     jax.eval_shape(trace, args)
     return decisions[0]
@@ -133,14 +134,12 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
 def _compiled(options: Options, args: Any) -> Any:
     plan = options.plan
     plan.op.validate(args)
-    recording.note(plan, args, options.mesh, options.in_specs)
-    record = plan.op.lower(args)
+    mesh, specs = (options.mesh, options.in_specs) if options.mesh is not None else specs_of_types(plan.op, args)
+    recording.note(plan, args, mesh, specs)
     run = functools.partial(differentiable_call, plan)
-    if options.mesh is None:
-        output = run(record)
-    else:
-        output = sharded(plan.op, record, options.mesh, options.in_specs or (), options.out_specs, run)
-    return plan.op.finish(args, output)
+    if mesh is not None:
+        return sharded(plan.op, args, mesh, specs or (), options.out_specs, run)
+    return plan.op.finish(args, run(plan.op.lower(args)))
 
 
 def _check_mesh(mesh: Any, in_specs: Any, out_specs: Any) -> None:

@@ -44,6 +44,28 @@ def split_axes(op: Op, in_specs: tuple[Any, ...], mesh: Any) -> dict[str, MeshAx
     return {letter: axes for letter, (axes, _) in split.items()}
 
 
+def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The mesh and the specs in the types of a call's arrays; None and no specs where no explicit axis is in them.
+
+    They are there under `jax.set_mesh` with explicit axes, and on arrays that were put on such a mesh.
+    Where the caller's `shard_map` has taken some of the axes, its part of the arrays is all that the call is about.
+
+    Raises:
+        ValueError: The operation cannot be split as the arrays are.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None or AxisType.Manual in mesh.axis_types:
+        return None, ()
+    arrays = (getattr(args, name) for name in op.axes)
+    specs = tuple(jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else None for x in arrays)
+    try:
+        split_axes(op, specs, mesh)
+    except ValueError as error:
+        raise ValueError(f"{error}; without mesh=, in_specs are the shardings in the arrays' types") from error
+    return mesh, specs
+
+
 def record_specs(op: Op, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
     """A record of partition specs, one for every leaf of `record`.
 
@@ -81,8 +103,7 @@ def check_output(op: Op, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
     Raises:
         ValueError: `out_specs` disagrees with how the inputs are split.
     """
-    outputs = op.family.axes["output"] if op.output is None else op.output
-    outputs = (outputs,) if isinstance(outputs, str) else outputs
+    outputs = _output_letters(op)
     several = isinstance(out_specs, tuple | list) and not isinstance(out_specs, PartitionSpec)
     specs: tuple[Any, ...] = tuple(out_specs) if several else (out_specs,)
     # As with arguments, trailing specs may be left out: which results a call returns can depend on its arguments.
@@ -97,24 +118,42 @@ def check_output(op: Op, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
             raise ValueError(f"out_specs: the inputs' specs make the output {_spec(letters, split)}, got {spec}")
 
 
-def sharded(op: Op, record: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
-    """Calls `run(record)` on every shard; the concatenated results are those of the unsharded call."""
+def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
+    """What `run(record)` gives on every shard, put together: the result of the unsharded call.
+
+    Without `out_specs` the output is split as follows from the inputs.
+    """
     split = split_axes(op, in_specs, mesh)
-    check_output(op, split, out_specs)
-    outputs = jax.tree.map(lambda letters: _spec(letters, split), op.family.axes["output"])
-    return _mapped(op, record, mesh, split, outputs, run)
+    if out_specs is not None:
+        check_output(op, split, out_specs)
+    parts = jax.tree.map(lambda letters: _spec(letters, split), op.family.axes["output"])
+
+    def whole(mesh: Any, args: Any) -> Any:
+        return op.finish(args, _mapped(op, op.lower(args), mesh, split, parts, run))
+
+    def shardings() -> Any:
+        untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        structure = jax.tree.structure(jax.eval_shape(op.reference, untyped))
+        letters = _output_letters(op)[: structure.num_leaves]  # which results there are can depend on the arguments
+        return jax.tree.unflatten(structure, [NamedSharding(mesh, _spec(some, split)) for some in letters])
+
+    return _with_automatic_axes(whole, mesh, args, shardings)
 
 
-def record_on_shard(op: Op, record: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
+def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
     """Calls `note(record)` with one shard's record, for what it learns; the result means nothing."""
     split = split_axes(op, in_specs, mesh)
-    check_output(op, split, out_specs)
+    if out_specs is not None:
+        check_output(op, split, out_specs)
 
     def run(local: Any) -> Any:
         note(local)
         return jnp.zeros(())
 
-    return _mapped(op, record, mesh, split, PartitionSpec(), run)
+    def whole(mesh: Any, args: Any) -> Any:
+        return _mapped(op, op.lower(args), mesh, split, PartitionSpec(), run)
+
+    return _with_automatic_axes(whole, mesh, args, lambda: NamedSharding(mesh, PartitionSpec()))
 
 
 def _mapped(op: Op, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any) -> Any:
@@ -124,23 +163,26 @@ def _mapped(op: Op, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_s
         return run(op.family.localise(local, _offsets(op, local, split, mesh)))
 
     # Kernels are opaque to varying-axes inference; the specs above are derived, so there is nothing left to infer.
-    mesh, record = _placed(record, specs, mesh)
     return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(record)
 
 
-def _placed(record: Any, specs: Any, mesh: Any) -> tuple[Any, Any]:
-    """The mesh to map over, and the arrays where the specs say.
+def _with_automatic_axes(run: Any, mesh: Any, args: Any, shardings: Any) -> Any:
+    """`run(mesh, args)` with no explicit axes in the mesh or in the arrays' types; `shardings()` are the results'.
 
-    With explicit mesh axes `shard_map` does not move arrays by itself. Where no array has an explicit sharding and no
-    mesh is set, the axes are taken as automatic: the output then has no sharding in its type either, which JAX could
-    not differentiate outside `jax.set_mesh`.
+    With explicit mesh axes `shard_map` does not move arrays by itself, and many a reshape asks for a sharding. Where no
+    array has an explicit sharding and no mesh is set, the result has none in its type either, which JAX could not
+    differentiate outside `jax.set_mesh`.
     """
     if AxisType.Explicit not in mesh.axis_types:
-        return mesh, record
-    typed = any(not jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(record))
+        return run(mesh, args)
+    typed = any(not jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(args))
     if not typed and isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:
-        return Mesh(mesh.devices, mesh.axis_names), record
-    return mesh, jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), record, specs)
+        return run(Mesh(mesh.devices, mesh.axis_names), args)
+
+    def automatic(args: Any) -> Any:
+        return run(jax.sharding.get_abstract_mesh(), args)
+
+    return jax.sharding.auto_axes(automatic, out_sharding=shardings())(args)
 
 
 def _offsets(op: Op, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> dict[str, Any]:
@@ -177,6 +219,11 @@ def _check_entry(op: Op, argument: str, letter: str, axes: MeshAxes, mesh: Any) 
         raise ValueError(f"in_specs: {argument} names mesh axis {unknown[0]!r}, the mesh has {tuple(mesh.shape)}")
     if axes and letter not in op.family.shardable:
         raise ValueError(f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {op.name}")
+
+
+def _output_letters(op: Op) -> tuple[str, ...]:
+    outputs = op.family.axes["output"] if op.output is None else op.output
+    return (outputs,) if isinstance(outputs, str) else outputs
 
 
 def _spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:

@@ -81,6 +81,7 @@ PLAIN = Sizes()
 PACKED = Sizes(b=1, t=129, s=129)
 CROSS = Sizes(t=40, s=63)
 HALF = Sizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
+WIDE = Sizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
@@ -176,6 +177,13 @@ _TABLE: tuple[Row[Sizes], ...] = (
         Sizes(t=129, s=129, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {**_sinks(k, (4, 2)), "causal": True},
         ("softmax_aux", "causal"),
+        (),
+    ),
+    (
+        "bfloat16, heads of 256",
+        WIDE,
+        lambda k: {"mask_info": MaskInfo.from_segments(jnp.array([_segments((40, 30), 72)])), "causal": True},
+        (*_SEGMENT_FIELDS, "causal"),
         (),
     ),
     (
