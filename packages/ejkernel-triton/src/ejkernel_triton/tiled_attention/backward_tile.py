@@ -1,6 +1,10 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""What the backward kernels share: one tile pair's weights and the gradient of its scores."""
+"""What the backward kernels share: one tile pair's weights and the gradient of its scores.
+
+A side of a product of rows is a tuple (tile, where its array's rows begin, the tile's first row, which rows are kept,
+stride of rows): the tile, or where to load it from piece by piece, in which case the compiler drops the tile.
+"""
 
 import triton
 import triton.language as tl
@@ -11,14 +15,13 @@ from ejkernel_triton.tiled_attention.tile import (
     drop,
     load_tile,
     powers,
-    product,
     transform,
 )
 
 
 @triton.jit
 def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A query tile: queries [Q, BD], cotangents [Q, BV], and by row the shift of its scores, delta and argmax."""
+    """A query tile: queries [Q, BD] and cotangents [Q, BV] as sides, and by row shift of scores, delta and argmax."""
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q_base, do_base, shift, delta, argmax = bases
@@ -36,7 +39,33 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
         pass
     else:
         row_argmax = tl.load(argmax + index, mask=real, other=0)
-    return q, do, row_shift, row_delta, row_argmax
+    q_side = (q, q_base, start, real, spec.H * spec.D)
+    do_side = (do, do_base, start, real, spec.H * spec.DV)
+    return q_side, do_side, row_shift, row_delta, row_argmax
+
+
+@triton.jit
+def add_rows(sum, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """sum + a b^T of two sides, in float32."""
+    a_tile, _, _, _, _ = a
+    b_tile, _, _, _, _ = b
+    if spec.PIECE is None:
+        return add_product(sum, a_tile, tl.trans(b_tile), spec)
+    else:
+        for column in tl.range(0, WIDTH, spec.PIECE):
+            left, right = load_piece(a, column, WIDTH, spec), load_piece(b, column, WIDTH, spec)
+            sum = add_product(sum, left, tl.trans(right), spec)
+        return sum
+
+
+@triton.jit
+def load_piece(side, column, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """[ROWS, PIECE] of a side from a column on; 0 from column WIDTH on and in rows that are not kept."""
+    tile, base, start, keep, STRIDE = side
+    rows = tl.arange(0, tile.shape[0])
+    columns = column + tl.arange(0, spec.PIECE)
+    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
+    return tl.load(at, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -65,18 +94,20 @@ def weights_of(products, queries, keys, shift, bias, mask, spec: tl.constexpr, M
 
 @triton.jit
 def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr):
-    """Gradient of the scaled and biased scores; a b is the gradient of the dropped weights.
+    """Gradient of the scaled and biased scores; a b^T of two sides is the gradient of the dropped weights.
 
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
     """
     if spec.DROPOUT:
-        dweights = drop(product(a, b, spec), queries, keys, spec) * spec.KEPT
+        dweights = (
+            drop(add_rows(tl.zeros(weights.shape, tl.float32), a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
+        )
         if spec.NORMALIZE:
             dweights -= delta
     elif spec.NORMALIZE:  # what the product is added to: so delta is in no registers of its own
-        dweights = add_product(tl.broadcast_to(-delta, weights.shape), a, b, spec)
+        dweights = add_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
-        dweights = product(a, b, spec)
+        dweights = add_rows(tl.zeros(weights.shape, tl.float32), a, b, spec.DV, spec)
     gradient = weights * dweights
     if spec.NORMALIZE:
         pass
