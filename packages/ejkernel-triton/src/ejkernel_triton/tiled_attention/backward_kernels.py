@@ -8,16 +8,11 @@ Each program owns the gradient that it writes, so nothing is added atomically an
 import triton
 import triton.language as tl
 
-from ejkernel_triton.tiled_attention.backward_tile import (
-    add_rows,
-    load_queries,
-    query_bases,
-    score_gradient,
-    weights_of,
-)
+from ejkernel_triton.tiled_attention.backward_tile import load_queries, query_bases, score_gradient, weights_of
 from ejkernel_triton.tiled_attention.tile import (
     across,
     add_product,
+    add_rows,
     down,
     drop,
     keys_at,

@@ -1,16 +1,12 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""What the backward kernels share: one tile pair's weights and the gradient of its scores.
-
-A side of a product of rows is a tuple (tile, where its array's rows begin, the tile's first row, which rows are kept,
-stride of rows): the tile, or where to load it from piece by piece, in which case the compiler drops the tile.
-"""
+"""What the backward kernels share: one tile pair's weights and the gradient of its scores."""
 
 import triton
 import triton.language as tl
 
 from ejkernel_triton.tiled_attention.tile import (
-    add_product,
+    add_rows,
     allowed,
     drop,
     load_tile,
@@ -42,30 +38,6 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
     q_side = (q, q_base, start, real, spec.H * spec.D)
     do_side = (do, do_base, start, real, spec.H * spec.DV)
     return q_side, do_side, row_shift, row_delta, row_argmax
-
-
-@triton.jit
-def add_rows(sum, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """sum + a b^T of two sides, in float32."""
-    a_tile, _, _, _, _ = a
-    b_tile, _, _, _, _ = b
-    if spec.PIECE is None:
-        return add_product(sum, a_tile, tl.trans(b_tile), spec)
-    else:
-        for column in tl.range(0, WIDTH, spec.PIECE):
-            left, right = load_piece(a, column, WIDTH, spec), load_piece(b, column, WIDTH, spec)
-            sum = add_product(sum, left, tl.trans(right), spec)
-        return sum
-
-
-@triton.jit
-def load_piece(side, column, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """[ROWS, PIECE] of a side from a column on; 0 from column WIDTH on and in rows that are not kept."""
-    tile, base, start, keep, STRIDE = side
-    rows = tl.arange(0, tile.shape[0])
-    columns = column + tl.arange(0, spec.PIECE)
-    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
-    return tl.load(at, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit

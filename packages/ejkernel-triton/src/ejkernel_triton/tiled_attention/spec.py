@@ -52,7 +52,7 @@ class Spec:
         KEPT: What kept weights are multiplied with.
         NORMALIZE: Whether outputs are normalised.
         SINKS: Whether there are sinks.
-        PIECE: Columns that the backward kernels multiply at once of rows too long for their registers, or None.
+        PIECE: Columns that are multiplied at once of rows too long for registers, or None.
         PRECISION: Of products of float32.
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
     """
@@ -143,7 +143,7 @@ def splits(record: TiledAttention) -> bool:
 
 
 def in_pieces(record: TiledAttention) -> bool:
-    """Whether the backward kernels multiply rows piece by piece: of float32, and too long for their registers."""
+    """Whether the kernels may multiply rows piece by piece: of float32, and too long for registers."""
     return record.query.dtype == jnp.float32 and max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 64
 
 
