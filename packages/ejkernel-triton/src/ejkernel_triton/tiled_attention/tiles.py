@@ -140,7 +140,7 @@ Exceptions = dict[tuple[Pass, Generation], dict[int, tuple[Tile, ...]]]
 # What comes first by the size of rows, counted as above, where ids or positions are read beside the rows.
 INDEXED: Exceptions = {
     ("forward", "ampere"): {2: (Tile(64, 32, 8, 2),)},
-    ("forward", "float32"): {2: (Tile(16, 64, 8, 1),)},
+    ("forward", "float32"): {1: (Tile(32, 64, 8, 1),), 2: (Tile(16, 64, 8, 1),)},
     ("forward", "hopper, float32"): {2: (Tile(16, 64, 8, 1),)},
     ("keys", "ampere"): {1: (Tile(32, 64, 8, 2),)},
     ("keys", "hopper"): {1: (Tile(64, 32, 4, 3),)},
