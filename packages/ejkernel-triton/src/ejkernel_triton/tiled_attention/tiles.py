@@ -1,8 +1,8 @@
 """Tile sizes and launch parameters: which are used when nobody chose, and which are worth measuring.
 
 What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size, and by
-whether the call has features that take registers. That of Hopper in 16 bits was measured on an H200, where it spills
-nothing; all others are large tiles whose kernels, compiled for the chip, keep all of their values in registers.
+whether the call has features that take registers. That of Hopper in 16 bits was measured on an H200, for calls without
+such features; all others are large tiles whose kernels, compiled for the chip, keep all of their values in registers.
 """
 
 from typing import Literal, NamedTuple
