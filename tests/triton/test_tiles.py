@@ -1,5 +1,7 @@
 """What is decided before a Triton kernel starts: which tiles it visits, and which sizes they have. Needs no Triton."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,6 +125,31 @@ def test_backward_configurations_are_checked_for_both_kernels():
     assert whole.blocksize_m is not None
     with pytest.raises(ValueError, match="cfg: got blocksize_m=None"):
         tiles.backward_tiles(BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize(("own", "visit", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)])
+def test_programs_that_own_queries_have_warps_for_the_longer_side(own, visit, warps):
+    part = tiles.heuristic(record(256, 256), H200, "backward")
+    part = dataclasses.replace(part, blocksize_m=own, blocksize_n=visit)
+    assert tiles.backward_tiles(part)[1].warps == warps
+
+
+def scores_of_a_warp(call, device):
+    """Of the three kernels."""
+    found = [tiles.forward_tile(tiles.heuristic(call, device, "forward"))]
+    found += tiles.backward_tiles(tiles.heuristic(call, device, "backward"))
+    return [tile.own * tile.visit // tile.warps for tile in found]
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.9, 9.0, 10.0, 12.0])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_what_takes_registers_leaves_warps_no_more_scores(capability, size):
+    device = DeviceInfo(platform="gpu", vendor="nvidia", kind="some", compute_capability=capability)
+    ids = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+    plain = scores_of_a_warp(record(4096, 4096, size, causal=True), device)
+    for features in ({"q_segment_ids": ids, "kv_segment_ids": ids}, {"logits_soft_cap": 30.0}):
+        scores = scores_of_a_warp(record(4096, 4096, size, causal=True, **features), device)
+        assert all(a <= b for a, b in zip(scores, plain, strict=True))
 
 
 def test_without_its_toolchain_or_device_it_is_refused_by_name():

@@ -40,6 +40,7 @@ def main():
     np.testing.assert_allclose(slope("triton", jax.checkpoint), slope("xla", lambda f: f), rtol=2e-5, atol=2e-5)
     mapped(query, key, value)
     hidden(query, key, value)
+    long_rows()
 
 
 def mapped(query, key, value):
@@ -85,6 +86,26 @@ def hidden(query, key, value):
             for platform in ("triton", "xla")
         )
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=3e-5, atol=1e-4), got, want)
+
+
+def long_rows():
+    """Rows of float32 that are multiplied piece by piece, the last one shorter, beside padding that is no number."""
+    keys = jax.random.split(jax.random.key(4), 4)
+    shapes = ((1, 24, 2, 144), (1, 24, 1, 144), (1, 24, 1, 160), (1, 1, 24, 24))
+    arrays = [jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
+    ids = jnp.where(jnp.arange(24) < 20, 0, -1)[None]
+    real = (ids >= 0)[..., None, None]
+    poisoned = [jnp.where(real, x, jnp.nan) for x in arrays[:3]] + arrays[3:]
+
+    def loss(platform, *arrays):
+        masked = MaskInfo(_q_segment_ids=ids, _kv_segment_ids=ids)
+        return (flash_attention(*arrays, mask_info=masked, causal=True, platform=platform) ** 2).mean(-1).sum()
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, platform), (0, 1, 2, 3)))(*given)
+        for platform, given in (("triton", poisoned), ("xla", arrays))
+    )
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=3e-5, atol=1e-4), got, want)
 
 
 if __name__ == "__main__":

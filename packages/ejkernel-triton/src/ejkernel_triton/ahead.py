@@ -45,7 +45,7 @@ class Resources:
     Attributes:
         kernel: Its name.
         registers: A thread's.
-        spilled: Bytes of registers a thread keeps in memory (on AMD: registers).
+        spilled: Bytes of registers a thread keeps in memory.
         shared: Bytes of shared memory a program.
         binary: Machine code.
         assembly: PTX, or the assembly of AMD's machine code.
@@ -114,8 +114,9 @@ def _usage(binary: bytes) -> tuple[int, int]:
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:
-    counts = {
-        name: max(map(int, re.findall(rf"\.{name}:\s+(\d+)", assembly)), default=0)
-        for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
-    }
-    return counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"]
+    """Registers and bytes of scratch memory of a thread: scalars that lanes of vectors keep are in no memory."""
+    counts = [
+        max(map(int, re.findall(rf"\.{name}:\s+(\d+)", assembly)))
+        for name in ("vgpr_count", "private_segment_fixed_size")
+    ]
+    return counts[0], counts[1]

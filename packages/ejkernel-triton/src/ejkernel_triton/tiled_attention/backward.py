@@ -25,8 +25,8 @@ from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.operands import operands
-from ejkernel_triton.tiled_attention.spec import LOG2E, LOWEST, make_spec
-from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles, splits
+from ejkernel_triton.tiled_attention.spec import LOG2E, LOWEST, in_pieces, make_spec, splits
+from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles
 from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
 
 Gradients = dict[str, jax.Array]
@@ -39,7 +39,7 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
         params: Tile sizes, warps and stages. A program for keys owns `kv_blocksize` of them and visits tiles of
             `q_blocksize` queries, with `num_warps` and `num_stages`; one for queries owns `blocksize_m` of them and
-            visits tiles of `blocksize_n` keys, with a warp for every 16 queries and `blocksize_k` stages.
+            visits tiles of `blocksize_n` keys, with `blocksize_k` stages and the warps that `backward_tiles` says.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
@@ -55,7 +55,7 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
     if "query" in wanted:
         gradients["query"] = _of_queries(record, rows, queries)
     if "bias" in wanted:
-        gradients["bias"] = _of_bias(record, rows, keys)
+        gradients["bias"] = _of_bias(record, rows, queries)
     if "softmax_aux" in wanted:
         gradients["softmax_aux"] = sinks_gradient(pullback, rows[2])
     return {name: gradients[name] for name in sorted(wanted)}
@@ -82,8 +82,9 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
         return {k: x for name in wanted for k, x in _of_keys(record, rows, tile, frozenset({name})).items()}
     from ejkernel_triton.tiled_attention.backward_kernels import keys_kernel
 
-    # Without the gradient of the keys there is room for twice as many queries at once.
-    q_block = tile.visit * (2 if splits(record) and "key" not in wanted else 1)
+    # Without the gradient of the keys there is room for twice as many queries at once, but not for their positions too.
+    roomy = splits(record) and "key" not in wanted and record.q_positions is None and not in_pieces(record)
+    q_block = tile.visit * (2 if roomy else 1)
     visits = jnp.asarray(query_visits(record, q_block, tile.own))
     count = tiles(record.key.shape[1], tile.own)
     fields = {"key": record.key, "value": record.value}
@@ -138,8 +139,8 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
 
     bias, queries, keys = record.bias, record.query.shape[1], record.key.shape[1]
     assert bias is not None  # a gradient of it was asked for
-    visits = jnp.asarray(key_visits(record, tile.visit, tile.visit))
-    q_tiles, k_tiles = tiles(queries, tile.visit), tiles(keys, tile.visit)
+    visits = jnp.asarray(key_visits(record, tile.own, tile.visit))
+    q_tiles, k_tiles = tiles(queries, tile.own), tiles(keys, tile.visit)
     own = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
     (dbias,) = launch(
         bias_kernel,
@@ -151,7 +152,7 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
         num_stages=tile.stages,
         constants={
             "spec": make_spec(record),
-            "Q_BLOCK": tile.visit,
+            "Q_BLOCK": tile.own,
             "K_BLOCK": tile.visit,
             "Q_TILES": q_tiles,
             "K_TILES": k_tiles,

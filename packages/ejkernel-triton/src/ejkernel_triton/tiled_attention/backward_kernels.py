@@ -12,13 +12,13 @@ from ejkernel_triton.tiled_attention.backward_tile import load_queries, query_ba
 from ejkernel_triton.tiled_attention.tile import (
     across,
     add_product,
+    add_rows,
     down,
     drop,
     keys_at,
     load_tile,
     of_head,
     of_keys,
-    product,
     queries_at,
     store_tile,
     visits_of,
@@ -72,6 +72,8 @@ def keys_kernel(
     v = k
     if DK:
         v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
+    k_side = (k, k_base, start, real, spec.HK * spec.D)
+    v_side = (v, v_base, start, real, spec.HK * spec.DV)
     dk = tl.zeros([K_BLOCK, BD], tl.float32)
     dv = tl.zeros([K_BLOCK, BV], tl.float32)
     first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
@@ -85,11 +87,43 @@ def keys_kernel(
         for n in tl.range(0, before + last - unclear):
             at = tl.where(n < before, first + n, unclear + n - before)
             dk, dv = _visit_queries(
-                at, k, v, described, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
+                at,
+                k_side,
+                v_side,
+                described,
+                batch,
+                head,
+                bases,
+                about,
+                dk,
+                dv,
+                spec,
+                per,
+                Q_BLOCK,
+                K_BLOCK,
+                DK,
+                DV,
+                MASKED=True,
             )
         for n in tl.range(clear, unclear):
             dk, dv = _visit_queries(
-                n, k, v, described, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
+                n,
+                k_side,
+                v_side,
+                described,
+                batch,
+                head,
+                bases,
+                about,
+                dk,
+                dv,
+                spec,
+                per,
+                Q_BLOCK,
+                K_BLOCK,
+                DK,
+                DV,
+                MASKED=False,
             )
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
@@ -113,6 +147,7 @@ def _visit_queries(
     spec: tl.constexpr,
     per: tl.constexpr,
     Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     MASKED: tl.constexpr,
@@ -123,15 +158,15 @@ def _visit_queries(
     described = queries_at(start, batch, head, q_ids, q_positions, numbers, spec, per, Q_BLOCK, MASKED)
     queries, rows = across(described), down(keys)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
-    products = product(k, tl.trans(q), spec)
+    products = add_rows(tl.zeros([K_BLOCK, Q_BLOCK], tl.float32), k, q, spec.D, spec)
     weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, mask, spec, MASKED)
+    q_tile, _, _, _, _ = q
+    do_tile, _, _, _, _ = do
     if DV:
-        dv = add_product(dv, drop(weights, queries, rows, spec).to(do.dtype), do, spec)
+        dv = add_product(dv, drop(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
     if DK:
-        gradient = score_gradient(
-            weights, slope, v, tl.trans(do), queries, rows, row_delta[None, :], row_argmax[None, :], spec
-        )
-        dk = add_product(dk, gradient.to(q.dtype), q, spec)
+        gradient = score_gradient(weights, slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec)
+        dk = add_product(dk, gradient.to(q_tile.dtype), q_tile, spec)
     return dk, dv
 
 
@@ -182,9 +217,9 @@ def queries_kernel(
     before = clear - first
     for n in tl.range(0, before + last - unclear):
         at = tl.where(n < before, first + n, unclear + n - before)
-        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=True)
+        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, per, Q_BLOCK, K_BLOCK, MASKED=True)
     for n in tl.range(clear, unclear):
-        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=False)
+        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, Q_BLOCK, K_BLOCK, MASKED=False)
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 
@@ -199,11 +234,12 @@ def _visit_keys(
     dq,
     spec: tl.constexpr,
     per: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what key tile n contributes to dq [Q, BD]."""
-    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, per, K_BLOCK, MASKED)
+    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, per, Q_BLOCK, K_BLOCK, MASKED)
     return add_product(dq, gradient.to(k.dtype), k, spec)
 
 
@@ -216,6 +252,7 @@ def tile_gradient(
     batch,
     spec: tl.constexpr,
     per: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -230,9 +267,9 @@ def tile_gradient(
     left, columns = down(queries), across(described)
     k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
     v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
-    products = product(q, tl.trans(k), spec)
+    k_side = (k, k_base, start, real, spec.HK * spec.D)
+    v_side = (v, v_base, start, real, spec.HK * spec.DV)
+    products = add_rows(tl.zeros([Q_BLOCK, K_BLOCK], tl.float32), q, k_side, spec.D, spec)
     weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, mask, spec, MASKED)
-    gradient = score_gradient(
-        weights, slope, do, tl.trans(v), left, columns, row_delta[:, None], row_argmax[:, None], spec
-    )
+    gradient = score_gradient(weights, slope, do, v_side, left, columns, row_delta[:, None], row_argmax[:, None], spec)
     return k, gradient

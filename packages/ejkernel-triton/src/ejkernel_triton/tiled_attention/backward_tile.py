@@ -6,19 +6,18 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.tiled_attention.tile import (
-    add_product,
+    add_rows,
     allowed,
     drop,
     load_tile,
     powers,
-    product,
     transform,
 )
 
 
 @triton.jit
 def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A query tile: queries [Q, BD], cotangents [Q, BV], and by row the shift of its scores, delta and argmax."""
+    """A query tile: queries [Q, BD] and cotangents [Q, BV] as sides, and by row shift of scores, delta and argmax."""
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q_base, do_base, shift, delta, argmax = bases
@@ -36,7 +35,9 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
         pass
     else:
         row_argmax = tl.load(argmax + index, mask=real, other=0)
-    return q, do, row_shift, row_delta, row_argmax
+    q_side = (q, q_base, start, real, spec.H * spec.D)
+    do_side = (do, do_base, start, real, spec.H * spec.DV)
+    return q_side, do_side, row_shift, row_delta, row_argmax
 
 
 @triton.jit
@@ -65,18 +66,20 @@ def weights_of(products, queries, keys, shift, bias, mask, spec: tl.constexpr, M
 
 @triton.jit
 def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr):
-    """Gradient of the scaled and biased scores; a b is the gradient of the dropped weights.
+    """Gradient of the scaled and biased scores; a b^T of two sides is the gradient of the dropped weights.
 
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
     """
     if spec.DROPOUT:
-        dweights = drop(product(a, b, spec), queries, keys, spec) * spec.KEPT
+        dweights = (
+            drop(add_rows(tl.zeros(weights.shape, tl.float32), a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
+        )
         if spec.NORMALIZE:
             dweights -= delta
     elif spec.NORMALIZE:  # what the product is added to: so delta is in no registers of its own
-        dweights = add_product(tl.broadcast_to(-delta, weights.shape), a, b, spec)
+        dweights = add_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
-        dweights = product(a, b, spec)
+        dweights = add_rows(tl.zeros(weights.shape, tl.float32), a, b, spec.DV, spec)
     gradient = weights * dweights
     if spec.NORMALIZE:
         pass

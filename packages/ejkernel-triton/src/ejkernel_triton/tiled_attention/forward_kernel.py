@@ -14,6 +14,7 @@ from ejkernel_triton.tiled_attention.tile import (
     LOWEST,
     across,
     add_product,
+    add_rows,
     allowed,
     down,
     drop,
@@ -77,6 +78,7 @@ def forward_kernel(
     queries = down(described)
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
     q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, Q_BLOCK, BD, spec.T % Q_BLOCK > 0)
+    q_side = (q, q_base, start, index < spec.T, spec.H * spec.D)
     k_base, v_base = of_keys(key, value, batch, head // spec.G, spec, per)
     bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
     keys = (k_base, v_base, k_ids, k_positions, bias_at, mask_at, dropped_columns)
@@ -87,13 +89,13 @@ def forward_kernel(
     first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
     for n in tl.range(clear, unclear):
         peak, argpeak, total, sum = _visit(
-            n, q, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=False
+            n, q_side, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=False
         )
     before = clear - first
     for n in tl.range(0, before + last - unclear):
         at = tl.where(n < before, first + n, unclear + n - before)
         peak, argpeak, total, sum = _visit(
-            at, q, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=True
+            at, q_side, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=True
         )
     row = tl.cast(batch, tl.int64)
     rows = (row * spec.H + head) * spec.T + index
@@ -106,7 +108,7 @@ def forward_kernel(
 @triton.jit
 def _visit(
     n,
-    q,
+    q_side,
     queries,
     keys,
     batch,
@@ -121,17 +123,23 @@ def _visit(
 ):
     """Takes key tile n into the running softmax.
 
-    q [Q, BD]; peak, argpeak, total [Q]; sum [Q, BV]; scores and weights [Q, K].
+    Tile of q_side [Q, BD]; peak, argpeak, total [Q]; sum [Q, BV]; scores and weights [Q, K].
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
+    q, _, _, _, _ = q_side
     k_base, v_base, k_ids, k_positions, bias, mask, numbers = keys
     start = n * K_BLOCK
     described = keys_at(start, batch, k_ids, k_positions, numbers, spec, per, K_BLOCK, MASKED)
     k_index, real, _, _, _ = described
     columns = across(described)
     k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
-    scores, _ = transform(product(q, tl.trans(k), spec), queries, columns, bias, spec)
+    if BD > 128:
+        k_side = (k, k_base, start, real, spec.HK * spec.D)
+        products = add_rows(tl.zeros([q.shape[0], K_BLOCK], tl.float32), q_side, k_side, spec.D, spec)
+    else:
+        products = product(q, tl.trans(k), spec)
+    scores, _ = transform(products, queries, columns, bias, spec)
     if MASKED:
         scores = tl.where(allowed(queries, columns, mask, spec), scores, float("-inf"))
     largest = tl.max(scores, 1)

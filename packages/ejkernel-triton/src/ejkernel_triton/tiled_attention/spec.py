@@ -52,6 +52,7 @@ class Spec:
         KEPT: What kept weights are multiplied with.
         NORMALIZE: Whether outputs are normalised.
         SINKS: Whether there are sinks.
+        PIECE: Columns that are multiplied at once of rows too long for registers, or None.
         PRECISION: Of products of float32.
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
     """
@@ -84,6 +85,7 @@ class Spec:
     KEPT: float
     NORMALIZE: bool
     SINKS: bool
+    PIECE: int | None
     PRECISION: str
     WIDEN: bool
 
@@ -124,6 +126,7 @@ def make_spec(record: TiledAttention) -> Spec:
         KEPT=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
         SINKS=record.softmax_aux is not None,
+        PIECE=64 if in_pieces(record) else None,
         PRECISION=_precision(record, vendor),
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
     )
@@ -132,6 +135,16 @@ def make_spec(record: TiledAttention) -> Spec:
 def padded(size: int) -> int:
     """The power of two, at least 16, that a matrix product takes for a head size."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def splits(record: TiledAttention) -> bool:
+    """Whether the gradients of keys and of values are left to two kernels: rows too long for one's registers."""
+    return max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 128
+
+
+def in_pieces(record: TiledAttention) -> bool:
+    """Whether the kernels may multiply rows piece by piece: of float32, and too long for registers."""
+    return record.query.dtype == jnp.float32 and max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 64
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:

@@ -5,6 +5,9 @@
 Queries and keys of a tile are each described by a tuple of vectors (index, whether it is there and no padding, segment
 id, position, dropout's number). Everything elementwise broadcasts, so that a tile may have queries along either axis:
 `across` and `down` turn a description into columns [1, n] and rows [n, 1].
+
+A side of a product of rows is a tuple (tile, where its array's rows begin, the tile's first row, which rows are kept,
+stride of rows): the tile, or where to load it from piece by piece, in which case the compiler drops the tile.
 """
 
 import triton
@@ -80,6 +83,30 @@ def add_product(sum, a, b, spec: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sum, input_precision=spec.PRECISION)
     else:
         return tl.dot(a, b, sum, input_precision=spec.PRECISION)
+
+
+@triton.jit
+def add_rows(sum, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """sum + a b^T of two sides, in float32."""
+    a_tile, _, _, _, _ = a
+    b_tile, _, _, _, _ = b
+    if spec.PIECE is None:
+        return add_product(sum, a_tile, tl.trans(b_tile), spec)
+    else:
+        for column in tl.range(0, WIDTH, spec.PIECE):
+            left, right = load_piece(a, column, WIDTH, spec), load_piece(b, column, WIDTH, spec)
+            sum = add_product(sum, left, tl.trans(right), spec)
+        return sum
+
+
+@triton.jit
+def load_piece(side, column, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """[ROWS, PIECE] of a side from a column on; 0 from column WIDTH on and in rows that are not kept."""
+    tile, base, start, keep, STRIDE = side
+    rows = tl.arange(0, tile.shape[0])
+    columns = column + tl.arange(0, spec.PIECE)
+    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
+    return tl.load(at, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit

@@ -1,11 +1,10 @@
 """Tile sizes and launch parameters: which are used when nobody chose, and which are worth measuring.
 
-What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size. That of
-Hopper was measured on an H200, and those of the others are the largest tiles whose kernels, compiled for the chip in 16
-bits, keep all of their values in registers. In float32 most kernels spill.
+What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size, and by
+whether the call has features that take registers. That of Hopper in 16 bits was measured on an H200, for calls without
+such features; all others are large tiles whose kernels, compiled for the chip, keep all of their values in registers.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -13,14 +12,11 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_triton.tiled_attention.spec import padded
+from ejkernel_triton.tiled_attention.spec import in_pieces, padded
 
-Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "amd", "interpreter"]
+Pass = Literal["forward", "keys", "queries"]
+Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "amd", "interpreter"]
 KIBI = 1024
-
-
-SCORES = 1024
-"""Scores a warp that leave registers for the rest where scores are bounded, biased, masked or dropped."""
 
 
 class Tile(NamedTuple):
@@ -32,7 +28,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By size of the operands' rows in bytes, the largest of queries and values, padded: up to 128, 256, 512 and 1024.
+# By size of the operands' rows in bytes, the largest of queries and values, padded: up to 128, 256, 512, and 1024 in
+# float32.
 Preference = tuple[tuple[Tile, ...], ...]
 
 FORWARD: dict[Generation, Preference] = {
@@ -40,13 +37,11 @@ FORWARD: dict[Generation, Preference] = {
         (Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)),
         (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(64, 32, 4, 3)),
         (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
-        (Tile(64, 32, 4, 2), Tile(64, 16, 4, 2)),
     ),
     "ampere": (
         (Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
         (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
         (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 4, 1)),
-        (Tile(32, 16, 4, 2), Tile(16, 16, 4, 1)),
     ),
     "amd": (
         (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1)),
@@ -62,13 +57,11 @@ KEYS: dict[Generation, Preference] = {
         (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
         (Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(128, 64, 8, 3)),
         (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-        (Tile(32, 16, 4, 2), Tile(16, 16, 4, 1)),
     ),
     "ampere": (
         (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
         (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
         (Tile(64, 32, 8, 1), Tile(32, 16, 4, 1)),
-        (Tile(16, 16, 4, 1),),
     ),
     "amd": (
         (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -84,13 +77,11 @@ QUERIES: dict[Generation, Preference] = {
         (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
         (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
         (Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)),
-        (Tile(32, 16, 2, 2), Tile(16, 16, 1, 1)),
     ),
     "ampere": (
         (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
         (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
         (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
-        (Tile(16, 16, 1, 1),),
     ),
     "amd": (
         (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -101,29 +92,94 @@ QUERIES: dict[Generation, Preference] = {
     "interpreter": ((Tile(32, 32, 2, 1), Tile(16, 64, 1, 1)),) * 4,
 }
 
-# Hopper multiplies float32 on the unit that Ampere has, in three products.
+# float32 is multiplied in three products of operands split in two. Their registers are fewest where the warps of a
+# program share the visited rows, as they do in tiles that visit more rows than they own.
+FORWARD["float32"] = (
+    (Tile(32, 64, 4, 1), Tile(32, 128, 8, 1)),
+    (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 64, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+)
+KEYS["float32"] = (
+    (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 64, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+)
+QUERIES["float32"] = (
+    (Tile(32, 64, 8, 1), Tile(32, 32, 2, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+)
 FORWARD["hopper, float32"] = (
-    (Tile(128, 64, 4, 1), Tile(64, 64, 4, 2)),
-    (Tile(128, 64, 4, 1), Tile(128, 64, 8, 1), Tile(64, 64, 4, 2)),
-    (Tile(128, 64, 8, 1), Tile(32, 64, 4, 1), Tile(128, 32, 8, 2)),
-    FORWARD["hopper"][3],
+    (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
+    (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1), Tile(64, 64, 4, 2)),
+    (Tile(128, 32, 8, 1), Tile(128, 64, 8, 1), Tile(64, 32, 4, 1), Tile(32, 64, 8, 1)),
+    FORWARD["float32"][3],
 )
 KEYS["hopper, float32"] = (
     (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
     (Tile(128, 32, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
-    (Tile(32, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 16, 4, 2)),
-    KEYS["hopper"][3],
+    (*KEYS["float32"][2], Tile(32, 32, 4, 1)),
+    KEYS["float32"][3],
 )
 QUERIES["hopper, float32"] = (
     (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
-    (Tile(64, 64, 4, 1), Tile(128, 32, 8, 1)),
-    (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
-    QUERIES["hopper"][3],
+    (Tile(64, 64, 4, 1), Tile(32, 64, 8, 1)),
+    (*QUERIES["float32"][2], Tile(64, 64, 4, 1)),
+    QUERIES["float32"][3],
 )
 
 # Blackwell's matrix unit keeps sums in a memory of its own; only the forward pass of long rows has fewer registers.
 KEYS["blackwell"], QUERIES["blackwell"] = KEYS["hopper"], QUERIES["hopper"]
-FORWARD["blackwell"] = (*FORWARD["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)), FORWARD["hopper"][3])
+FORWARD["blackwell"] = (*FORWARD["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)))
+
+Exceptions = dict[tuple[Pass, Generation], dict[int, tuple[Tile, ...]]]
+
+# What comes first by the size of rows, counted as above, where ids or positions are read beside the rows.
+INDEXED: Exceptions = {
+    ("forward", "ampere"): {2: (Tile(64, 32, 8, 2),)},
+    ("forward", "float32"): {1: (Tile(32, 64, 8, 1),), 2: (Tile(16, 64, 8, 1),)},
+    ("forward", "hopper, float32"): {2: (Tile(16, 64, 8, 1),)},
+    ("keys", "ampere"): {1: (Tile(32, 64, 8, 2),)},
+    ("keys", "hopper"): {1: (Tile(64, 32, 4, 3),)},
+    ("queries", "ampere"): {2: (Tile(64, 16, 4, 3), Tile(16, 64, 8, 1))},
+    ("queries", "hopper"): {2: (Tile(64, 16, 4, 3),)},
+    ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
+}
+# And where more is computed of every score: where they are bounded, biased, masked pair by pair, or dropped.
+RICH: Exceptions = {
+    ("forward", "hopper"): {2: (Tile(128, 32, 8, 3),)},
+    ("forward", "hopper, float32"): {2: (Tile(32, 64, 8, 1),)},
+    ("forward", "ampere"): {0: (Tile(64, 32, 4, 3),), 2: (Tile(64, 32, 8, 2),)},
+    ("forward", "amd"): {0: (Tile(64, 64, 4, 1),)},
+    ("keys", "hopper"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
+    ("keys", "hopper, float32"): {0: (Tile(64, 32, 4, 2),)},
+    ("keys", "blackwell"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
+    ("keys", "float32"): {1: (Tile(16, 64, 8, 1),)},
+    ("keys", "ampere"): {0: (Tile(32, 64, 4, 2),), 1: (Tile(32, 64, 8, 2),)},
+    ("keys", "amd"): {0: (Tile(64, 32, 4, 1),)},
+    ("queries", "ampere"): {0: (Tile(64, 32, 4, 2),), 2: (Tile(64, 16, 4, 3), Tile(16, 64, 8, 1))},
+    ("queries", "hopper"): {2: (Tile(64, 16, 4, 3),)},
+    ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
+}
+
+TABLES: dict[Pass, dict[Generation, Preference]] = {"forward": FORWARD, "keys": KEYS, "queries": QUERIES}
+
+
+class Share(NamedTuple):
+    """How often shared memory holds the rows that a program owns and those of a stage that it visits."""
+
+    own: int
+    visit: int
+
+
+HALVES = {"forward": Share(1, 2), "keys": Share(2, 2), "queries": Share(2, 2)}
+SPLIT = {"forward": Share(2, 1), "keys": Share(4, 2), "queries": Share(4, 2)}
+"""In float32, whose parts pass through shared memory."""
+PIECES = {"forward": Share(2, 1), "keys": Share(0, 1), "queries": Share(0, 1)}
+"""In float32 with rows of which the backward kernels hold pieces."""
 
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> FwdParams | BwdParams:
@@ -134,10 +190,10 @@ def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) 
 def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
     """Tile sizes worth measuring for a record on a device, the most likely first."""
     if direction == "forward":
-        found = _fitting(record, device, FORWARD, _forward_bytes)
+        found = _fitting(record, device, "forward")
         made: tuple[FwdParams | BwdParams, ...] = tuple(_forward(record, tile) for tile in found)
     else:
-        keys, queries = (_fitting(record, device, table, _backward_bytes) for table in (KEYS, QUERIES))
+        keys, queries = _fitting(record, device, "keys"), _fitting(record, device, "queries")
         pairs = [(tile, queries[0]) for tile in keys] + [(keys[0], tile) for tile in queries[1:]]
         made = tuple(_backward(record, *pair) for pair in pairs)
     return tuple(dict.fromkeys(made))
@@ -155,14 +211,14 @@ def forward_tile(params: FwdParams) -> Tile:
 def backward_tiles(params: BwdParams) -> tuple[Tile, Tile]:
     """The tiles of a backward configuration: of the programs that own keys, and of those that own queries.
 
-    Programs that own queries have a warp for every 16 of them.
+    Programs that own queries have a warp for every 16 of them, or for every 8 keys of a tile that has more.
 
     Raises:
         ValueError: As `forward_tile`.
     """
     keys = _tile(params, "kv_blocksize", "q_blocksize", "num_warps", "num_stages")
     queries = _tile(params, "blocksize_m", "blocksize_n", "num_warps", "blocksize_k")
-    return keys, queries._replace(warps=queries.own // 16)
+    return keys, queries._replace(warps=queries.own // 16 if queries.own >= queries.visit else queries.visit // 8)
 
 
 def _tile(params: FwdParams | BwdParams, own: str, visit: str, warps: str, stages: str) -> Tile:
@@ -175,11 +231,6 @@ def _tile(params: FwdParams | BwdParams, own: str, visit: str, warps: str, stage
     return Tile(*values.values())
 
 
-def splits(record: TiledAttention) -> bool:
-    """Whether the gradients of keys and of values are left to two kernels: rows too long for one's registers."""
-    return max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 128
-
-
 def generation(device: DeviceInfo, itemsize: int = 2) -> Generation:
     """The kind of matrix unit, for operands of so many bytes."""
     if device.platform == "cpu":
@@ -189,6 +240,8 @@ def generation(device: DeviceInfo, itemsize: int = 2) -> Generation:
     capability = device.compute_capability or 0.0
     if 9.0 <= capability < 10.0:
         return "hopper" if itemsize <= 2 else "hopper, float32"
+    if itemsize > 2:
+        return "float32"
     return "blackwell" if 10.0 <= capability < 12.0 else "ampere"
 
 
@@ -202,41 +255,36 @@ def shared_memory(device: DeviceInfo) -> int:
     return 163 * KIBI if capability in (8.0, 8.7) else 99 * KIBI
 
 
-def _fitting(
-    record: TiledAttention,
-    device: DeviceInfo,
-    table: dict[Generation, Preference],
-    size: Callable[[Tile, int], int],
-) -> tuple[Tile, ...]:
+def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[Tile, ...]:
     """The tiles of a preference that the device's shared memory holds; the last where none is known to."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     row = itemsize * max(padded(record.query.shape[3]), padded(record.value.shape[3]))
-    preferred = table[generation(device, itemsize)][min(3, max(0, (row // 128).bit_length() - 1))]
-    budget = shared_memory(device)
-    if itemsize > 2:  # operands of three products instead of one pass through shared memory again
-        budget = budget * 3 // 4 if table is FORWARD else budget * 3 // 5
-    found = [tile for tile in preferred if size(tile, row) <= budget] or [preferred[-1]]
-    own = found[0].own
-    if _is_rich(record):  # what is computed of every score needs registers: small tiles first
-        limit = SCORES // 2 if row > 256 or table is KEYS else SCORES
-        found.sort(key=lambda tile: tile.own * tile.visit // tile.warps > limit)
-    elif table is FORWARD and _is_open(record):  # where no diagonal cuts a tile, long ones are better
-        found.sort(key=lambda tile: 0 if tile.own != own else -tile.visit)
-    return tuple(found)
-
-
-def _forward_bytes(tile: Tile, row: int) -> int:
-    return (tile.own + 2 * tile.stages * tile.visit) * row
-
-
-def _backward_bytes(tile: Tile, row: int) -> int:
-    return 2 * (tile.own + tile.stages * tile.visit) * row + 4 * KIBI
+    unit, size = generation(device, itemsize), min(3, max(0, (row // 128).bit_length() - 1))
+    exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
+    first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
+    share = (PIECES if in_pieces(record) else SPLIT if itemsize > 2 else HALVES)[which]
+    budget = shared_memory(device) - (0 if which == "forward" else 4 * KIBI)
+    fits = [
+        tile
+        for tile in dict.fromkeys((*first, *preferred))
+        if (share.own * tile.own + share.visit * tile.stages * tile.visit) * row <= budget
+    ] or [preferred[-1]]
+    own = fits[0].own
+    # Where no diagonal cuts a tile, long ones are better.
+    if which == "forward" and itemsize <= 2 and exceptions is not RICH and not first and _is_open(record):
+        fits.sort(key=lambda tile: 0 if tile.own != own else -tile.visit)
+    return tuple(fits)
 
 
 def _is_rich(record: TiledAttention) -> bool:
-    """Whether scores are more than products of queries and keys; segments and positions matter in few tiles only."""
+    """Whether scores are more than products of queries and keys."""
     arrays = (record.bias, record.mask, record.logits_soft_cap)
     return any(x is not None for x in arrays) or record.dropout_prob > 0
+
+
+def _is_indexed(record: TiledAttention) -> bool:
+    """Whether segments or positions say which pairs attend: they matter in few tiles, but take registers in all."""
+    return any(x is not None for x in (record.q_segment_ids, record.q_positions, record.kv_positions))
 
 
 def _is_open(record: TiledAttention) -> bool:
