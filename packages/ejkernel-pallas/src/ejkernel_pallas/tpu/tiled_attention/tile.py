@@ -1,5 +1,6 @@
 """What all kernels do with a chunk of a tile: scores, which of them count, and dropout."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ejkernel_pallas.tpu.tiled_attention.visits import MASKED, WORK, entry_at, k
 Refs = dict[str, Any]
 Apart = tuple[bool, bool]
 DIAGONAL = 256
-"""Queries, and keys, of one product on the diagonal of a query tile: small enough that little lies beyond it."""
+"""The most queries, and keys, of a product on the diagonal of a query tile, so that little lies beyond it."""
 UNROLLED = 2**20
 """Pairs of a tile whose products are laid out one after another; of larger tiles a loop goes through the queries."""
 SUBLANES = 8
@@ -109,7 +110,7 @@ def _chunks(entry: Any, spec: Spec, part: tuple[int, int], masked: bool) -> list
     cut = masked and spec.trapezoid
     q_chunk, kv_chunk = spec.q_chunk, spec.kv_chunk
     if cut and not spec.by_columns and q_chunk > DIAGONAL:
-        q_chunk, kv_chunk = min(q_chunk, DIAGONAL), min(kv_chunk, DIAGONAL)
+        q_chunk, kv_chunk = math.gcd(q_chunk, DIAGONAL), math.gcd(kv_chunk, DIAGONAL)
     found = [
         Chunk(entry, query, q_chunk, key, kv_chunk, masked, spec)
         for query in range(0, part[0], q_chunk)

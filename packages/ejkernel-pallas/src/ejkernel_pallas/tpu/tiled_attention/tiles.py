@@ -5,7 +5,7 @@ from typing import Any
 from ejkernel.families import attention_kinds
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, WIDE, Blocks
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, WIDE, Blocks, padded
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n", "blocksize_k"})
 """Fields of the configuration that the kernels look at."""
@@ -74,8 +74,12 @@ def candidates(record: TiledAttention, device: Any, direction: Direction) -> tup
 
 
 def kind(record: TiledAttention) -> str | None:
-    """What long calls have in common that share an entry of a shipped table; others are left to the rule."""
-    return attention_kinds.kind(record) if min(record.query.shape[1], record.key.shape[1]) >= LONG else None
+    """What long calls have in common that share an entry of a shipped table; others are left to the rule.
+
+    A head of 64 is one of 128 to the kernels.
+    """
+    long = min(record.query.shape[1], record.key.shape[1]) >= LONG
+    return attention_kinds.kind(record, padded) if long else None
 
 
 def reasons(record: TiledAttention) -> tuple[str, ...]:
