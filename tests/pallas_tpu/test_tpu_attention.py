@@ -80,6 +80,16 @@ def test_large_tiles_on_and_off_the_diagonal():
         close(found[field], gradients[field], made.query.dtype)
 
 
+def test_products_on_the_diagonal_divide_their_tile():
+    """384 tokens are one tile, of which a product of 256 queries would be more than there are."""
+    made = record((1, 384, 384, 1, 1, 64, 64), causal=True)
+    output, lse, _, _ = answers(made)
+    with interpreted():
+        got, residuals = forward(made, FwdParams(q_blocksize=384, kv_blocksize=384, blocksize_m=384, blocksize_n=384))
+    close(got, output, made.query.dtype)
+    close(residuals.lse, lse, made.query.dtype)
+
+
 def test_products_of_large_tiles():
     """Their sides are the other way around: of what a kernel owns there is a loop's step, of what it visits little."""
     large = BwdParams(q_blocksize=2048, kv_blocksize=2048, blocksize_m=2048, blocksize_n=2048)

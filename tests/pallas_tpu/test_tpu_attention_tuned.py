@@ -13,12 +13,12 @@ from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.tpu.profile import CHIPS
-from ejkernel_pallas.tpu.tiled_attention import implementations
+from ejkernel_pallas.tpu.tiled_attention import implementations, tiles
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks, forward_blocks
 
 FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").glob("TPU*/flash_attention.json"))
-SHIPPED = [(chip, direction) for chip in ("v5e", "v5p", "v6e") for direction in ("forward", "backward")]
+SHIPPED = [(chip, direction) for chip in CHIPS for direction in ("forward", "backward")]
 PARTS = {"forward": FwdParams, "backward": BwdParams}
 (FLASH,) = (x for x in implementations() if x.op == "flash_attention")
 
@@ -50,5 +50,28 @@ def test_kernels_can_have_the_tiles_of_every_entry(file):
 
 @pytest.mark.parametrize(("chip", "direction"), SHIPPED)
 def test_a_long_call_finds_its_entry_and_a_short_one_the_rule(chip, direction):
-    assert chosen(chip, record(4096, causal=True), direction)[1] == "persistent: shipped table"
-    assert chosen(chip, record(2048, causal=True), direction)[1] != "persistent: shipped table"
+    for size in (64, 128, 256):
+        for causal in (True, False):
+            assert chosen(chip, record(4096, size, causal=causal), direction)[1] == "persistent: shipped table"
+            assert chosen(chip, record(2048, size, causal=causal), direction)[1] != "persistent: shipped table"
+
+
+@pytest.mark.parametrize(("chip", "direction"), SHIPPED)
+def test_heads_of_64_have_the_tiles_of_128(chip, direction):
+    """The kernels have them padded."""
+    assert chosen(chip, record(4096, 64), direction) == chosen(chip, record(4096, 128), direction)
+
+
+def tile(chip, made, direction="forward"):
+    """Queries of the tile that the rule gives."""
+    device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[chip].kind)
+    return FLASH.config.heuristic(made, device, direction).q_blocksize
+
+
+def test_wide_heads_have_large_tiles_on_chips_that_gain_by_them():
+    """Rings keep smaller ones: a kernel of theirs has tiles of both backward passes in memory."""
+    long = record(8192, 256, causal=True)
+    assert {chip: tile(chip, long) for chip in CHIPS} == {"v5e": 1024, "v5p": 1024, "v6e": 2048, "v7x": 2048}
+    assert tile("v6e", record(2048, 256, causal=True)) == 1024
+    device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS["v6e"].kind)
+    assert tiles.heuristic(long, device, "backward", widest=128).q_blocksize == 1024

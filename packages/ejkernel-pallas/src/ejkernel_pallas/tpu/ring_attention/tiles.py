@@ -9,8 +9,11 @@ from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks
 
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
-    """Tile sizes for a record on a device, by the static profile of tiled attention."""
-    return tiles.heuristic(tiled(record), device, direction)
+    """Tile sizes for a record on a device, by the static profile of tiled attention.
+
+    A kernel that copies by itself has tiles of both backward passes in memory: large ones are for heads of up to 128.
+    """
+    return tiles.heuristic(tiled(record), device, direction, widest=LANES)
 
 
 def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:

@@ -34,7 +34,7 @@ from ejkernel_pallas.tpu.tiled_attention.operands import (
     unrows,
 )
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, LOWEST, Blocks, Spec, make_spec, padded
-from ejkernel_pallas.tpu.tiled_attention.tile import notes
+from ejkernel_pallas.tpu.tiled_attention.tile import notes, numbers
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
 
@@ -174,9 +174,9 @@ def _columns(spec: Spec) -> dict[str, Any]:
 
 
 def chunks(record: TiledAttention, spec: Spec) -> dict[str, Any]:
-    """Scratch memory for what is written down of chunks."""
+    """Scratch memory for what is written down of chunks, and for dropout's numbers."""
     shape = (spec.kv_chunk, spec.q_chunk) if spec.by_key else (spec.q_chunk, spec.kv_chunk)
-    return notes("weights", shape, jnp.float32) | notes("dscores", shape, record.query.dtype)
+    return notes("weights", shape, jnp.float32) | notes("dscores", shape, record.query.dtype) | numbers(spec)
 
 
 def _owned(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:

@@ -21,6 +21,7 @@ from ejkernel_pallas.tpu.tiled_attention.tile import (
     note,
     product,
     scores,
+    turn_numbers,
     visit,
     visited,
     wide,
@@ -40,7 +41,13 @@ def keys_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apar
     """
     named = dict(zip(names, refs, strict=True))
     entry, member = visited(table, apart), pl.program_id(3)
-    _clear(named, ((entry & FIRST) != 0) & (member == 0))
+    first = ((entry & FIRST) != 0) & (member == 0)
+    _clear(named, first)
+
+    @pl.when(first)
+    def _() -> None:
+        turn_numbers(named, spec)
+
     visit(entry, spec, lambda at: _add_to_keys(named, at))
 
     @pl.when(((entry & LAST) != 0) & (member == spec.group - 1))
@@ -68,6 +75,7 @@ def queries_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, a
     @pl.when((entry & FIRST) != 0)
     def _() -> None:
         _turn_statistics(named)
+        turn_numbers(named, spec)
 
     visit(entry, spec, lambda at: _add_to_queries(named, at))
 
@@ -96,6 +104,7 @@ def bias_kernel(kinds: Any, *refs: Any, names: tuple[str, ...], spec: Spec, tile
         start, end = start & (part == 0), end & (part == pl.num_programs(axis) - 1)
     _clear(named, start)
     _turn_statistics(named)
+    turn_numbers(named, spec)
     visit((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias(named, at))
 
     @pl.when(end)

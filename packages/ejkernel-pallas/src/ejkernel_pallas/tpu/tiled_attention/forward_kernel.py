@@ -21,8 +21,10 @@ from ejkernel_pallas.tpu.tiled_attention.tile import (
     load_keys,
     note,
     notes,
+    numbers,
     product,
     scores,
+    turn_numbers,
     visit,
     visited,
     wide,
@@ -41,6 +43,7 @@ def scratch(spec: Spec, dtype: Any) -> dict[str, Any]:
         "sum": pltpu.VMEM((spec.q_block, padded(spec.value_size)), jnp.float32),
         **notes("scores", chunk, jnp.float32),
         **notes("weights", chunk, dtype),
+        **numbers(spec),
     }
 
 
@@ -62,6 +65,7 @@ def forward_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, a
         named["peak"][...] = jnp.full_like(named["peak"], -jnp.inf)
         named["total"][...] = jnp.zeros_like(named["total"])
         named["sum"][...] = jnp.zeros_like(named["sum"])
+        turn_numbers(named, spec)
 
     visit(entry, spec, lambda at: fold(named, at))
 

@@ -158,10 +158,14 @@ def _heads_first(x: Any) -> Any:
 
 
 def _dropped(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
-    """Dropout's numbers of rows [B, H, T] and of columns [1, S], as int32 of the same bits."""
+    """Dropout's numbers of rows [B, H, T] and of columns [1, S], as int32 of the same bits.
+
+    Only the columns' top bits are flipped. As rows have odd numbers, so is the top bit of every product, and no other.
+    """
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
     batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
     assert record.dropout_seed is not None  # the caller looked
     row_keys = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
-    return row_keys.astype(jnp.int32), dropout.column_keys(key)[None].astype(jnp.int32)
+    column_keys = dropout.column_keys(key)[None] ^ jnp.uint32(2**31)
+    return row_keys.astype(jnp.int32), column_keys.astype(jnp.int32)

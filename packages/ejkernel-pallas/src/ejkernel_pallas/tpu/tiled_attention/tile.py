@@ -1,5 +1,6 @@
 """What all kernels do with a chunk of a tile: scores, which of them count, and dropout."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ejkernel_pallas.tpu.tiled_attention.visits import MASKED, WORK, entry_at, k
 Refs = dict[str, Any]
 Apart = tuple[bool, bool]
 DIAGONAL = 256
-"""Queries, and keys, of one product on the diagonal of a query tile: small enough that little lies beyond it."""
+"""The most queries, and keys, of a product on the diagonal of a query tile, so that little lies beyond it."""
 UNROLLED = 2**20
 """Pairs of a tile whose products are laid out one after another; of larger tiles a loop goes through the queries."""
 SUBLANES = 8
@@ -109,7 +110,7 @@ def _chunks(entry: Any, spec: Spec, part: tuple[int, int], masked: bool) -> list
     cut = masked and spec.trapezoid
     q_chunk, kv_chunk = spec.q_chunk, spec.kv_chunk
     if cut and not spec.by_columns and q_chunk > DIAGONAL:
-        q_chunk, kv_chunk = min(q_chunk, DIAGONAL), min(kv_chunk, DIAGONAL)
+        q_chunk, kv_chunk = math.gcd(q_chunk, DIAGONAL), math.gcd(kv_chunk, DIAGONAL)
     found = [
         Chunk(entry, query, q_chunk, key, kv_chunk, masked, spec)
         for query in range(0, part[0], q_chunk)
@@ -216,13 +217,26 @@ def note(refs: Refs, name: str, at: Chunk) -> Any:
     return refs[f"{name}_{at.turn}"].at[: at.shape[0], : at.shape[1]]
 
 
+def numbers(spec: Spec) -> dict[str, Any]:
+    """Scratch memory for dropout's numbers of what a kernel owns, where scores have it."""
+    owned = spec.kv_block if spec.by_key else spec.q_block
+    return {} if spec.threshold is None else {"drawn": pltpu.VMEM((owned, LANES), jnp.int32)}
+
+
+def turn_numbers(refs: Refs, spec: Spec) -> None:
+    """Copies dropout's numbers of what a kernel owns, which come as a row, to where scores have it."""
+    if spec.threshold is not None:
+        refs["drawn"][...] = column(refs["column_keys" if spec.by_key else "row_keys"][...])
+
+
 def dropped(x: jax.Array, refs: Refs, at: Chunk) -> jax.Array:
     """x with 0 where dropout drops; what is kept is not scaled."""
     if at.spec.threshold is None:
         return x
-    drawn = of_query(refs["row_keys"], at) * of_key(refs["column_keys"], at)
-    # Unsigned comparison in signed arithmetic: both sides with their top bit flipped.
-    return jnp.where((drawn ^ jnp.int32(-(2**31))) >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
+    owned, met = (at.k, refs["row_keys"][:, at.q]) if at.spec.by_key else (at.q, refs["column_keys"][:, at.k])
+    drawn = wide(refs["drawn"][owned, :], at.shape[1]) * met
+    # Unsigned comparison in signed arithmetic: both sides with their top bit flipped, the products by their columns.
+    return jnp.where(drawn >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
 
 
 def of_query(ref: Any, at: Chunk) -> jax.Array:

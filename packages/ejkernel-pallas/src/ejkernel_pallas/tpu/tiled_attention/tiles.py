@@ -5,7 +5,7 @@ from typing import Any
 from ejkernel.families import attention_kinds
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, WIDE, Blocks
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, WIDE, Blocks, padded
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n", "blocksize_k"})
 """Fields of the configuration that the kernels look at."""
@@ -46,17 +46,28 @@ def backward_blocks(params: BwdParams) -> tuple[Blocks, Blocks]:
     return Blocks(*own, *by_key), Blocks(*visited, *by_query)
 
 
-def heuristic(record: TiledAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
+def heuristic(
+    record: TiledAttention, device: Any, direction: Direction, widest: int = 2 * LANES
+) -> FwdParams | BwdParams:
     """Tile sizes for a record on a device, by the static profile of causal attention.
 
     Large tiles hide what a tile costs to begin; a narrow band, a pattern, and arrays of pairs want smaller ones, and of
     float32, whose products are six, they take the compiler minutes.
-    Products of 256 keys fill a wide matrix unit, whatever the head size; a narrow one has registers for squarer ones.
+    Products of 256 keys fill a wide matrix unit, whatever the head size; a narrow one has registers for squarer ones,
+    and gains too little from large tiles of heads of more than 128 for what they take the compiler.
+
+    Args:
+        record: The arguments of a call.
+        device: What it runs on.
+        direction: Which pass.
+        widest: The largest head for which memory has room for large tiles.
     """
-    large, slow, block = _is_long(record), SLOW in device.kind, 512 if _is_narrow(record) else 1024
+    wide, slow = any(word in device.kind for word in WIDE), SLOW in device.kind
+    block = 512 if _is_narrow(record) else 1024
+    large = _is_long(record, widest if wide else LANES)
     if direction == "backward":
         return _backward(record, LARGE if large and not slow else block, LARGE if large else block, 256)
-    if not any(word in device.kind for word in WIDE):
+    if not wide:
         return _forward(record, LARGE if large else block, (512, 512))
     return _forward(record, LARGE if large else block, (1024 if large and not slow else 512, 256))
 
@@ -74,8 +85,12 @@ def candidates(record: TiledAttention, device: Any, direction: Direction) -> tup
 
 
 def kind(record: TiledAttention) -> str | None:
-    """What long calls have in common that share an entry of a shipped table; others are left to the rule."""
-    return attention_kinds.kind(record) if min(record.query.shape[1], record.key.shape[1]) >= LONG else None
+    """What long calls have in common that share an entry of a shipped table; others are left to the rule.
+
+    A head of 64 is one of 128 to the kernels.
+    """
+    long = min(record.query.shape[1], record.key.shape[1]) >= LONG
+    return attention_kinds.kind(record, padded) if long else None
 
 
 def reasons(record: TiledAttention) -> tuple[str, ...]:
@@ -102,13 +117,13 @@ def _is_narrow(record: TiledAttention) -> bool:
     return None not in band(record) or not all(x is None for x in arrays) or record.query.dtype.itemsize > 2
 
 
-def _is_long(record: TiledAttention) -> bool:
+def _is_long(record: TiledAttention, widest: int) -> bool:
     """Whether large tiles are whole and enough, memory has room for them, and no segment needs smaller ones."""
     (_, queries, _, size), (_, keys, _, value_size) = record.query.shape, record.value.shape
     arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
     if _is_narrow(record) or not all(x is None for x in arrays):
         return False
-    return min(queries, keys) >= LONG and queries % LARGE == keys % LARGE == 0 and max(size, value_size) <= LANES
+    return min(queries, keys) >= LONG and queries % LARGE == keys % LARGE == 0 and max(size, value_size) <= widest
 
 
 def _forward(record: TiledAttention, tile: int, chunk: Sizes) -> FwdParams:
