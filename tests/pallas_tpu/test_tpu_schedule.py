@@ -23,11 +23,9 @@ SPILLED = {
 
 
 PAGED_SPILLED = {
-    ("v5e", 1): 640,
-    ("v5p", 1): 368,
-    ("v6e", 1): 21472,
+    ("v6e", 1): 864,
     ("v6e", 512): 5216,
-    ("v7x", 1): 26592,
+    ("v7x", 1): 96,
 }
 """The same of paged attention by new tokens of a sequence: of some 70 thousand bundles with 1, 2 million with 512."""
 

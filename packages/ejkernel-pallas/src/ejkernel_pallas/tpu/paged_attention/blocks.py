@@ -109,16 +109,14 @@ def _take(refs: Refs, block: Block, side: Any, chunks: tuple[Any, int], spec: Sp
 def _few(
     refs: Refs, block: Block, side: Any, chunks: list[Chunk], between: Iterator[Callable[[], None]], spec: Spec
 ) -> None:
-    """Few rows of all heads; after every load, one of the actions of `between`."""
+    """Few rows of all heads; after every slice of keys or values that is loaded, one of the actions of `between`."""
     rows = Rows(side, 0, spec.few, block.item.position)
     kept = [allowed(refs, block.item, rows, at, spec) for at in chunks]
     heads = spec.kv_heads // turns(spec)
 
     def turn(k: Any) -> None:
         def loaded(at: Chunk, values: bool) -> list[jax.Array]:
-            made = load(_buffers(refs), k, at, spec, values=values)
-            next(between, _nothing)()
-            return made
+            return load(_buffers(refs), k, at, spec, values=values, between=lambda: next(between, _nothing)())
 
         def parts(at: Chunk, keep: Any) -> list[Part]:
             keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
@@ -126,6 +124,8 @@ def _few(
 
         pairs = zip(chunks, kept, strict=True)
         fold(refs, [part for at, keep in pairs for part in parts(at, keep)], spec.lead, spec)
+        for left in between:
+            left()
 
     each(turns(spec), turn)
 

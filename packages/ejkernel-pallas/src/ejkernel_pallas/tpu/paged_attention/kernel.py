@@ -72,7 +72,7 @@ def _item(refs: Refs, index: Any, first: Any, end: Any, state: tuple[Any, Cursor
     if writes is not None:
         pl.when(writes)(lambda: copies.start_writes(refs, Item(refs["items"], index + AHEAD), spec))
     small = item.tokens * spec.group <= spec.few
-    by_size(small, spec, lambda count: begin(refs, count))
+    by_size(small, spec, lambda count: each(spec.kv_heads, lambda head: begin(refs, head, count)))
     copies.queries(refs, item, side, spec, wait=True)
     start, count = item.first_block, item.end_block - item.first_block
 

@@ -7,6 +7,7 @@ the head, in an order of their own, which keys and values have in common. `order
 
 import functools
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, Spec
 from ejkernel_pallas.tpu.quotients import quotient
+
+SLICE = 128
+"""Words of joined heads, in all lanes, that are loaded before any of them is taken apart."""
 
 
 class Chunk(NamedTuple):
@@ -67,7 +71,15 @@ def turns(spec: Spec) -> int:
     return spec.cache.turns
 
 
-def load(buffers: tuple[Any, ...], turn: Any, at: Chunk, spec: Spec, *, values: bool) -> list[jax.Array]:
+def load(
+    buffers: tuple[Any, ...],
+    turn: Any,
+    at: Chunk,
+    spec: Spec,
+    *,
+    values: bool,
+    between: Callable[[], None] = lambda: None,
+) -> list[jax.Array]:
     """Keys [n, D], or values [n, Dv], of the KV heads of a turn, or of all of them joined.
 
     Args:
@@ -76,13 +88,14 @@ def load(buffers: tuple[Any, ...], turn: Any, at: Chunk, spec: Spec, *, values: 
         at: The chunk.
         spec: The kernel's constants.
         values: Which of the two. They are wanted at different times, and would fill the registers in between.
+        between: Called after every slice of words of joined heads.
 
     Returns:
         Of every head, or group of joined heads.
     """
     buffer, cache = buffers[-1 if values else 0], spec.cache
     if spec.joined > 1:
-        rows = _all_rows(buffer, turn, at, spec, values)
+        rows = _all_rows(buffer, turn, at, spec, values, between)
         found = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
     else:
         heads = spec.kv_heads // turns(spec)
@@ -95,25 +108,44 @@ def load(buffers: tuple[Any, ...], turn: Any, at: Chunk, spec: Spec, *, values: 
     return [_widened(_rounded(x[:, :size], spec), dtype) for x in found]
 
 
-def _all_rows(buffer: Any, turn: Any, at: Chunk, spec: Spec, values: bool) -> list[jax.Array]:
-    """Rows of all words of a turn: those that share words apart, where keys and values do; else as they are."""
-    cache, made = spec.cache, list[list[jax.Array]]()
-    words = cache.words // cache.turns
+def _all_rows(
+    buffer: Any, turn: Any, at: Chunk, spec: Spec, values: bool, between: Callable[[], None]
+) -> list[jax.Array]:
+    """Rows of all words of a turn: those that share words apart, where keys and values do; else as they are.
+
+    Each slice of words is taken apart before the next is loaded. The compiler keeps to this order more or less, and has
+    no registers for all words of a chunk.
+    """
+    cache = spec.cache
+    places = range(values, cache.packing, 2) if cache.alternates else range(1)
+    total = at.size * (cache.words // cache.turns)
+    size = min(total, SLICE)
+    made = list[list[jax.Array]]()
     for group in range(cache.groups):
         flat = _as_words(buffer.at[at.slot, group], spec)
-        lanes = flat.shape[-1]
-        if cache.turns == 1:
-            flat = flat.reshape(spec.block * words, lanes)
-            x = flat[pl.ds(pl.multiple_of(at.start * words, at.size * words), at.size * words), :]
-        else:
-            flat = flat.reshape(spec.block * cache.turns, TILE, lanes)
-            x = flat[pl.ds(at.start * cache.turns + turn, at.size, stride=cache.turns)]
-            x = x.reshape(at.size * TILE, lanes)
-        if cache.alternates:
-            made.append([_apart(x, which, buffer.dtype, cache.packing) for which in range(values, cache.packing, 2)])
-        else:
-            made.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
+        found = list[list[jax.Array]]()
+        for start in range(0, total, size):
+            if cache.alternates:
+                firsts = [(n * total + start) // cache.packing for n in range(cache.packing)]
+                parts = [_span(flat, turn, at, first, size // cache.packing, spec) for first in firsts]
+                found.append([_apart(parts, which, buffer.dtype) for which in places])
+            else:
+                x = _span(flat, turn, at, start, size, spec)
+                found.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
+            between()
+        made.append([jnp.concatenate(x, axis=0) for x in zip(*found, strict=True)])
     return _across(made)
+
+
+def _span(flat: Any, turn: Any, at: Chunk, first: int, count: int, spec: Spec) -> jax.Array:
+    """So many words [count, lanes] of a turn, from one of the chunk's on."""
+    words, turns = spec.cache.words, spec.cache.turns
+    if turns == 1:
+        start = pl.multiple_of(at.start * words, at.size * words) + first
+        return flat.reshape(-1, flat.shape[-1])[pl.ds(start, count), :]
+    tiles = flat.reshape(-1, TILE, flat.shape[-1])
+    x = tiles[pl.ds((at.start + first // TILE) * turns + turn, count // TILE, stride=turns)]
+    return x.reshape(count, flat.shape[-1])
 
 
 def _rows(buffer: Any, turn: Any, unit: int, at: Chunk, spec: Spec, values: bool) -> list[jax.Array]:
@@ -124,7 +156,7 @@ def _rows(buffer: Any, turn: Any, unit: int, at: Chunk, spec: Spec, values: bool
         places = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
         word = 2 * unit + values if cache.packing == 1 else unit
     parts = [_words(buffer.at[at.slot, group], turn, word, at, spec) for group in range(cache.groups)]
-    return _across([[_apart(x, which, buffer.dtype, cache.packing) for which in places] for x in parts])
+    return _across([[_apart(jnp.split(x, cache.packing), which, buffer.dtype) for which in places] for x in parts])
 
 
 def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
@@ -149,14 +181,17 @@ def _words(buffer: Any, turn: Any, word: int, at: Chunk, spec: Spec) -> jax.Arra
     return part[pl.ds(word, chunk, stride=words), :] if words > 1 else part[...]
 
 
-def _apart(words: jax.Array, which: int, dtype: Any, packing: int) -> jax.Array:
-    """Rows [n, lanes] of the numbers at one place of their words, in the order that `order` gives."""
+def _apart(parts: Sequence[jax.Array], which: int, dtype: Any) -> jax.Array:
+    """Rows [n, lanes] of the numbers at one place of words, of which there are as many parts as a word has numbers.
+
+    In the order that `order` gives.
+    """
+    packing, bits = len(parts), 32 // len(parts)
     if packing == 1:
-        return words
-    bits, part = 32 // packing, words.shape[0] // packing
+        return parts[0]
 
     def moved(k: int) -> jax.Array:
-        x, shift = words[k * part : (k + 1) * part], (which - k) * bits
+        x, shift = parts[k], (which - k) * bits
         x = x >> jnp.uint32(shift) if shift > 0 else x << jnp.uint32(-shift) if shift < 0 else x
         # The outermost numbers are alone once they are moved to the outermost place.
         return x if abs(which - k) == packing - 1 else x & jnp.uint32(((1 << bits) - 1) << (k * bits))

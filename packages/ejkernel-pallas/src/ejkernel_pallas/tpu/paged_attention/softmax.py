@@ -54,19 +54,17 @@ class Part(NamedTuple):
     kept: Callable[[], list[jax.Array]] | None
 
 
-def begin(refs: Refs, count: int) -> None:
-    """The state of the first rows before any key: the sink, which is a key without a value."""
-    rows = pl.ds(0, count)
+def begin(refs: Refs, head: Any, count: int) -> None:
+    """The state of a head's first rows before any key: the sink, which is a key without a value."""
+    place = (head, pl.ds(0, count), slice(None))
     peak, total = refs["peak"], refs["total"]
-    heads = peak.shape[0]
     if "sinks" in refs:
-        lane = lax.broadcasted_iota(jnp.int32, (heads, count, LANES), 2)
-        peak[:, rows, :] = refs["sinks"][:, rows, :]
-        total[:, rows, :] = jnp.where(lane == 0, 1.0, 0.0)
+        peak[place] = refs["sinks"][place]
+        total[place] = jnp.where(lax.broadcasted_iota(jnp.int32, (count, LANES), 1) == 0, 1.0, 0.0)
     else:
-        peak[:, rows, :] = jnp.full((heads, count, LANES), -jnp.inf, jnp.float32)
-        total[:, rows, :] = jnp.zeros((heads, count, LANES), jnp.float32)
-    refs["sum"][:, rows, :] = jnp.zeros((heads, count, refs["sum"].shape[2]), jnp.float32)
+        peak[place] = jnp.full((count, LANES), -jnp.inf, jnp.float32)
+        total[place] = jnp.zeros((count, LANES), jnp.float32)
+    refs["sum"][place] = jnp.zeros((count, refs["sum"].shape[2]), jnp.float32)
 
 
 def allowed(refs: Refs, item: Item, rows: Rows, at: Chunk, spec: Spec) -> Callable[[], list[jax.Array]] | None:

@@ -119,6 +119,7 @@ class Spec:
         chunk: Keys a product of few rows; divides `block`.
         rounds: Chunks whose products are made together.
         lead: Products of few rows whose scores are made ahead of the next that is finished.
+        started: Copies of a block ahead that are started at once while a block is computed with.
         entries: Pages of a sequence in the table.
         cache: Where keys are.
         operand: Dtype in which queries meet keys.
@@ -150,6 +151,7 @@ class Spec:
     chunk: int
     rounds: int
     lead: int
+    started: int
     entries: int
     cache: Cache
     operand: Any
@@ -181,7 +183,7 @@ class Spec:
         """
         copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
         once = self.chunk * self.rounds == self.block and self.cache.turns == 1
-        return 2 * self.rounds if self.tokens == 1 and once and copies <= AT_ONCE else 0
+        return -(-copies // self.started) if self.tokens == 1 and once and copies <= AT_ONCE else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +254,7 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     rows = few if single else tokens * group
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
     wide = is_wide()
-    chunk, rounds = _products(block, single, joined, 4 if wide else 8)
+    chunk, rounds = _products(block, single, joined, 16 if wide else 8)
     return Spec(
         group=group,
         joined=joined,
@@ -270,7 +272,8 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
         block=block,
         chunk=chunk,
         rounds=rounds,
-        lead=3 if wide else 1,
+        lead=5 if wide else 2,
+        started=2 if wide else 4,
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,
         operand=operand,
