@@ -42,6 +42,11 @@ def triton() -> Iterator[Call]:
             yield Cell(heads=32, kv_heads=32, size=64, length=length, causal=causal), ()
             yield Cell(heads=8, kv_heads=8, size=256, length=length, causal=causal), ()
         yield Cell(causal=causal), ("--dtype", "float32")
+        yield Cell(heads=32, kv_heads=32, size=64, causal=causal), ("--dtype", "float32")
+    wide = functools.partial(Cell, heads=8, kv_heads=8, size=256)
+    yield wide(cap=30.0), ()
+    yield wide(), dropout
+    yield wide(length=32768, packed=22), ()
 
 
 def pallas() -> Iterator[Call]:
@@ -86,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = ["--store", str(Path(folder, "store.json"))]
         export = ["--export", str(options.export)] if options.export else []
-        calls = (call for call in CALLS[options.platform]() if options.shape in str(call[0]))
+        calls = (call for call in CALLS[options.platform]() if options.shape in f"{call[0]} {' '.join(call[1])}")
         for cell, extra in itertools.islice(calls, 1 if options.quick else None):
             given = arguments(options.platform, cell, extra)
             print(f"\n$ ejkernel tune {' '.join(given)}", flush=True)

@@ -18,8 +18,8 @@ H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_c
 PARTS = {"forward": FwdParams, "backward": BwdParams}
 
 
-def record(size):
-    array = jax.ShapeDtypeStruct((4, 8192, 2048 // size, size), "bfloat16")
+def record(size, length=8192):
+    array = jax.ShapeDtypeStruct((4, length, 2048 // size, size), "bfloat16")
     return OP.lower(FlashAttentionArguments(query=array, key=array, value=array, causal=True))
 
 
@@ -33,10 +33,12 @@ def test_kernels_can_have_the_tiles_of_every_entry():
 
 
 @pytest.mark.parametrize("direction", PARTS)
-@pytest.mark.parametrize(("size", "source"), [(128, "persistent: shipped table"), (256, "heuristics")])
-def test_a_call_finds_the_entry_of_its_kind_and_else_the_rule(direction, size, source):
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("length", "source"), [(8192, "persistent: shipped table"), (512, "heuristics")])
+def test_a_call_finds_the_entry_of_its_kind_and_else_the_rule(direction, size, length, source):
     (implementation,) = implementations()
-    request = Request(op=OP, implementation=implementation, direction=direction, device=H200, record=record(size))
+    call = record(size, length)
+    request = Request(op=OP, implementation=implementation, direction=direction, device=H200, record=call)
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1].startswith(source)
     assert selection.part == request.completed(selection.part)

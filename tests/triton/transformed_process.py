@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules import flash_attention
+from ejkernel.modules import FlashAttentionConfig, flash_attention
+from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.types import MaskInfo
 from ejkernel_triton import interpreter
 
@@ -97,13 +98,19 @@ def long_rows():
     real = (ids >= 0)[..., None, None]
     poisoned = [jnp.where(real, x, jnp.nan) for x in arrays[:3]] + arrays[3:]
 
-    def loss(platform, *arrays):
+    def loss(options, *arrays):
         masked = MaskInfo(_q_segment_ids=ids, _kv_segment_ids=ids)
-        return (flash_attention(*arrays, mask_info=masked, causal=True, platform=platform) ** 2).mean(-1).sum()
+        return (flash_attention(*arrays, mask_info=masked, causal=True, **options) ** 2).mean(-1).sum()
 
+    one = {"num_warps": 4, "num_stages": 1}
+    parts = (
+        FwdParams(q_blocksize=16, kv_blocksize=32, **one),
+        BwdParams(kv_blocksize=16, q_blocksize=32, blocksize_m=16, blocksize_n=32, blocksize_k=1, **one),
+    )
+    pieces = {"platform": "triton", "cfg": FlashAttentionConfig.from_parts(*parts)}
     got, want = (
-        jax.jit(jax.grad(functools.partial(loss, platform), (0, 1, 2, 3)))(*given)
-        for platform, given in (("triton", poisoned), ("xla", arrays))
+        jax.jit(jax.grad(functools.partial(loss, options), (0, 1, 2, 3)))(*given)
+        for options, given in ((pieces, poisoned), ({"platform": "xla"}, arrays))
     )
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=3e-5, atol=1e-4), got, want)
 

@@ -83,7 +83,8 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
     from ejkernel_triton.tiled_attention.backward_kernels import keys_kernel
 
     # Without the gradient of the keys there is room for twice as many queries at once, but not for their positions too.
-    roomy = splits(record) and "key" not in wanted and record.q_positions is None and not in_pieces(record)
+    roomy = splits(record) and "key" not in wanted and record.q_positions is None
+    roomy = roomy and not in_pieces(record, tile.own, tile.visit)
     q_block = tile.visit * (2 if roomy else 1)
     visits = jnp.asarray(query_visits(record, q_block, tile.own))
     count = tiles(record.key.shape[1], tile.own)
@@ -99,7 +100,7 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record),
+            "spec": make_spec(record, tile.own, tile.visit),
             "Q_BLOCK": q_block,
             "K_BLOCK": tile.own,
             "TILES": count,
@@ -124,7 +125,7 @@ def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> ja
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record),
+            "spec": make_spec(record, tile.own, tile.visit),
             "Q_BLOCK": tile.own,
             "K_BLOCK": tile.visit,
             "TILES": count,
@@ -151,7 +152,7 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record),
+            "spec": make_spec(record, tile.own, tile.visit),
             "Q_BLOCK": tile.own,
             "K_BLOCK": tile.visit,
             "Q_TILES": q_tiles,

@@ -33,7 +33,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
     visits, q_tiles = jnp.asarray(key_visits(record, tile.own, tile.visit)), tiles(t, tile.own)
     outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
     constants = {
-        "spec": make_spec(record),
+        "spec": make_spec(record, tile.own, tile.visit),
         "Q_BLOCK": tile.own,
         "K_BLOCK": tile.visit,
         "TILES": q_tiles,

@@ -90,8 +90,8 @@ class Spec:
     WIDEN: bool
 
 
-def make_spec(record: TiledAttention) -> Spec:
-    """The constants of a record's kernels on the device that is in use."""
+def make_spec(record: TiledAttention, own: int, visit: int) -> Spec:
+    """The constants of a record's kernels on the device in use, for programs that own and visit so many rows."""
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
     left, right = band(record)
     rounded = record.logits_dtype if record.logits_dtype != jnp.float32 else None
@@ -126,7 +126,7 @@ def make_spec(record: TiledAttention) -> Spec:
         KEPT=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
         SINKS=record.softmax_aux is not None,
-        PIECE=64 if in_pieces(record) else None,
+        PIECE=64 if in_pieces(record, own, visit) else None,
         PRECISION=_precision(record, vendor),
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
     )
@@ -142,9 +142,14 @@ def splits(record: TiledAttention) -> bool:
     return max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 128
 
 
-def in_pieces(record: TiledAttention) -> bool:
-    """Whether the kernels may multiply rows piece by piece: of float32, and too long for registers."""
-    return record.query.dtype == jnp.float32 and max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 64
+def in_pieces(record: TiledAttention, own: int, visit: int) -> bool:
+    """Whether the kernels may multiply rows piece by piece: of float32, and too long for registers.
+
+    Then the warps of a program share the rows that it visits, which are more than it owns. Tiles that own more hold
+    whole rows: on an H200 those are faster with head size 128, although registers spill.
+    """
+    long = max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 64
+    return record.query.dtype == jnp.float32 and long and visit > own
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:

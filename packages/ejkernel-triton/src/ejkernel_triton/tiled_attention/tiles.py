@@ -262,18 +262,23 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
     unit, size = generation(device, itemsize), min(3, max(0, (row // 128).bit_length() - 1))
     exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
     first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
-    share = (PIECES if in_pieces(record) else SPLIT if itemsize > 2 else HALVES)[which]
     budget = shared_memory(device) - (0 if which == "forward" else 4 * KIBI)
-    fits = [
-        tile
-        for tile in dict.fromkeys((*first, *preferred))
-        if (share.own * tile.own + share.visit * tile.stages * tile.visit) * row <= budget
-    ] or [preferred[-1]]
+    fits = [tile for tile in dict.fromkeys((*first, *preferred)) if _bytes(record, which, tile) <= budget]
+    fits = fits or [preferred[-1]]
     own = fits[0].own
     # Where no diagonal cuts a tile, long ones are better.
     if which == "forward" and itemsize <= 2 and exceptions is not RICH and not first and _is_open(record):
         fits.sort(key=lambda tile: 0 if tile.own != own else -tile.visit)
     return tuple(fits)
+
+
+def _bytes(record: TiledAttention, which: Pass, tile: Tile) -> int:
+    """Of shared memory."""
+    size = jnp.dtype(record.query.dtype).itemsize
+    pieces = in_pieces(record, tile.own, tile.visit)
+    share = (PIECES if pieces else SPLIT if size > 2 else HALVES)[which]
+    row = size * max(padded(record.query.shape[3]), padded(record.value.shape[3]))
+    return (share.own * tile.own + share.visit * tile.stages * tile.visit) * row
 
 
 def _is_rich(record: TiledAttention) -> bool:

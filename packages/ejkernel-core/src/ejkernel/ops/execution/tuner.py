@@ -34,7 +34,10 @@ MOST = 100
 """Calls in a sample at most."""
 
 SLOW = 1.5
-"""A candidate that took this many times as long as the fastest of the first round is timed no further."""
+"""A candidate that took this many times as long as the fastest, in both of the first rounds, is timed no further.
+
+A single round may catch a device that has yet to wake up from waiting for the compiler.
+"""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -102,7 +105,7 @@ class _Contender:
 class Tuner:
     """Times candidates eagerly: all are compiled and warmed up, then they take turns, and medians count.
 
-    A sample is as many calls as it takes to be long. Candidates that are clearly slow are left out after a round.
+    A sample is as many calls as it takes to be long. Candidates that are clearly slow are left out after two rounds.
 
     Attributes:
         warmup_iterations: Untimed runs after compilation.
@@ -167,12 +170,13 @@ class Tuner:
         for contender in self._progress(contenders, label):
             contender.attempt(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
         running = contenders
-        for _ in range(self.timing_iterations):
-            for contender in running:
+        for turn in range(self.timing_iterations):
+            for contender in running[:: -1 if turn % 2 else 1]:
                 contender.attempt(contender.sample)
             running = [contender for contender in running if contender.error is None]
-            limit = SLOW * min((contender.times[0] for contender in running), default=0.0)
-            running = [contender for contender in running if contender.times[0] <= limit]
+            if turn > 0:
+                limit = SLOW * min((min(contender.times) for contender in running), default=0.0)
+                running = [contender for contender in running if min(contender.times) <= limit]
 
     def _progress(self, contenders: list[_Contender], label: str) -> Any:
         if not self.show_progress:
