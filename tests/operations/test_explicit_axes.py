@@ -12,6 +12,12 @@ from transformed import graded
 
 from ejkernel import explain
 from ejkernel.modules import flash_attention
+from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
+from ejkernel.ops import ConfigSelectorChain
+from ejkernel.ops.call import call
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.execution import tuner
+from ejkernel.ops.execution.tuner import Tuner
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.checks import public_arguments
 from ejkernel_conformance.running import differentiable_inputs
@@ -86,6 +92,19 @@ def test_values_gradients_and_explanations_are_those_of_a_call_with_mesh():
     assert jax.typeof(output).sharding.spec[0] == "rows"
     assert "xla" in text
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5), got, want)
+
+
+@needs_two_devices
+def test_such_a_call_is_left_to_offline_tuning_as_one_with_mesh(monkeypatch):
+    missed = []
+    monkeypatch.setattr(tuner, "tune_missing", lambda plan, args: missed.append(plan.op.name))
+    chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner())
+    query, where = jnp.ones((2, 12, 4, 8)), mesh()
+    call(OP, FlashAttentionArguments(query=query, key=query, value=query), chain=chain)
+    with jax.set_mesh(where):
+        placed = jax.device_put(query, NamedSharding(where, ROWS))
+        call(OP, FlashAttentionArguments(query=placed, key=placed, value=placed), chain=chain)
+    assert missed == ["flash_attention"]
 
 
 @needs_two_devices

@@ -72,7 +72,7 @@ def call(
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
     specs = None if in_specs is None else _as_specs(in_specs)
-    if plan.tunes_on_miss and mesh is None and not _traced(args):
+    if plan.tunes_on_miss and mesh is None and not _traced(args) and specs_of_types(plan.op, args)[0] is None:
         from ejkernel.ops.execution.tuner import tune_missing
 
         tune_missing(plan, args)
