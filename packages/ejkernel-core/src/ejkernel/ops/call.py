@@ -72,7 +72,7 @@ def call(
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
     specs = None if in_specs is None else _as_specs(in_specs)
-    if plan.tunes_on_miss and mesh is None and not _traced(args) and specs_of_types(plan.op, args)[0] is None:
+    if plan.tunes_on_miss and not _traced(args) and _placed(plan.op, args, mesh, specs)[0] is None:
         from ejkernel.ops.execution.tuner import tune_missing
 
         tune_missing(plan, args)
@@ -120,9 +120,9 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
 
     def trace(args: Any) -> Any:
         op.validate(args)
-        placed, specs = (mesh, _as_specs(in_specs)) if mesh is not None else specs_of_types(op, args)
+        placed, specs = _placed(op, args, mesh, in_specs)
         if placed is not None:
-            return record_on_shard(op, args, placed, specs, out_specs, note)
+            return record_on_shard(op, args, placed, _as_specs(specs), out_specs, note)
         return note(op.lower(args))
 
     jax.eval_shape(trace, args)
@@ -134,12 +134,17 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
 def _compiled(options: Options, args: Any) -> Any:
     plan = options.plan
     plan.op.validate(args)
-    mesh, specs = (options.mesh, options.in_specs) if options.mesh is not None else specs_of_types(plan.op, args)
+    mesh, specs = _placed(plan.op, args, options.mesh, options.in_specs)
     recording.note(plan, args, mesh, specs)
     run = functools.partial(differentiable_call, plan)
     if mesh is not None:
         return sharded(plan.op, args, mesh, specs or (), options.out_specs, run)
     return plan.op.finish(args, run(plan.op.lower(args)))
+
+
+def _placed(op: Op, args: Any, mesh: Any, in_specs: Any) -> tuple[Any, Any]:
+    """The mesh and the specs of a call: its own or, where it has none, those of its arrays' types."""
+    return (mesh, in_specs) if mesh is not None else specs_of_types(op, args)
 
 
 def _check_mesh(mesh: Any, in_specs: Any, out_specs: Any) -> None:

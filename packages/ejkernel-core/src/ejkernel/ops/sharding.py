@@ -49,21 +49,13 @@ def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
 
     They are there under `jax.set_mesh` with explicit axes, and on arrays that were put on such a mesh.
     Where the caller's `shard_map` has taken some of the axes, its part of the arrays is all that the call is about.
-
-    Raises:
-        ValueError: The operation cannot be split as the arrays are.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
     mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
     if mesh is None or AxisType.Manual in mesh.axis_types:
         return None, ()
     arrays = (getattr(args, name) for name in op.axes)
-    specs = tuple(jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else None for x in arrays)
-    try:
-        split_axes(op, specs, mesh)
-    except ValueError as error:
-        raise ValueError(f"{error}; without mesh=, in_specs are the shardings in the arrays' types") from error
-    return mesh, specs
+    return mesh, tuple(jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else None for x in arrays)
 
 
 def record_specs(op: Op, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
@@ -121,11 +113,9 @@ def check_output(op: Op, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
     """What `run(record)` gives on every shard, put together: the result of the unsharded call.
 
-    Without `out_specs` the output is split as follows from the inputs.
+    Without `out_specs` the specs are those of types, and the output is split as follows from the inputs.
     """
-    split = split_axes(op, in_specs, mesh)
-    if out_specs is not None:
-        check_output(op, split, out_specs)
+    split = _checked_split(op, mesh, in_specs, out_specs)
     parts = jax.tree.map(lambda letters: _spec(letters, split), op.family.axes["output"])
 
     def whole(mesh: Any, args: Any) -> Any:
@@ -142,9 +132,7 @@ def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: 
 
 def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
     """Calls `note(record)` with one shard's record, for what it learns; the result means nothing."""
-    split = split_axes(op, in_specs, mesh)
-    if out_specs is not None:
-        check_output(op, split, out_specs)
+    split = _checked_split(op, mesh, in_specs, out_specs)
 
     def run(local: Any) -> Any:
         note(local)
@@ -154,6 +142,17 @@ def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out
         return _mapped(op, op.lower(args), mesh, split, PartitionSpec(), run)
 
     return _with_automatic_axes(whole, mesh, args, lambda: NamedSharding(mesh, PartitionSpec()))
+
+
+def _checked_split(op: Op, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
+    if out_specs is not None:
+        split = split_axes(op, in_specs, mesh)
+        check_output(op, split, out_specs)
+        return split
+    try:
+        return split_axes(op, in_specs, mesh)
+    except ValueError as error:
+        raise ValueError(f"{error}; without mesh=, in_specs are the shardings in the arrays' types") from error
 
 
 def _mapped(op: Op, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any) -> Any:

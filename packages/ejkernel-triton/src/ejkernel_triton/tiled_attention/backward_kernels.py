@@ -12,13 +12,13 @@ from ejkernel_triton.tiled_attention.backward_tile import load_queries, query_ba
 from ejkernel_triton.tiled_attention.tile import (
     across,
     add_product,
-    add_rows,
     down,
     drop,
     keys_at,
     load_tile,
     of_head,
     of_keys,
+    product_of_rows,
     queries_at,
     store_tile,
     visits_of,
@@ -72,8 +72,7 @@ def keys_kernel(
     v = k
     if DK:
         v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
-    k_side = (k, k_base, start, real, spec.HK * spec.D)
-    v_side = (v, v_base, start, real, spec.HK * spec.DV)
+    keys = (k, k_base, start, real, spec.HK * spec.D), (v, v_base, start, real, spec.HK * spec.DV), described
     dk = tl.zeros([K_BLOCK, BD], tl.float32)
     dv = tl.zeros([K_BLOCK, BV], tl.float32)
     first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
@@ -87,43 +86,11 @@ def keys_kernel(
         for n in tl.range(0, before + last - unclear):
             at = tl.where(n < before, first + n, unclear + n - before)
             dk, dv = _visit_queries(
-                at,
-                k_side,
-                v_side,
-                described,
-                batch,
-                head,
-                bases,
-                about,
-                dk,
-                dv,
-                spec,
-                per,
-                Q_BLOCK,
-                K_BLOCK,
-                DK,
-                DV,
-                MASKED=True,
+                at, keys, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
             )
         for n in tl.range(clear, unclear):
             dk, dv = _visit_queries(
-                n,
-                k_side,
-                v_side,
-                described,
-                batch,
-                head,
-                bases,
-                about,
-                dk,
-                dv,
-                spec,
-                per,
-                Q_BLOCK,
-                K_BLOCK,
-                DK,
-                DV,
-                MASKED=False,
+                n, keys, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
             )
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
@@ -135,8 +102,6 @@ def keys_kernel(
 @triton.jit
 def _visit_queries(
     n,
-    k,
-    v,
     keys,
     batch,
     head,
@@ -147,18 +112,18 @@ def _visit_queries(
     spec: tl.constexpr,
     per: tl.constexpr,
     Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what query tile n contributes to dk [K, BD] and dv [K, BV]."""
+    k, v, owned = keys
     q_ids, q_positions, numbers, bias, mask = about
     start = n * Q_BLOCK
     described = queries_at(start, batch, head, q_ids, q_positions, numbers, spec, per, Q_BLOCK, MASKED)
-    queries, rows = across(described), down(keys)
+    queries, rows = across(described), down(owned)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
-    products = add_rows(tl.zeros([K_BLOCK, Q_BLOCK], tl.float32), k, q, spec.D, spec)
+    products = product_of_rows(k, q, spec.D, spec)
     weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, mask, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do
@@ -217,9 +182,9 @@ def queries_kernel(
     before = clear - first
     for n in tl.range(0, before + last - unclear):
         at = tl.where(n < before, first + n, unclear + n - before)
-        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, per, Q_BLOCK, K_BLOCK, MASKED=True)
+        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=True)
     for n in tl.range(clear, unclear):
-        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, Q_BLOCK, K_BLOCK, MASKED=False)
+        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=False)
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 
@@ -234,12 +199,11 @@ def _visit_keys(
     dq,
     spec: tl.constexpr,
     per: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what key tile n contributes to dq [Q, BD]."""
-    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, per, Q_BLOCK, K_BLOCK, MASKED)
+    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, per, K_BLOCK, MASKED)
     return add_product(dq, gradient.to(k.dtype), k, spec)
 
 
@@ -252,7 +216,6 @@ def tile_gradient(
     batch,
     spec: tl.constexpr,
     per: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -269,7 +232,7 @@ def tile_gradient(
     v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
     k_side = (k, k_base, start, real, spec.HK * spec.D)
     v_side = (v, v_base, start, real, spec.HK * spec.DV)
-    products = add_rows(tl.zeros([Q_BLOCK, K_BLOCK], tl.float32), q, k_side, spec.D, spec)
+    products = product_of_rows(q, k_side, spec.D, spec)
     weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, mask, spec, MASKED)
     gradient = score_gradient(weights, slope, do, v_side, left, columns, row_delta[:, None], row_argmax[:, None], spec)
     return k, gradient

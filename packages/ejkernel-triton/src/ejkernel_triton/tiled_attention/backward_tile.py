@@ -11,6 +11,7 @@ from ejkernel_triton.tiled_attention.tile import (
     drop,
     load_tile,
     powers,
+    product_of_rows,
     transform,
 )
 
@@ -71,15 +72,13 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
     """
     if spec.DROPOUT:
-        dweights = (
-            drop(add_rows(tl.zeros(weights.shape, tl.float32), a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
-        )
+        dweights = drop(product_of_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
         if spec.NORMALIZE:
             dweights -= delta
     elif spec.NORMALIZE:  # what the product is added to: so delta is in no registers of its own
         dweights = add_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
-        dweights = add_rows(tl.zeros(weights.shape, tl.float32), a, b, spec.DV, spec)
+        dweights = product_of_rows(a, b, spec.DV, spec)
     gradient = weights * dweights
     if spec.NORMALIZE:
         pass

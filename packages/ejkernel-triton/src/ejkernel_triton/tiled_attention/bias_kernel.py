@@ -67,7 +67,7 @@ def bias_kernel(
                 lowest = tl.maximum(first, k_tile)
                 highest = tl.minimum(last, k_tile + K_TILES // OWN_K)
                 for n in tl.range(lowest, highest):
-                    _, gradient = tile_gradient(n, rows, described, keys, batch, spec, per, Q_BLOCK, K_BLOCK, True)
+                    _, gradient = tile_gradient(n, rows, described, keys, batch, spec, per, K_BLOCK, True)
                     sum += gradient
     base = dbias + tl.cast(own_row, tl.int64) * spec.BIAS[0] + tl.cast(own_head, tl.int64) * spec.BIAS[1]
     _store(base, sum, q_tile * Q_BLOCK, k_tile * K_BLOCK, Q_BLOCK, K_BLOCK, SIZES)

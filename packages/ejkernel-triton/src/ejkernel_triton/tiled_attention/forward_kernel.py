@@ -14,7 +14,6 @@ from ejkernel_triton.tiled_attention.tile import (
     LOWEST,
     across,
     add_product,
-    add_rows,
     allowed,
     down,
     drop,
@@ -25,6 +24,7 @@ from ejkernel_triton.tiled_attention.tile import (
     of_keys,
     powers,
     product,
+    product_of_rows,
     queries_at,
     store_tile,
     transform,
@@ -136,7 +136,7 @@ def _visit(
     k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
     if BD > 128:
         k_side = (k, k_base, start, real, spec.HK * spec.D)
-        products = add_rows(tl.zeros([q.shape[0], K_BLOCK], tl.float32), q_side, k_side, spec.D, spec)
+        products = product_of_rows(q_side, k_side, spec.D, spec)
     else:
         products = product(q, tl.trans(k), spec)
     scores, _ = transform(products, queries, columns, bias, spec)

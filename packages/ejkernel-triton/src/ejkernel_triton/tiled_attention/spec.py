@@ -137,9 +137,14 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def padded_row(record: TiledAttention) -> int:
+    """Numbers of the longest rows, of queries or of values, padded."""
+    return max(padded(record.query.shape[3]), padded(record.value.shape[3]))
+
+
 def splits(record: TiledAttention) -> bool:
     """Whether the gradients of keys and of values are left to two kernels: rows too long for one's registers."""
-    return max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 128
+    return padded_row(record) > 128
 
 
 def in_pieces(record: TiledAttention, own: int, visit: int) -> bool:
@@ -148,8 +153,7 @@ def in_pieces(record: TiledAttention, own: int, visit: int) -> bool:
     Then the warps of a program share the rows that it visits, which are more than it owns. Tiles that own more hold
     whole rows: on an H200 those are faster with head size 128, although registers spill.
     """
-    long = max(padded(record.query.shape[3]), padded(record.value.shape[3])) > 64
-    return record.query.dtype == jnp.float32 and long and visit > own
+    return record.query.dtype == jnp.float32 and padded_row(record) > 64 and visit > own
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:

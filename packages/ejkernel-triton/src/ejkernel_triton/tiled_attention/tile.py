@@ -100,6 +100,14 @@ def add_rows(sum, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
+def product_of_rows(a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """a b^T of two sides, in float32."""
+    a_tile, _, _, _, _ = a
+    b_tile, _, _, _, _ = b
+    return add_rows(tl.zeros([a_tile.shape[0], b_tile.shape[0]], tl.float32), a, b, WIDTH, spec)
+
+
+@triton.jit
 def load_piece(side, column, WIDTH: tl.constexpr, spec: tl.constexpr):
     """[ROWS, PIECE] of a side from a column on; 0 from column WIDTH on and in rows that are not kept."""
     tile, base, start, keep, STRIDE = side

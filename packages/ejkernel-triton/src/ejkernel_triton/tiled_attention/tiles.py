@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_triton.tiled_attention.spec import in_pieces, padded
+from ejkernel_triton.tiled_attention.spec import in_pieces, padded, padded_row
 
 Pass = Literal["forward", "keys", "queries"]
 Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "amd", "interpreter"]
@@ -258,7 +258,7 @@ def shared_memory(device: DeviceInfo) -> int:
 def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[Tile, ...]:
     """The tiles of a preference that the device's shared memory holds; the last where none is known to."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
-    row = itemsize * max(padded(record.query.shape[3]), padded(record.value.shape[3]))
+    row = itemsize * padded_row(record)
     unit, size = generation(device, itemsize), min(3, max(0, (row // 128).bit_length() - 1))
     exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
     first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
@@ -274,11 +274,10 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
 
 def _bytes(record: TiledAttention, which: Pass, tile: Tile) -> int:
     """Of shared memory."""
-    size = jnp.dtype(record.query.dtype).itemsize
+    itemsize = jnp.dtype(record.query.dtype).itemsize
     pieces = in_pieces(record, tile.own, tile.visit)
-    share = (PIECES if pieces else SPLIT if size > 2 else HALVES)[which]
-    row = size * max(padded(record.query.shape[3]), padded(record.value.shape[3]))
-    return (share.own * tile.own + share.visit * tile.stages * tile.visit) * row
+    share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]
+    return (share.own * tile.own + share.visit * tile.stages * tile.visit) * itemsize * padded_row(record)
 
 
 def _is_rich(record: TiledAttention) -> bool:
