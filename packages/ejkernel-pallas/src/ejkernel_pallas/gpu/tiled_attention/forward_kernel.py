@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.tiled_attention import arrays, forward_rows, masking, schedule
+from ejkernel_pallas.gpu.tiled_attention import arrays, forward_rows, masking, products, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_columns
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward_fetch import fetch_tile
@@ -123,13 +123,8 @@ def _own_end(call: Call, own: Own, start: Any, stop: Any) -> Any:
 def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
     """The first visit, which has no weights to multiply yet."""
     slot = call.slot(step)
-
-    def product(scores_ref: Any) -> Any:
-        plgpu.barrier_wait(call.shared.k_full.at[slot])
-        plgpu.wgmma(scores_ref, call.shared.q.at[own.buffer], call.shared.k.at[slot].transpose((1, 0)))
-        return scores_ref[...]
-
-    scores = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, call.tile.keys), jnp.float32))
+    plgpu.barrier_wait(call.shared.k_full.at[slot])
+    scores = products.finish(products.begin(call.shared.q.at[own.buffer], call.shared.k.at[slot]), under_way=0)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     cut: Cut = "closes" if call.tile.cuts(call.spec) else None
     scores = _masked(call, own, start, cut, scores)
@@ -143,27 +138,27 @@ def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
     shared, warpgroups = call.shared, call.tile.warpgroups
     slot, last = call.slot(state.count), call.slot(state.count - 1)
 
-    def products(refs: Any) -> None:
-        output_ref, scores_ref, peak_ref, total_ref, weights_ref, fade_ref = refs
+    def multiply(refs: Any) -> None:
+        output_ref, *row_refs = refs
         plgpu.barrier_wait(shared.k_full.at[slot])
         if call.spec.takes_turns:
             await_turn(warpgroups)
-        plgpu.wgmma(scores_ref, shared.q.at[own.buffer], shared.k.at[slot].transpose((1, 0)))
+        scores = products.begin(shared.q.at[own.buffer], shared.k.at[slot])
         plgpu.barrier_wait(shared.v_full.at[last])
         plgpu.wgmma(output_ref, state.weights, shared.v.at[last])
         if call.spec.takes_turns:
             pass_turn(warpgroups)
-        scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+        scores = products.finish(scores, under_way=1)
         plgpu.barrier_arrive(shared.k_free.at[slot])
         scores = _masked(call, own, index, cut, scores)
-        new = forward_rows.exponentiate(call.spec, scores, peak_ref[...], total_ref[...], cut is None)
-        for ref, value in zip((peak_ref, total_ref, weights_ref, fade_ref), new, strict=True):
+        new = forward_rows.exponentiate(call.spec, scores, state.peak, state.total, cut is None)
+        for ref, value in zip(row_refs, new, strict=True):
             ref[...] = value
 
-    zeros, initial = arrays.full_tile((ROWS, call.tile.keys)), plgpu.WGMMAAccumulatorRef.init
-    refs = (initial(state.output), initial(zeros), state.peak, state.total, zeros, state.peak)
-    made: Any = pl.run_state(products)(refs)
-    output, _, peak, total, weights, fade = made
+    zeros = arrays.full_tile((ROWS, call.tile.keys))
+    refs = (plgpu.WGMMAAccumulatorRef.init(state.output), state.peak, state.total, zeros, state.peak)
+    made: Any = pl.run_state(multiply)(refs)
+    output, peak, total, weights, fade = made
     plgpu.barrier_arrive(shared.v_free.at[last])
     output = forward_rows.faded(call.spec, output, fade)
     return State(state.count + 1, output, peak, total, _narrow(call, weights))
