@@ -1,8 +1,9 @@
 """Tile sizes and launch parameters: which are used when nobody chose, and which are worth measuring.
 
 What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size, and by
-whether the call has features that take registers. That of Hopper was measured on an H200, for calls without such
-features; all others are large tiles whose kernels, compiled for the chip, keep all of their values in registers.
+whether the call has features that take registers. That of Hopper in 16 bits, and in float32 with head size 128, was
+measured on an H200, for calls without such features; all others are large tiles whose kernels, compiled for the chip,
+keep all of their values in registers.
 """
 
 from typing import Literal, NamedTuple
@@ -132,8 +133,8 @@ QUERIES["hopper, float32"] = (
     QUERIES["float32"][3],
 )
 
-# Without the matrix unit a thread holds whole rows of both operands of a product. These were measured on an H200, where
-# some that spill up to 170 bytes are faster than smaller ones that spill nothing.
+# Without the matrix unit a thread holds whole rows of both operands of a product. With head sizes 64 and 128 these
+# were measured on an H200, where some that spill up to 170 bytes are faster than smaller ones that spill nothing.
 FORWARD["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (FORWARD["float32"][3],)
 KEYS["no unit"] = (
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
