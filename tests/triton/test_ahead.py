@@ -6,6 +6,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
@@ -33,6 +34,7 @@ FEATURES = {
     "masked": {"mask": jax.ShapeDtypeStruct((BATCH, 1, LENGTH, LENGTH), jnp.bool_)},
     "biased": {"bias": jax.ShapeDtypeStruct((1, HEADS, LENGTH, LENGTH), jnp.float32)},
     "dropped": {"dropout_prob": 0.1, "dropout_seed": jax.ShapeDtypeStruct((), jnp.uint32)},
+    "highest": {"precision": lax.Precision.HIGHEST},
     "everything": {
         "q_segment_ids": IDS,
         "kv_segment_ids": IDS,
@@ -54,6 +56,9 @@ DEMANDING = [
     ("sm_90", 128, jnp.float32, "biased"),
     ("sm_100", 64, jnp.float32, "biased"),
     ("sm_120", 256, jnp.float32, "packed"),
+    ("sm_80", 256, jnp.float32, "biased"),
+    ("sm_90", 128, jnp.float32, "masked"),
+    ("sm_80", 128, jnp.float32, "highest"),
     ("gfx942", 128, jnp.float32, "causal"),
 ]
 

@@ -152,6 +152,14 @@ def test_what_takes_registers_leaves_warps_no_more_scores(capability, size):
         assert all(a <= b for a, b in zip(scores, plain, strict=True))
 
 
+def test_float32_keys_are_held_whole_on_hopper_where_nothing_else_takes_registers():
+    ids = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+    for features, whole in (({}, True), ({"logits_soft_cap": 30.0}, False), ({"q_segment_ids": ids}, False)):
+        call = record(4096, 4096, 128, jnp.float32, causal=True, **features)
+        keys, _ = tiles.backward_tiles(tiles.heuristic(call, H200, "backward"))
+        assert (keys.own >= keys.visit) == whole
+
+
 def test_without_its_toolchain_or_device_it_is_refused_by_name():
     array = jax.ShapeDtypeStruct((1, 16, 2, 16), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"triton .* refused .*needs amd or nvidia"):

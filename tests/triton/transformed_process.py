@@ -105,7 +105,7 @@ def long_rows():
     one = {"num_warps": 4, "num_stages": 1}
     parts = (
         FwdParams(q_blocksize=16, kv_blocksize=32, **one),
-        BwdParams(kv_blocksize=16, q_blocksize=32, blocksize_m=16, blocksize_n=32, blocksize_k=1, **one),
+        BwdParams(kv_blocksize=16, q_blocksize=32, blocksize_m=16, blocksize_n=64, blocksize_k=1, **one),
     )
     pieces = {"platform": "triton", "cfg": FlashAttentionConfig.from_parts(*parts)}
     got, want = (

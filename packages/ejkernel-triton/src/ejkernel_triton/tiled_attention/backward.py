@@ -140,6 +140,9 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
 
     bias, queries, keys = record.bias, record.query.shape[1], record.key.shape[1]
     assert bias is not None  # a gradient of it was asked for
+    # Without the gradient of the queries there is room for twice as many, where rows are taken in pieces.
+    if splits(record) and in_pieces(record, 2 * tile.own, tile.visit):
+        tile = tile._replace(own=2 * tile.own)
     visits = jnp.asarray(key_visits(record, tile.own, tile.visit))
     q_tiles, k_tiles = tiles(queries, tile.own), tiles(keys, tile.visit)
     own = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)

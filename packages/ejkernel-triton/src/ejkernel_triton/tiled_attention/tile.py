@@ -222,9 +222,18 @@ def allowed(queries, keys, mask, spec: tl.constexpr):
     if spec.RIGHT is not None:
         pairs = pairs & (k_position <= q_position + spec.RIGHT)
     if spec.MASK is not None:
-        at = mask + (tl.cast(q, tl.int64) * spec.MASK[2] + k * spec.MASK[3])
+        at = mask + place_of(q, k, spec.MASK[2], spec.MASK[3], spec)
         pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
     return pairs
+
+
+@triton.jit
+def place_of(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: tl.constexpr):
+    """Where a pair is in what a head has of the bias or the mask; in 64 bits, which take registers, only if it must."""
+    if spec.T * spec.S < 2**31:
+        return q * Q_STRIDE + k * K_STRIDE
+    else:
+        return tl.cast(q, tl.int64) * Q_STRIDE + k * K_STRIDE
 
 
 @triton.jit
@@ -263,7 +272,7 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
         if spec.BIAS is not None:
             q, q_real, _, _, _ = queries
             k, k_real, _, _, _ = keys
-            at = bias + (tl.cast(q, tl.int64) * spec.BIAS[2] + k * spec.BIAS[3])
+            at = bias + place_of(q, k, spec.BIAS[2], spec.BIAS[3], spec)
             scores += tl.load(at, mask=q_real & k_real, other=0.0).to(tl.float32)
         if spec.CAP is not None:
             bounded = _tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)

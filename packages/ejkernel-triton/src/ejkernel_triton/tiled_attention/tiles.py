@@ -1,13 +1,15 @@
 """Tile sizes and launch parameters: which are used when nobody chose, and which are worth measuring.
 
 What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size, and by
-whether the call has features that take registers. That of Hopper in 16 bits was measured on an H200, for calls without
-such features; all others are large tiles whose kernels, compiled for the chip, keep all of their values in registers.
+whether the call has features that take registers. That of Hopper in 16 bits, and in float32 with head size 128, was
+measured on an H200, for calls without such features; all others are large tiles whose kernels, compiled for the chip,
+keep all of their values in registers.
 """
 
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
@@ -15,7 +17,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.tiled_attention.spec import in_pieces, padded, padded_row
 
 Pass = Literal["forward", "keys", "queries"]
-Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "amd", "interpreter"]
+Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
 KIBI = 1024
 
 
@@ -115,13 +117,13 @@ QUERIES["float32"] = (
 FORWARD["hopper, float32"] = (
     (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
     (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1), Tile(64, 64, 4, 2)),
-    (Tile(128, 32, 8, 1), Tile(128, 64, 8, 1), Tile(64, 32, 4, 1), Tile(32, 64, 8, 1)),
+    (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1), Tile(32, 64, 8, 1)),
     FORWARD["float32"][3],
 )
 KEYS["hopper, float32"] = (
     (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
     (Tile(128, 32, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
-    (*KEYS["float32"][2], Tile(32, 32, 4, 1)),
+    (Tile(32, 32, 4, 1), *KEYS["float32"][2]),
     KEYS["float32"][3],
 )
 QUERIES["hopper, float32"] = (
@@ -130,6 +132,17 @@ QUERIES["hopper, float32"] = (
     (*QUERIES["float32"][2], Tile(64, 64, 4, 1)),
     QUERIES["float32"][3],
 )
+
+# Without the matrix unit a thread holds whole rows of both operands of a product. With head sizes 64 and 128 these
+# were measured on an H200, where some that spill up to 170 bytes are faster than smaller ones that spill nothing.
+FORWARD["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (FORWARD["float32"][3],)
+KEYS["no unit"] = (
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(16, 16, 4, 1), Tile(32, 64, 8, 1)),
+    KEYS["float32"][3],
+)
+QUERIES["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (QUERIES["float32"][3],)
 
 # Blackwell's matrix unit keeps sums in a memory of its own; only the forward pass of long rows has fewer registers.
 KEYS["blackwell"], QUERIES["blackwell"] = KEYS["hopper"], QUERIES["hopper"]
@@ -144,6 +157,7 @@ INDEXED: Exceptions = {
     ("forward", "hopper, float32"): {2: (Tile(16, 64, 8, 1),)},
     ("keys", "ampere"): {1: (Tile(32, 64, 8, 2),)},
     ("keys", "hopper"): {1: (Tile(64, 32, 4, 3),)},
+    ("keys", "hopper, float32"): {2: KEYS["float32"][2]},
     ("queries", "ampere"): {2: (Tile(64, 16, 4, 3), Tile(16, 64, 8, 1))},
     ("queries", "hopper"): {2: (Tile(64, 16, 4, 3),)},
     ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
@@ -155,7 +169,7 @@ RICH: Exceptions = {
     ("forward", "ampere"): {0: (Tile(64, 32, 4, 3),), 2: (Tile(64, 32, 8, 2),)},
     ("forward", "amd"): {0: (Tile(64, 64, 4, 1),)},
     ("keys", "hopper"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
-    ("keys", "hopper, float32"): {0: (Tile(64, 32, 4, 2),)},
+    ("keys", "hopper, float32"): {0: (Tile(64, 32, 4, 2),), 2: KEYS["float32"][2]},
     ("keys", "blackwell"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
     ("keys", "float32"): {1: (Tile(16, 64, 8, 1),)},
     ("keys", "ampere"): {0: (Tile(32, 64, 4, 2),), 1: (Tile(32, 64, 8, 2),)},
@@ -231,13 +245,15 @@ def _tile(params: FwdParams | BwdParams, own: str, visit: str, warps: str, stage
     return Tile(*values.values())
 
 
-def generation(device: DeviceInfo, itemsize: int = 2) -> Generation:
-    """The kind of matrix unit, for operands of so many bytes."""
+def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
+    """The kind of matrix unit that multiplies what a record holds."""
     if device.platform == "cpu":
         return "interpreter"
     if device.vendor == "amd":
         return "amd"
-    capability = device.compute_capability or 0.0
+    capability, itemsize = device.compute_capability or 0.0, jnp.dtype(record.query.dtype).itemsize
+    if itemsize > 2 and record.precision == lax.Precision.HIGHEST:
+        return "no unit"
     if 9.0 <= capability < 10.0:
         return "hopper" if itemsize <= 2 else "hopper, float32"
     if itemsize > 2:
@@ -259,7 +275,7 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
     """The tiles of a preference that the device's shared memory holds; the last where none is known to."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     row = itemsize * padded_row(record)
-    unit, size = generation(device, itemsize), min(3, max(0, (row // 128).bit_length() - 1))
+    unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
     exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
     first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
     budget = shared_memory(device) - (0 if which == "forward" else 4 * KIBI)
