@@ -24,21 +24,23 @@ class Chip(NamedTuple):
     Attributes:
         operations: In bfloat16, a nanosecond.
         bandwidth: Bytes of HBM a nanosecond.
-        memory: Bytes of VMEM for blocks.
+        memory: Bytes of VMEM for the blocks of candidates.
         deepest: Multiplications of a tile at most: libtpu takes seconds for more, or they need a loop.
+        quick: Bytes of VMEM for blocks when nobody chose: libtpu takes a minute for kernels with more.
     """
 
     operations: float
     bandwidth: float
     memory: int
     deepest: int = 2**32
+    quick: int = 64 * 2**20
 
 
 CHIPS = {
     "v5 lite": Chip(197e3, 819, 60 * 2**20),
     "v5": Chip(459e3, 2765, 36 * 2**20),
     "v6": Chip(918e3, 1640, 64 * 2**20),
-    "7x": Chip(1154e3, 3690, 44 * 2**20, 2**31),
+    "7x": Chip(1154e3, 3690, 44 * 2**20, 2**31, 36 * 2**20),
 }
 """By words in the kind of a device; the first that is found."""
 
@@ -46,6 +48,7 @@ CHIPS = {
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> GroupedMatmulConfig:
     """The tiles for a record on a device: those that wait least, by operations and bytes alone."""
     chip = _chip(device)
+    chip = chip._replace(memory=min(chip.memory, chip.quick))
     return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
 
 
