@@ -9,6 +9,7 @@ import pytest
 from test_tpu_ahead import CHIPS, compiled, shaped
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.modules import grouped_matmul
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
@@ -99,6 +100,27 @@ def test_a_model_spills_what_is_known_and_fits_into_memory(name):
         assert kernel.simulation.unknown == {}
         assert kernel.vmem_bytes < PROFILED[name].vmem
         assert max(kernel.spills, kernel.fills) <= spilled, kernel.name
+
+
+def gradient_of_rows():
+    """The gradient of lhs with the tiles of the table."""
+
+    def gradient(lhs, rhs, output, sizes):
+        def multiply(lhs):
+            return grouped_matmul(lhs, rhs, sizes, preferred_element_type=jnp.bfloat16, platform="pallas")
+
+        return jax.vjp(multiply, lhs)[1](output)
+
+    arrays = (shaped((8192, 4096)), shaped((8, 4096, 4096)), shaped((8192, 4096)))
+    return Workload(function=gradient, args=(*arrays, np.full(8, 1024, np.int32)), flops=2 * 8192 * 4096**2)
+
+
+def test_matrix_units_of_v7x_drain_once_a_tile():
+    (report,) = profile_many([Case(label="rows", build=f"{__file__}:gradient_of_rows")], target="v7x")
+    assert report.error is None
+    (kernel,) = report.kernels
+    assert kernel.spills == 0
+    assert kernel.simulation.mxu_cycles / kernel.simulation.cycles > 0.92
 
 
 def test_an_exported_call_is_loaded_and_lowered_again():

@@ -30,9 +30,14 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
         fitting(blocks_of(as_part(entry, GroupedMatmulConfig, key)), 2**20, 2**20)
 
 
+# On v7x no tiles are faster forward than those of the rule, so that its table has no entry.
+PASSES = [(chip, direction) for chip in CHIPS for direction in ("forward", "backward")]
+PASSES.remove(("v7x", "forward"))
+
+
 @pytest.mark.parametrize("rows", [8192, 10240])
-@pytest.mark.parametrize("chip", CHIPS)
-def test_a_call_finds_the_entry_of_its_kind(chip, rows):
+@pytest.mark.parametrize(("chip", "direction"), PASSES)
+def test_a_call_finds_the_entry_of_its_kind(chip, direction, rows):
     args = GroupedMatmulArguments(
         lhs=jax.ShapeDtypeStruct((rows, 4096), "bfloat16"),
         rhs=jax.ShapeDtypeStruct((8, 4096, 4096), "bfloat16"),
@@ -42,7 +47,7 @@ def test_a_call_finds_the_entry_of_its_kind(chip, rows):
     (implementation,) = implementations()
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[chip].kind)
     record = jax.eval_shape(OP.lower, args)
-    request = Request(op=OP, implementation=implementation, direction="forward", device=device, record=record)
+    request = Request(op=OP, implementation=implementation, direction=direction, device=device, record=record)
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1] == "persistent: shipped table"
     assert selection.part == request.completed(selection.part)

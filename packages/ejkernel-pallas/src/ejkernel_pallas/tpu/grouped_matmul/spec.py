@@ -98,8 +98,11 @@ class Spec:
 
     @property
     def unrolls(self) -> bool:
-        """Whether the products of a tile follow each other without a loop, which a tile of few is too short for."""
-        return math.prod(self.blocks) <= UNROLLED
+        """Whether the products of a tile follow each other without a loop, between whose trips matrix units drain.
+
+        Those that keep sums have less code a product.
+        """
+        return math.prod(self.blocks) <= (2 * UNROLLED if self.accumulates else UNROLLED)
 
     @property
     def sums_in_memory(self) -> bool:

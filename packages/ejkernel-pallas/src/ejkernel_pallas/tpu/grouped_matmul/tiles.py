@@ -14,23 +14,33 @@ READS = frozenset({"block_m", "block_k", "block_n"})
 
 LANES = 128
 ROWS = (1024, 512, 256, 128)
-DEEPEST = 2**32
-"""Multiplications of a tile at most: libtpu takes seconds for more."""
+LAID_OUT = 1024
+"""Columns of a forward tile whose multiplications count; through more goes a loop."""
 
 
 class Chip(NamedTuple):
-    """What tiles depend on: bfloat16 operations and bytes of HBM a nanosecond, and bytes of VMEM for blocks."""
+    """What tiles depend on.
+
+    Attributes:
+        operations: In bfloat16, a nanosecond.
+        bandwidth: Bytes of HBM a nanosecond.
+        memory: Bytes of VMEM for the blocks of candidates.
+        deepest: Multiplications of a tile at most: libtpu takes seconds for more, or they need a loop.
+        quick: Bytes of VMEM for blocks when nobody chose: libtpu takes a minute for kernels with more.
+    """
 
     operations: float
     bandwidth: float
     memory: int
+    deepest: int = 2**32
+    quick: int = 64 * 2**20
 
 
 CHIPS = {
     "v5 lite": Chip(197e3, 819, 60 * 2**20),
     "v5": Chip(459e3, 2765, 36 * 2**20),
-    "v6": Chip(918e3, 1640, 60 * 2**20),
-    "7x": Chip(1154e3, 3690, 36 * 2**20),
+    "v6": Chip(918e3, 1640, 64 * 2**20),
+    "7x": Chip(1154e3, 3690, 44 * 2**20, 2**31, 36 * 2**20),
 }
 """By words in the kind of a device; the first that is found."""
 
@@ -38,6 +48,7 @@ CHIPS = {
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> GroupedMatmulConfig:
     """The tiles for a record on a device: those that wait least, by operations and bytes alone."""
     chip = _chip(device)
+    chip = chip._replace(memory=min(chip.memory, chip.quick))
     return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
 
 
@@ -66,10 +77,14 @@ def _rows(record: GroupedMatmul) -> int:
 def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[GroupedMatmulConfig]:
     """Tiles that memory has room for, each once."""
     depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
+    sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
+    if direction == "forward" and _rows(record) == ROWS[0]:
+        sizes.append((depth, 2048))  # reads rows half as often: with few of them, matrices are what takes time to read
     for height in (_rows(record), _rows(record) // 2):
-        for k, n in ((1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)):
+        for k, n in sizes:
             tiles = (min(max(LANES, height), _padded(record.lhs.shape[0])), min(k, depth), min(n, width))
-            small = tiles[0] * tiles[1] * tiles[2] <= DEEPEST and _bytes(record, direction, *tiles) <= chip.memory
+            laid_out = tiles[2] if direction == "backward" else min(tiles[2], LAID_OUT)
+            small = tiles[0] * tiles[1] * laid_out <= chip.deepest and _bytes(record, direction, *tiles) <= chip.memory
             if tiles not in seen and (small or not seen):
                 seen.add(tiles)
                 yield GroupedMatmulConfig(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
@@ -81,7 +96,7 @@ def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) 
     if direction == "backward":
         scaled = 2 if record.rhs_scale is None else 6
         own = 2 * (m * k * rows + m * n * out) + k * n * (scaled * matrices + 4)
-        return max(own, 2 * (m * n * rows + k * n * matrices + m * k * rows) + 4 * m * k)
+        return max(own, 2 * (m * k * rows + k * n * matrices + m * n * rows) + 4 * m * n)
     existing = 0 if record.existing_out is None else record.existing_out.dtype.itemsize
     return 2 * (m * k * rows + k * n * matrices + m * n * (out + existing)) + 4 * m * n
 
