@@ -263,6 +263,7 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
     wide, fast = is_wide(), is_fast(current_device().kind)
     chunk, rounds = _products(block, single, joined, 16 if wide else 8)
+    lead = 5 if wide else 2
     return Spec(
         group=group,
         joined=joined,
@@ -280,8 +281,9 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
         block=block,
         chunk=chunk,
         rounds=rounds,
-        lead=5 if fast else 2,
-        masked_lead=4 if wide else 2,
+        # Where copies take longer, or keys are few, what registers hold is enough.
+        lead=2 if joined > 1 and not fast else lead,
+        masked_lead=min(lead, 4) if joined > 1 else lead,
         started=3 if fast else 4,
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,

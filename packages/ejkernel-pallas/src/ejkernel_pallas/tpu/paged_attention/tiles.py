@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.device import current_device
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes, is_fast
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes, is_fast, make_cache
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "seq_blocksize"})
 """Fields of the configuration that the kernel looks at."""
@@ -17,8 +17,8 @@ TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 BYTES = 4 * 2**20
 """Of a block of keys: large enough that a page table's walk hides, small enough that two fit beside everything else.
 
-Half of it where every sequence has one query, and copies take longer than computing: less is left to compute when the
-last block is there.
+Half of it where every sequence has one query, and copies take longer than computing, as those of heads that are joined
+do: less is left to compute when the last block is there.
 """
 
 ROWS, STATE = 1024, 2**20
@@ -66,7 +66,8 @@ def tile_rows(record: PagedAttention) -> int:
 
 
 def _keys(record: PagedAttention, kind: str) -> int:
-    most = BYTES if is_fast(kind) or tile_rows(record) > 1 else BYTES // 2
+    joined = make_cache(record).joins and record.query.dtype.itemsize == 2
+    most = BYTES // 2 if tile_rows(record) == 1 and joined and not is_fast(kind) else BYTES
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
