@@ -23,9 +23,8 @@ SPILLED = {
 
 
 PAGED_SPILLED = {
-    ("v6e", 1): 864,
     ("v6e", 512): 5216,
-    ("v7x", 1): 96,
+    ("v7x", 1): 32,
 }
 """The same of paged attention by new tokens of a sequence: of some 70 thousand bundles with 1, 2 million with 512."""
 

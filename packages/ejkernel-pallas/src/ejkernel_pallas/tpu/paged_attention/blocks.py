@@ -14,7 +14,7 @@ from ejkernel_pallas.tpu.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Item, Refs
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
-from ejkernel_pallas.tpu.paged_attention.softmax import Part, Rows, allowed, fold
+from ejkernel_pallas.tpu.paged_attention.softmax import Mask, Part, Rows, fold, masks, note_hidden
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
 from ejkernel_pallas.tpu.quotients import quotient
 
@@ -40,23 +40,22 @@ def by_size(small: Any, spec: Spec, act: Callable[[int], None]) -> None:
 def attend(refs: Refs, block: Block, ahead: Block, there: Any, side: Any, spec: Spec) -> None:
     """Starts the copies of the block ahead, if it is there, and takes the chunks of a block that its item attends.
 
-    Where all of the block is attended, and the one ahead has no holes, the copies are started in between computations:
-    each takes the scalar unit some six cycles, in which it has nothing else to do.
+    Where all of the block is attended, and the one ahead has its first page and no holes, the copies are started in
+    between computations: each takes the scalar unit some four cycles, in which it has nothing else to do.
     """
     at_once = jnp.bool_(False)
     if spec.pieces:
-        at_once = (ahead.item.holes == 0) & _plain(
-            block.item, block.number * spec.block, spec.chunk * spec.rounds, spec
-        )
+        plain = _plain(block.item, block.number * spec.block, spec.chunk * spec.rounds, spec)
+        at_once = plain & (ahead.item.holes == 0) & (ahead.pages(spec)[0] == 0)
+    size = spec.chunk * (max(1, spec.rounds // 2) if spec.pieces else spec.rounds)
+    base, item = block.number * spec.block, block.item
+    first = jnp.clip(quotient(item.low - base, size), 0, spec.block // size)
+    end = jnp.clip(quotient(item.high - base + size - 1, size), first, spec.block // size)
 
     @pl.when(there & jnp.logical_not(at_once))
     def _() -> None:
         copies.start_pages(refs, ahead, spec)
 
-    size = spec.chunk * (max(1, spec.rounds // 2) if spec.pieces else spec.rounds)
-    base, item = block.number * spec.block, block.item
-    first = jnp.clip(quotient(item.low - base, size), 0, spec.block // size)
-    end = jnp.clip(quotient(item.high - base + size - 1, size), first, spec.block // size)
     copies.wait_pages(refs, block, (first * size, end * size), spec)
 
     if spec.pieces:
@@ -111,19 +110,22 @@ def _few(
 ) -> None:
     """Few rows of all heads; after every slice of keys or values that is loaded, one of the actions of `between`."""
     rows = Rows(side, 0, spec.few, block.item.position)
-    kept = [allowed(refs, block.item, rows, at, spec) for at in chunks]
+    if chunks[0].masked and spec.tokens == 1:
+        note_hidden(refs, block.item, chunks, spec)
+    found = [masks(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
     heads = spec.kv_heads // turns(spec)
 
     def turn(k: Any) -> None:
         def loaded(at: Chunk, values: bool) -> list[jax.Array]:
             return load(_buffers(refs), k, at, spec, values=values, between=lambda: next(between, _nothing)())
 
-        def parts(at: Chunk, keep: Any) -> list[Part]:
+        def parts(at: Chunk, mask: Mask | None) -> list[Part]:
             keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
-            return [Part(k * heads + n, rows, _one(keys, n), _one(values, n), keep) for n in range(heads)]
+            return [Part(k * heads + n, rows, _one(keys, n), _one(values, n), mask) for n in range(heads)]
 
-        pairs = zip(chunks, kept, strict=True)
-        fold(refs, [part for at, keep in pairs for part in parts(at, keep)], spec.lead, spec)
+        pairs = zip(chunks, found, strict=True)
+        lead = spec.masked_lead if chunks[0].masked else spec.lead
+        fold(refs, [part for at, mask in pairs for part in parts(at, mask)], lead, spec)
         for left in between:
             left()
 
@@ -174,9 +176,9 @@ def _heads(refs: Refs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
     def some(k: Any) -> None:
         def part(n: jax.Array, carry: jax.Array) -> jax.Array:
             rows = Rows(side, pl.multiple_of(n * size, size), size, item.position)
-            kept = allowed(refs, item, rows, at, spec)
+            mask = masks(refs, item, rows, at, 0, spec)
             heads = [k * together + head for head in range(together)]
-            fold(refs, [Part(x, rows, partial(get, keys, x), partial(get, values, x), kept) for x in heads], lead, spec)
+            fold(refs, [Part(x, rows, partial(get, keys, x), partial(get, values, x), mask) for x in heads], lead, spec)
             return carry
 
         loop(jnp.int32(0), count, part, jnp.int32(0))

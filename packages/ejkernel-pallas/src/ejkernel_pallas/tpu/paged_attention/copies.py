@@ -80,33 +80,33 @@ def start_pages(refs: Refs, block: Block, spec: Spec) -> None:
 
     def several(k: jax.Array, carry: jax.Array) -> jax.Array:
         for page in (k * together + n for n in range(together)):
-            there = (page >= first) & (page < end) & (refs["tables"][entry + page] >= 0)
-            pl.when(there)(functools.partial(_start, refs, block, entry + page, page, spec))
+            number = refs["tables"][entry + page]
+            there = (page >= first) & (page < end) & (number >= 0)
+            pl.when(there)(functools.partial(_start, refs, block, number, page, spec))
         return carry
 
     loop(quotient(first, together), quotient(end + together - 1, together), several, jnp.int32(0))
 
 
 def pieces(refs: Refs, block: Block, there: Any, count: int, spec: Spec) -> Iterator[Callable[[], None]]:
-    """What starts the copies of a block without holes, if it is there, in pieces.
+    """What starts the copies of a block's pages up to its last, if it is there, in pieces; none of them is absent.
 
     Each copy has a condition of its own, which is no branch: the compiler can have them beside computations.
     """
     entry = block.entry(spec)
-    first, end = block.pages(spec)
-    end = jnp.where(there, end, 0)
+    end = jnp.where(there, block.pages(spec)[1], 0)
 
     def piece(pages: range) -> None:
         for page in pages:
-            start = functools.partial(_start, refs, block, entry + page, page, spec)
-            pl.when((page >= first) & (page < end))(start)
+            number = refs["tables"][entry + page]
+            pl.when(page < end)(functools.partial(_start, refs, block, number, page, spec))
 
     ends = [spec.pages * k // count for k in range(count + 1)]
     return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
 
 
-def _start(refs: Refs, block: Block, entry: Any, page: Any, spec: Spec) -> None:
-    for copy in _page_copies(refs, refs["tables"][entry], block.slot, page, spec):
+def _start(refs: Refs, block: Block, number: Any, page: Any, spec: Spec) -> None:
+    for copy in _page_copies(refs, number, block.slot, page, spec):
         copy.start()
 
 

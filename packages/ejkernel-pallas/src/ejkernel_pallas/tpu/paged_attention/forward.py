@@ -119,6 +119,8 @@ def _scratch(
     }
     parts = heads // turns(spec) * spec.rounds
     made |= notes("few", -(-parts // TURNS) * spec.few, spec.chunk * spec.joined, spec.weights)
+    if spec.tokens == 1:
+        made["hidden"] = pltpu.VMEM((spec.rounds, spec.chunk * spec.joined), jnp.float32)
     if spec.rows > spec.few:
         made |= notes("many", max(spec.row_block, HEADS // TURNS * spec.row_chunk), spec.part, spec.weights)
     for name, x in caches.items():

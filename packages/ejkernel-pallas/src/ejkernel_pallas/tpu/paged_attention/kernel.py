@@ -29,13 +29,13 @@ def kernel(*refs: Any, names: tuple[str, ...], spec: Spec) -> None:
     @pl.when(first < end)
     def _() -> None:
         item = Item(named["items"], first)
-        copies.queries(named, item, 0, spec, wait=False)
         if "writes" in named:
             loop(first, jnp.minimum(first + AHEAD, end), partial(_write, named, spec), jnp.int32(0))
 
         def ahead(slot: Any, cursor: Cursor) -> Cursor:
             block = _block_at(named, cursor, slot, end)
             pl.when(cursor.index < end)(lambda: copies.start_pages(named, block, spec))
+            pl.when(slot == 0)(lambda: copies.queries(named, item, 0, spec, wait=False))
             return cursor.after(named["items"], end)
 
         cursor = loop(jnp.int32(0), AHEAD, ahead, Cursor(first, item.first_block))
@@ -74,6 +74,11 @@ def _item(refs: Refs, index: Any, first: Any, end: Any, state: tuple[Any, Cursor
     small = item.tokens * spec.group <= spec.few
     by_size(small, spec, lambda count: each(spec.kv_heads, lambda head: begin(refs, head, count)))
     copies.queries(refs, item, side, spec, wait=True)
+
+    @pl.when(index - first >= 2)
+    def _() -> None:
+        copies.results(refs, Item(refs["items"], index - 2), side, spec, wait=True)
+
     start, count = item.first_block, item.end_block - item.first_block
 
     def block(k: jax.Array, state: tuple[Any, Cursor]) -> tuple[Any, Cursor]:
@@ -81,14 +86,11 @@ def _item(refs: Refs, index: Any, first: Any, end: Any, state: tuple[Any, Cursor
         if writes is not None:
             pl.when(writes & (k + 1 == count))(lambda: copies.wait_writes(refs, spec))
         ahead = _block_at(refs, cursor, jnp.where(slot == 0, AHEAD, slot - 1), end)
+        following = jnp.where(slot == AHEAD, 0, slot + 1), cursor.after(refs["items"], end)
         attend(refs, Block(item, start + k, slot), ahead, cursor.index < end, side, spec)
-        return jnp.where(slot == AHEAD, 0, slot + 1), cursor.after(refs["items"], end)
+        return following
 
     state = loop(jnp.int32(0), count, block, state)
-
-    @pl.when(index - first >= 2)
-    def _() -> None:
-        copies.results(refs, Item(refs["items"], index - 2), side, spec, wait=True)
 
     by_size(small, spec, lambda count: _finish(refs, item, side, count, spec))
     copies.results(refs, item, side, spec, wait=False)

@@ -1,13 +1,11 @@
 """Keys and values of a head, from the pages that were copied.
 
 Rows of a head lie as far apart as a token has rows, and numbers of less than 32 bits share their words with those of
-other rows. So words are read with a stride, and those of keys n/p apart are put together, p numbers in a word: rows of
-the head, in an order of their own, which keys and values have in common. `order` gives it.
+other rows. So words are read with a stride, and what else is in them is cut off: rows of the head, in their order.
+Where several heads are joined, `order` says which row is whose.
 """
 
-import functools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,20 +45,15 @@ class Chunk(NamedTuple):
 
 def order(index: jax.Array, size: int, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
     """Which key of a chunk, and which of the joined heads, is at an index of what `load` gives; None for one head."""
-    cache, packing = spec.cache, spec.cache.packing
+    cache = spec.cache
     if spec.joined == 1:
-        return (index if packing == 1 else _word(index, size, packing)), None
+        return index, None
     if not cache.alternates:
         return quotient(index, spec.joined), index % spec.joined
     words = cache.words // cache.turns
     total = size * words
-    word, which = _word(index % total, total, packing), quotient(index, total)
+    word, which = index % total, quotient(index, total)
     return quotient(word, words), word % words * cache.heads_per_unit + which
-
-
-def _word(index: jax.Array, total: int, packing: int) -> jax.Array:
-    """Which row of words a row of numbers that were taken apart is from."""
-    return quotient(index, packing) + index % packing * (total // packing)
 
 
 def turns(spec: Spec) -> int:
@@ -125,12 +118,10 @@ def _all_rows(
         flat = _as_words(buffer.at[at.slot, group], spec)
         found = list[list[jax.Array]]()
         for start in range(0, total, size):
+            x = _span(flat, turn, at, start, size, spec)
             if cache.alternates:
-                firsts = [(n * total + start) // cache.packing for n in range(cache.packing)]
-                parts = [_span(flat, turn, at, first, size // cache.packing, spec) for first in firsts]
-                found.append([_apart(parts, which, buffer.dtype) for which in places])
+                found.append([_apart(x, which, buffer.dtype, spec) for which in places])
             else:
-                x = _span(flat, turn, at, start, size, spec)
                 found.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
             between()
         made.append([jnp.concatenate(x, axis=0) for x in zip(*found, strict=True)])
@@ -156,7 +147,7 @@ def _rows(buffer: Any, turn: Any, unit: int, at: Chunk, spec: Spec, values: bool
         places = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
         word = 2 * unit + values if cache.packing == 1 else unit
     parts = [_words(buffer.at[at.slot, group], turn, word, at, spec) for group in range(cache.groups)]
-    return _across([[_apart(jnp.split(x, cache.packing), which, buffer.dtype) for which in places] for x in parts])
+    return _across([[_apart(x, which, buffer.dtype, spec) for which in places] for x in parts])
 
 
 def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
@@ -181,23 +172,13 @@ def _words(buffer: Any, turn: Any, word: int, at: Chunk, spec: Spec) -> jax.Arra
     return part[pl.ds(word, chunk, stride=words), :] if words > 1 else part[...]
 
 
-def _apart(parts: Sequence[jax.Array], which: int, dtype: Any) -> jax.Array:
-    """Rows [n, lanes] of the numbers at one place of words, of which there are as many parts as a word has numbers.
-
-    In the order that `order` gives.
-    """
-    packing, bits = len(parts), 32 // len(parts)
-    if packing == 1:
-        return parts[0]
-
-    def moved(k: int) -> jax.Array:
-        x, shift = parts[k], (which - k) * bits
-        x = x >> jnp.uint32(shift) if shift > 0 else x << jnp.uint32(-shift) if shift < 0 else x
-        # The outermost numbers are alone once they are moved to the outermost place.
-        return x if abs(which - k) == packing - 1 else x & jnp.uint32(((1 << bits) - 1) << (k * bits))
-
-    made = functools.reduce(operator.or_, map(moved, range(packing)))
-    return pltpu.bitcast(made, dtype)
+def _apart(words: jax.Array, which: int, dtype: Any, spec: Spec) -> jax.Array:
+    """Rows [n, lanes] of the numbers at one place of words [n, lanes]: an operation cuts two registers of words off."""
+    if spec.cache.packing == 1:
+        return words
+    bits = 32 // spec.cache.packing
+    words = words >> jnp.uint32(which * bits) if which else words
+    return pltpu.bitcast(words.astype(f"uint{bits}"), dtype)
 
 
 def _widened(x: jax.Array, dtype: Any) -> jax.Array:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.loops import loop
+from ejkernel_pallas.tpu.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention.copies import Item
-from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order
+from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order, turns
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, TILE, Spec
 from ejkernel_pallas.tpu.quotients import quotient
 from ejkernel_pallas.tpu.tiled_attention import tile
@@ -44,14 +44,18 @@ class Rows(NamedTuple):
         return pl.ds(self.start, self.number)
 
 
+Mask = Callable[[list[jax.Array]], list[jax.Array]]
+"""Makes scores [rows, 128] of pairs that do not attend -inf, in one group of lanes after another."""
+
+
 class Part(NamedTuple):
-    """Rows of a head, and what gives its keys [n, D], its values [n, Dv], and which pairs attend, as in `allowed`."""
+    """Rows of a head, and what gives its keys [n, D], its values [n, Dv], and its masked scores, as in `masks`."""
 
     head: Any
     rows: Rows
     keys: Callable[[], jax.Array]
     values: Callable[[], jax.Array]
-    kept: Callable[[], list[jax.Array]] | None
+    mask: Mask | None
 
 
 def begin(refs: Refs, head: Any, count: int) -> None:
@@ -60,17 +64,35 @@ def begin(refs: Refs, head: Any, count: int) -> None:
     peak, total = refs["peak"], refs["total"]
     if "sinks" in refs:
         peak[place] = refs["sinks"][place]
-        total[place] = jnp.where(lax.broadcasted_iota(jnp.int32, (count, LANES), 1) == 0, 1.0, 0.0)
+        total[place] = jnp.full((count, LANES), 1.0 / LANES, jnp.float32)
     else:
         peak[place] = jnp.full((count, LANES), -jnp.inf, jnp.float32)
         total[place] = jnp.zeros((count, LANES), jnp.float32)
     refs["sum"][place] = jnp.zeros((count, refs["sum"].shape[2]), jnp.float32)
 
 
-def allowed(refs: Refs, item: Item, rows: Rows, at: Chunk, spec: Spec) -> Callable[[], list[jax.Array]] | None:
-    """What tells which pairs of a chunk attend, bool [rows, 128] for one group of lanes after another; None for all.
+def note_hidden(refs: Refs, item: Item, chunks: list[Chunk], spec: Spec) -> None:
+    """Writes down what is added to scores of chunks by items that have one token: -inf to those of other keys."""
 
-    It is asked for every head, whose registers would not hold it for each other.
+    def one(n: Any) -> None:
+        at = chunks[0]._replace(key=chunks[0].key + n * spec.chunk)
+        there, _ = _there(refs, item, at, spec)
+        refs["hidden"][pl.ds(n, 1), :] = jnp.where(there, 0.0, -jnp.inf)
+
+    each(len(chunks), one)
+
+
+def _there(refs: Refs, item: Item, at: Chunk, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    """Which keys of a chunk any row attends, bool [1, n], and which they are."""
+    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.joined), 1), at.size, spec)
+    inside = (offset >= at.low - at.key) & (offset < at.high - at.key)
+    return inside & (_absent(refs, item, at, offset, spec) == 0), offset
+
+
+def masks(refs: Refs, item: Item, rows: Rows, at: Chunk, n: int, spec: Spec) -> Mask | None:
+    """What masks the scores of the chunk that is number n; None where all pairs attend.
+
+    It is asked for every head, whose registers would not hold masks for each other.
     """
     lanes = range(0, at.size * spec.joined, LANES)
     if not at.masked and spec.joined == 1:
@@ -81,14 +103,20 @@ def allowed(refs: Refs, item: Item, rows: Rows, at: Chunk, spec: Spec) -> Callab
             made.setdefault(_first_head(start, at, spec), _own(rows, start, at, spec))
     own = [made[_first_head(start, at, spec)] for start in lanes] if made else [None] * len(lanes)
     if not at.masked:
-        return lambda: [x for x in own if x is not None]
-    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.joined), 1), at.size, spec)
-    there = (offset >= at.low - at.key) & (offset < at.high - at.key) & (_absent(refs, item, at, offset, spec) == 0)
+        return lambda scores: list(map(_only, own, scores))
+    if spec.tokens == 1:  # the keys from `low` to `high` are then exactly the row's
+        hidden = [refs["hidden"].at[n : n + 1, lane : lane + LANES] for lane in lanes]
+        return lambda scores: [_only(mine, x) + y[...] for mine, x, y in zip(own, scores, hidden, strict=True)]
+    there, offset = _there(refs, item, at, spec)
     key = at.key - rows.position + offset
-    first = jnp.where(there, 0 if spec.right is None or spec.tokens == 1 else key - spec.right, NEVER)
+    first = jnp.where(there, 0 if spec.right is None else key - spec.right, NEVER)
     last = key if spec.left is None else key + spec.left
-    bands = list(zip(_by_lane(first), _by_lane(last), own, strict=True))
-    return lambda: [_allowed(refs, rows, *band, spec) for band in bands]
+    bands = list(zip(_by_lane(first), _by_lane(last), strict=True))
+    return lambda scores: [_only(_allowed(refs, rows, *x, spec), y) for x, y in zip(bands, scores, strict=True)]
+
+
+def _only(kept: jax.Array | None, scores: jax.Array) -> jax.Array:
+    return scores if kept is None else jnp.where(kept, scores, -jnp.inf)
 
 
 def _first_head(start: int, at: Chunk, spec: Spec) -> int:
@@ -103,7 +131,7 @@ def _own(rows: Rows, start: int, at: Chunk, spec: Spec) -> jax.Array:
     _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
     row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group // spec.joined
     assert head is not None  # as there are several
-    return (row >= head * group) & (row < head * group + group)
+    return quotient(row, group) == head
 
 
 def _absent(refs: Refs, item: Item, at: Chunk, offset: jax.Array, spec: Spec) -> jax.Array:
@@ -120,12 +148,9 @@ def _absent(refs: Refs, item: Item, at: Chunk, offset: jax.Array, spec: Spec) ->
     return loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
 
 
-def _allowed(refs: Refs, rows: Rows, first: jax.Array, last: jax.Array, own: jax.Array | None, spec: Spec) -> jax.Array:
-    """The same of one group of lanes: of the first and the last token of the tile that attend each key."""
+def _allowed(refs: Refs, rows: Rows, first: jax.Array, last: jax.Array, spec: Spec) -> jax.Array:
+    """Which pairs of one group of lanes attend: of the first and the last token of the tile that attend each key."""
     shape = (rows.number, LANES)
-    if spec.tokens == 1:  # the keys from `low` to `high` are then exactly the row's
-        kept = jnp.broadcast_to(first, shape) == 0
-        return kept if own is None else kept & own
     place = refs["places"][rows.span, :]
     kept = place >= jnp.broadcast_to(first, shape)
     return kept if spec.left is None else kept & (place <= jnp.broadcast_to(last, shape))
@@ -135,12 +160,18 @@ def fold(refs: Refs, parts: list[Part], lead: int, spec: Spec) -> None:
     """Takes keys into the softmax of rows, part after part; the scores of so many parts ahead are made before.
 
     Scores, weights and what fades are written down in between, where the compiler would else run out of registers.
+    A total is the sum over its lanes. Of items that have one token all lanes are made the same at the end, beside the
+    last product, so that less is left to do when no keys are.
     """
     for n in range(len(parts) + lead):
         if n < len(parts):
             _note_scores(refs, parts[n], n, spec)
         if n >= lead:
             _take(refs, parts[n - lead], n - lead, spec)
+    for part in parts[-(spec.kv_heads // turns(spec)) :] if spec.tokens == 1 else ():  # one of every head
+        place = (part.head, part.rows.span, slice(None))
+        total = jnp.sum(refs["total"][place], axis=1, keepdims=True) * (1.0 / LANES)
+        refs["total"][place] = jnp.broadcast_to(total, (part.rows.number, LANES))
 
 
 def notes(kind: str, rows: int, keys: int, dtype: Any) -> dict[str, Any]:
@@ -161,9 +192,8 @@ def _note(refs: Refs, name: str, n: int, shape: tuple[int, ...], spec: Spec) -> 
 
 def _note_scores(refs: Refs, part: Part, n: int, spec: Spec) -> None:
     s = _scores(refs, part, spec)
-    if part.kept is not None:
-        cut = zip(part.kept(), _by_lane(s), strict=True)
-        s = jnp.concatenate([jnp.where(kept, x, -jnp.inf) for kept, x in cut], axis=1)
+    if part.mask is not None:
+        s = jnp.concatenate(part.mask(_by_lane(s)), axis=1)
     _note(refs, "scores", n, s.shape, spec)[...] = s
 
 
@@ -176,7 +206,7 @@ def _take(refs: Refs, part: Part, n: int, spec: Spec) -> None:
     before = refs["peak"][place]
     highest = functools.reduce(jnp.maximum, _by_lane(scores[...]))
     shift = peak = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
-    if part.kept is not None:
+    if part.mask is not None:
         # Rows that have seen nothing yet: exp2(-inf - 0) = 0, not NaN.
         shift = jnp.where(peak == -jnp.inf, 0.0, peak)
     refs["peak"][place] = peak
@@ -191,8 +221,9 @@ def _take(refs: Refs, part: Part, n: int, spec: Spec) -> None:
 def finish(refs: Refs, head: Any, rows: Rows, spec: Spec) -> None:
     """Output and lse of rows, into the buffers that leave."""
     peak = refs["peak"][head, rows.span, :]
-    total = jnp.sum(refs["total"][head, rows.span, :], axis=1, keepdims=True)
-    total = jnp.broadcast_to(total, peak.shape)
+    total = refs["total"][head, rows.span, :]
+    same = spec.tokens == 1
+    total = total * LANES if same else jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), peak.shape)
     some = (total > 0.0) & (peak > -jnp.inf)
     total = jnp.where(some, total, 1.0)
     lse = jnp.where(some, (peak + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)

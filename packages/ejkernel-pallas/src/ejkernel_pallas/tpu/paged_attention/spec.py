@@ -16,6 +16,7 @@ from jax import lax
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.precision import product_precision
+from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.tiled_attention.spec import is_wide
 
 LOG2E = math.log2(math.e)
@@ -119,6 +120,7 @@ class Spec:
         chunk: Keys a product of few rows; divides `block`.
         rounds: Chunks whose products are made together.
         lead: Products of few rows whose scores are made ahead of the next that is finished.
+        masked_lead: The same where some keys are not attended.
         started: Copies of a block ahead that are started at once while a block is computed with.
         entries: Pages of a sequence in the table.
         cache: Where keys are.
@@ -151,6 +153,7 @@ class Spec:
     chunk: int
     rounds: int
     lead: int
+    masked_lead: int
     started: int
     entries: int
     cache: Cache
@@ -193,6 +196,11 @@ class Sizes:
     queries: int
     keys: int
     parts: int
+
+
+def is_fast(kind: str) -> bool:
+    """Whether a chip copies keys about as fast as it computes with them, when it decodes."""
+    return "7x" in kind
 
 
 def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
@@ -253,8 +261,9 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     tokens = 1 if single else max(1, sizes.queries // step) * step
     rows = few if single else tokens * group
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
-    wide = is_wide()
+    wide, fast = is_wide(), is_fast(current_device().kind)
     chunk, rounds = _products(block, single, joined, 16 if wide else 8)
+    lead = 5 if wide else 2
     return Spec(
         group=group,
         joined=joined,
@@ -272,8 +281,10 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
         block=block,
         chunk=chunk,
         rounds=rounds,
-        lead=5 if wide else 2,
-        started=2 if wide else 4,
+        # Where copies take longer, or keys are few, what registers hold is enough.
+        lead=2 if joined > 1 and not fast else lead,
+        masked_lead=min(lead, 4) if joined > 1 else lead,
+        started=3 if fast else 4,
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,
         operand=operand,

@@ -5,7 +5,8 @@ from typing import Any
 
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes
+from ejkernel.ops.device import current_device
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes, is_fast, make_cache
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "seq_blocksize"})
 """Fields of the configuration that the kernel looks at."""
@@ -14,7 +15,11 @@ TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of chips whose two cores work as one device."""
 
 BYTES = 4 * 2**20
-"""Of a block of keys: large enough that a page table's walk hides, small enough that two fit beside everything else."""
+"""Of a block of keys: large enough that a page table's walk hides, small enough that two fit beside everything else.
+
+Half of it where every sequence has one query, and copies take longer than computing, as those of heads that are joined
+do: less is left to compute when the last block is there.
+"""
 
 ROWS, STATE = 1024, 2**20
 """Query rows a KV head a tile, at most, and numbers of 16 bits that the rows of all of them have."""
@@ -23,20 +28,22 @@ ROWS, STATE = 1024, 2**20
 def chosen(record: PagedAttention, params: Any) -> Sizes:
     """The tiles that a configuration asks for."""
     return Sizes(
-        params.q_blocksize or tile_rows(record), params.kv_blocksize or _keys(record), params.seq_blocksize or 1
+        queries=params.q_blocksize or tile_rows(record),
+        keys=params.kv_blocksize or _keys(record, current_device().kind),
+        parts=params.seq_blocksize or 1,
     )
 
 
 def heuristic(record: PagedAttention, device: Any, direction: Any, config: type) -> Any:
     """Tile sizes for a record on a device, by the static profile."""
     parts = 2 if device.kind in TWO_CORES else 1
-    return config(q_blocksize=tile_rows(record), kv_blocksize=_keys(record), seq_blocksize=parts)
+    return config(q_blocksize=tile_rows(record), kv_blocksize=_keys(record, device.kind), seq_blocksize=parts)
 
 
 def candidates(record: PagedAttention, device: Any, direction: Any, config: type) -> tuple[Any, ...]:
     """Tile sizes worth measuring for a record on a device."""
     parts = 2 if device.kind in TWO_CORES else 1
-    keys = _keys(record)
+    keys = _keys(record, device.kind)
     found = (
         config(q_blocksize=queries, kv_blocksize=block, seq_blocksize=parts)
         for queries in dict.fromkeys((tile_rows(record), max(1, tile_rows(record) // 2)))
@@ -58,12 +65,14 @@ def tile_rows(record: PagedAttention) -> int:
     return max(1, min(most, tokens))
 
 
-def _keys(record: PagedAttention) -> int:
+def _keys(record: PagedAttention, kind: str) -> int:
+    joined = make_cache(record).joins and record.query.dtype.itemsize == 2
+    most = BYTES // 2 if tile_rows(record) == 1 and joined and not is_fast(kind) else BYTES
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
     token = sum(n * -(-x.shape[-1] // LANES) * LANES for n, x in zip(rows, arrays, strict=True))  # as memory has it
     keys = 128
-    while keys < 4096 and 2 * keys * token <= BYTES:
+    while keys < 4096 and 2 * keys * token <= most:
         keys *= 2
     return min(keys, -(-paged_cache.capacity(record) // 128) * 128)
