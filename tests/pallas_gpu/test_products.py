@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+
 from ejkernel_pallas.gpu.tiled_attention import products
 
 ROWS, PART = 8, 64
