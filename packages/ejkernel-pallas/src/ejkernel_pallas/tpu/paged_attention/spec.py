@@ -203,6 +203,11 @@ def is_fast(kind: str) -> bool:
     return "7x" in kind
 
 
+def joins_heads(record: PagedAttention) -> bool:
+    """Whether keys of several heads are taken together where every sequence has one query."""
+    return make_cache(record).joins and _operand(record).itemsize == 2
+
+
 def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     """The caches in the shapes in which callers keep them, so that nothing is copied: one, or keys and values."""
     pages = record.key_pages
@@ -254,7 +259,7 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     operand = _operand(record)
     single = record.query_start is None or sizes.queries == 1
     heads = -(-paged_cache.kv_heads(record) // cache.heads_per_unit) * cache.heads_per_unit
-    joined = cache.heads_per_turn if single and cache.joins and operand.itemsize == 2 else 1
+    joined = cache.heads_per_turn if single and joins_heads(record) else 1
     group *= joined
     grain = 32 // operand.itemsize
     step, few = grain // math.gcd(grain, group), -(-group // grain) * grain
