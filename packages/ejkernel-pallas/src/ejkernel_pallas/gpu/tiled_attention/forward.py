@@ -17,6 +17,7 @@ from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
+from ejkernel_pallas.gpu.tiled_attention.split_keys import merged
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids
 
@@ -59,6 +60,7 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
         head_bytes=_head_bytes(spec),
         group=spec.group,
         dealt=True,
+        visits=None if spec.bounded else -(-spec.keys // tile.keys),
     )
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
@@ -68,7 +70,24 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
         jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:]), spec.dtype),
         jax.ShapeDtypeStruct((batch, spec.heads, plan.tiles * tile.queries), jnp.float32),
     ]
-    return launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
+    if plan.split.tiles:
+        parts = plan.split.tiles * plan.split.parts
+        outputs += [jax.ShapeDtypeStruct((parts, tile.queries, *size), jnp.float32) for size in ((spec.size,), ())]
+    made = launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
+    return _with_split(plan, *made) if plan.split.tiles else made
+
+
+def _with_split(plan: schedule.Plan, output: jax.Array, lse: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
+    """Outputs and lse, with the tiles that were split made of their parts."""
+    split = plan.split
+    tiles, sums = merged(*(x.reshape(split.tiles, split.parts, *x.shape[1:]) for x in parts))
+    owned = schedule.item(plan, plan.whole + split.parts * jnp.arange(split.tiles, dtype=jnp.int32))
+    batch, head, tile = (x[:, None] for x in (owned.batch, owned.head, owned.tile))
+    rows = tile * tiles.shape[1] + jnp.arange(tiles.shape[1])
+    return (
+        output.at[batch, rows, head].set(tiles.astype(output.dtype), mode="drop", unique_indices=True),
+        lse.at[batch, head, rows].set(sums, unique_indices=True),
+    )
 
 
 def _head_bytes(spec: Spec) -> int:

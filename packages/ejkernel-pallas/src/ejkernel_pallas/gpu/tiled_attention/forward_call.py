@@ -62,7 +62,7 @@ class Call:
         tile: Tile sizes.
         plan: Which block owns what.
         operands: Arrays in device memory.
-        outputs: Likewise: outputs, and lse.
+        outputs: Likewise: outputs and lse, and those of parts of tiles where some are split.
         shared: Shared memory and barriers.
         taken: Counter of the tiles that blocks took.
     """

@@ -231,6 +231,8 @@ def _write(call: Call, own: Own, state: State) -> None:
     if spec.sinks:
         sinks = call.operands["sinks"]
         sink = sinks[own.item.row(sinks), own.item.head] * LOG2E
+        if call.plan.split.tiles:  # a tile has its sink once
+            sink = jnp.where(lax.rem(own.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
         top = jnp.maximum(peak, sink)
         fade = jnp.exp2(peak - top)
         total, peak = total * fade + jnp.exp2(sink - top), top
@@ -238,13 +240,31 @@ def _write(call: Call, own: Own, state: State) -> None:
     some = total > 0
     inverse = 1 / jnp.where(some, total, 1)
     lse = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+    output = output * over_columns(inverse, output.shape)
+    if call.plan.split.tiles:
+        pl.when(own.item.part < 0)(lambda: _write_tile(call, own, output, lse))
+        pl.when(own.item.part >= 0)(lambda: _write_part(call, own, output, lse))
+    else:
+        _write_tile(call, own, output, lse)
+
+
+def _write_tile(call: Call, own: Own, output: Any, lse: Any) -> None:
+    """Writes the rows of a whole tile that lie within the arrays, by way of shared memory."""
     outputs, sums = call.shared.q.at[own.buffer], call.shared.lse.at[own.buffer]
-    outputs[...] = (output * over_columns(inverse, output.shape)).astype(spec.dtype)
+    outputs[...] = output.astype(call.spec.dtype)
     sums[...] = lse
     plgpu.commit_smem()
     item, rows = own.item, pl.ds(own.row, ROWS)
     plgpu.copy_smem_to_gmem(outputs, call.outputs[0].at[item.batch, rows, item.head])
     plgpu.copy_smem_to_gmem(sums, call.outputs[1].at[item.batch, item.head, rows])
+
+
+def _write_part(call: Call, own: Own, output: Any, lse: Any) -> None:
+    """Writes the rows of a part of a tile, in float32."""
+    _, _, outputs, sums = call.outputs
+    rows = pl.ds(own.row - own.item.tile * call.tile.queries, ROWS)
+    outputs[own.item.part, rows] = output
+    sums[own.item.part, rows] = lse
 
 
 def _free_queries(call: Call, buffer: Any) -> None:

@@ -5,6 +5,8 @@ tiles come first where they are longer. Blocks that own one tile own that of the
 multiprocessor, and take the next tile of the list that nobody has taken: how long tiles take, which may depend on
 segment ids, need not be known, and a block fetches for its next tile while it finishes the last.
 
+Where all tiles are equally long, the last ones may be several items of the list, with a part of the visits each.
+
 Where blocks wait for earlier ones of their head, and later tiles are shorter, the list is folded: then the blocks of a
 head begin evenly.
 """
@@ -21,6 +23,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
+from ejkernel_pallas.gpu.tiled_attention.split_keys import WHOLE, Split, make_split
+
 I32 = jnp.int32
 CACHE = 32 * 2**20
 """Bytes of keys and values, or of what else the blocks of a bundle share, that the second-level cache is to hold."""
@@ -34,11 +38,12 @@ class Plan:
         heads: Heads of a batch row.
         tiles: Tiles of a head.
         bundle: Heads whose tiles are worked on together; divides the heads of all batch rows.
-        items: Tiles of all heads.
+        items: Length of the list: tiles of all heads, those that are split by their parts.
         blocks: Thread blocks of the grid.
         reverse: Whether later tiles are longer and come first.
         dealt: Whether blocks take one tile after the other.
         folded: Whether the later half of a bundle's tiles alternates with the earlier half of the next bundle's.
+        split: The last tiles of the list, each of which is several items.
     """
 
     heads: int
@@ -49,22 +54,46 @@ class Plan:
     reverse: bool
     dealt: bool
     folded: bool = False
+    split: Split = WHOLE
+
+    @property
+    def whole(self) -> int:
+        """Items that are all of a tile."""
+        return self.items - self.split.tiles * self.split.parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One tile of one head."""
+    """One tile of one head, or a part of its visits.
+
+    Attributes:
+        batch: Batch row.
+        head: Head.
+        tile: Tile.
+        part: Number among the parts of all tiles that are split; below zero for a whole tile.
+    """
 
     batch: Any
     head: Any
     tile: Any
+    part: Any
 
     def row(self, operand: Any) -> Any:
         """The row of an operand that is its batch row's: its only one, where all rows share it."""
         return I32(0) if operand.shape[0] == 1 else self.batch
 
 
-def make_plan(tiles: int, *, batch: int, heads: int, reverse: bool, head_bytes: int, group: int, dealt: bool) -> Plan:
+def make_plan(
+    tiles: int,
+    *,
+    batch: int,
+    heads: int,
+    reverse: bool,
+    head_bytes: int,
+    group: int,
+    dealt: bool,
+    visits: int | None = None,
+) -> Plan:
     """A plan for the device in use.
 
     Args:
@@ -75,12 +104,14 @@ def make_plan(tiles: int, *, batch: int, heads: int, reverse: bool, head_bytes: 
         head_bytes: Bytes that all tiles of a head, or of `group` of them, read.
         group: Heads that read the same.
         dealt: Whether blocks take one tile after the other, or own one each.
+        visits: Of every tile, if they are known to take equally long; then the last tiles may be split.
     """
     fitting = max(1, CACHE // head_bytes) * group
     bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
-    items = batch * heads * tiles
+    split = make_split(batch * heads * tiles, visits, multiprocessors()) if visits else WHOLE
+    items = batch * heads * tiles + split.tiles * (split.parts - 1)
     blocks = min(multiprocessors(), items) if dealt else items
-    return Plan(heads, tiles, bundle, items, blocks, reverse, dealt)
+    return Plan(heads, tiles, bundle, items, blocks, reverse, dealt, split=split)
 
 
 def multiprocessors() -> int:
@@ -111,18 +142,31 @@ def take(plan: Plan, taken: Any, place: Any) -> None:
 
 
 def visits(plan: Plan, table: Any, number: Any) -> tuple[Any, ...]:
-    """First, clear, unclear and last visit of the tile with a number; of any tile for a number beyond the last."""
+    """First, clear, unclear and last visit of the item with a number; of any item for a number beyond the last."""
     owned = item(plan, jnp.minimum(number, plan.items - 1))
-    return tuple(table[owned.row(table), owned.tile, n] for n in range(4))
+    found = tuple(table[owned.row(table), owned.tile, n] for n in range(4))
+    return _shared(plan, owned, *found) if plan.split.tiles else found
+
+
+def _shared(plan: Plan, owned: Item, first: Any, clear: Any, unclear: Any, last: Any) -> tuple[Any, ...]:
+    """Of a tile's visits those of an item."""
+    whole = owned.part < 0
+    part = jnp.where(whole, 0, lax.rem(owned.part, I32(plan.split.parts)))
+    parts = jnp.where(whole, 1, I32(plan.split.parts))
+    start, stop = (first + lax.div((last - first) * (part + n), parts) for n in range(2))
+    return start, jnp.clip(clear, start, stop), jnp.clip(unclear, start, stop), stop
 
 
 def item(plan: Plan, number: Any) -> Item:
-    """The tile that has a number in the list of all."""
+    """What has a number in the list of all."""
+    part = number - plan.whole
+    if plan.split.tiles:
+        number = jnp.minimum(number, plan.whole) + lax.div(jnp.maximum(part, 0), I32(plan.split.parts))
     number = _unfolded(plan, number) if plan.folded else number
     bundle, number = _divided(number, plan.bundle * plan.tiles)
     tile, number = _divided(number, plan.bundle)
     batch, head = _divided(bundle * plan.bundle + number, plan.heads)
-    return Item(batch, head, plan.tiles - 1 - tile if plan.reverse else tile)
+    return Item(batch, head, plan.tiles - 1 - tile if plan.reverse else tile, part)
 
 
 def _unfolded(plan: Plan, number: Any) -> Any:

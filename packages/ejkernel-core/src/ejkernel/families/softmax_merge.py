@@ -5,6 +5,7 @@ With `lse_n = log(sum_j exp(s_j))` and `o_n = sum_j exp(s_j - lse_n) v_j` over t
     lse = log(sum_n exp(lse_n)),    o = sum_n exp(lse_n - lse) o_n
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,15 +24,15 @@ class Partial(NamedTuple):
     lse: jax.Array
 
 
-def merge(one: Partial, other: Partial) -> Partial:
-    """Attention to the keys of both."""
-    peak = jnp.maximum(one.lse, other.lse)
+def merge(*parts: Partial) -> Partial:
+    """Attention to the keys of all parts."""
+    peak = functools.reduce(jnp.maximum, (part.lse for part in parts))
     shift = jnp.where(peak == -jnp.inf, 0, peak)
-    masses = [jnp.exp(part.lse - shift) for part in (one, other)]
-    total = masses[0] + masses[1]
+    masses = [jnp.exp(part.lse - shift) for part in parts]
+    total = jnp.asarray(sum(masses))
     some = total > 0
     shares = [mass / jnp.where(some, total, 1) for mass in masses]
-    output = sum(_by_row(share) * part.output for share, part in zip(shares, (one, other), strict=True))
+    output = sum(_by_row(share) * part.output for share, part in zip(shares, parts, strict=True))
     lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + shift, -jnp.inf)
     return Partial(jnp.asarray(output), lse)
 

@@ -1,0 +1,85 @@
+"""Tiles of queries whose keys several blocks share: every visit is some block's, and parts make the whole."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops import FwdParams
+from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel_pallas.gpu.tiled_attention.forward import forward
+from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
+from ejkernel_pallas.gpu.tiled_attention.split_keys import WHOLE, Split, make_split, merged
+from ejkernel_pallas.gpu.tiled_attention.tiles import FORWARD
+from ejkernel_pallas.gpu.tiled_attention.visits import key_visits
+
+
+@pytest.mark.parametrize(
+    ("tiles", "visits", "split"),
+    [
+        (4096, 64, Split(4, 32)),  # B4 S8192 H16 D128
+        (16, 256, Split(16, 8)),  # fewer tiles than blocks
+        (132, 64, WHOLE),  # whole waves
+        (116, 16, WHOLE),  # parts would take more waves
+        (4, 8, WHOLE),  # less is saved than parts cost
+        (4, 1, WHOLE),
+    ],
+)
+def test_the_last_wave_is_split_where_that_saves_time(tiles, visits, split):
+    assert make_split(tiles, visits, 132) == split
+
+
+@pytest.mark.parametrize(("batch", "heads", "queries", "keys"), [(1, 5, 700, 8000), (2, 3, 128, 6000)])
+def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
+    monkeypatch.setattr(schedule, "multiprocessors", lambda: 12)
+    q, k = (jax.ShapeDtypeStruct((batch, n, heads, 128), jnp.bfloat16) for n in (queries, keys))
+    spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
+    table = key_visits(spec, None, 128, 128)
+    count = -(-keys // 128)
+    plan = schedule.make_plan(
+        table.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, dealt=True, visits=count
+    )
+    assert plan.split.tiles
+    found, parts, at = collections.Counter(), [], jnp.asarray(table)
+    for number in range(plan.items):
+        item = schedule.item(plan, jnp.int32(number))
+        first, clear, unclear, last = (int(x) for x in schedule.visits(plan, at, jnp.int32(number)))
+        assert first < last
+        assert [n for n in range(first, last) if not clear <= n < unclear] == ([count - 1] if last == count else [])
+        found.update((int(item.batch), int(item.head), int(item.tile), n) for n in range(first, last))
+        parts += [int(item.part)] if item.part >= 0 else []
+    assert set(found.values()) == {1}
+    assert len(found) == batch * heads * table.shape[1] * count
+    assert parts == list(range(plan.split.tiles * plan.split.parts))
+
+
+def test_parts_make_the_whole():
+    rng = np.random.default_rng(0)
+    scores, values = rng.normal(size=(2, 7, 24)), rng.normal(size=(2, 24, 8))
+    scores[1, :, :6] = scores[1, 3] = -np.inf  # a part that attends to nothing, and a query
+    weights = np.exp(scores)
+    total = weights.sum(axis=-1)
+    want = np.einsum("tqk,tkd->tqd", weights, values) / np.where(total > 0, total, 1)[..., None]
+    masses = weights.reshape(2, 7, 4, 6).swapaxes(1, 2)
+    sums = masses.sum(axis=-1)
+    parts = np.einsum("tpqk,tpkd->tpqd", masses, values.reshape(2, 4, 6, 8)) / np.where(sums > 0, sums, 1)[..., None]
+    with np.errstate(divide="ignore"):
+        output, lse = merged(jnp.asarray(parts), jnp.asarray(np.log(sums)))
+        np.testing.assert_allclose(lse, np.log(total), rtol=1e-6)
+    np.testing.assert_allclose(output, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", FORWARD)
+def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
+    monkeypatch.setattr(schedule, "multiprocessors", lambda: 132)
+    q, k = (jax.ShapeDtypeStruct((1, n, 8, size), jnp.bfloat16) for n in (100, 4001))
+    sinks = jax.ShapeDtypeStruct((8,), jnp.float32)
+    record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, softmax_aux=sinks)
+    (queries, keys, stages), *_ = FORWARD[size]
+    params = FwdParams(q_blocksize=queries, kv_blocksize=keys, num_stages=stages)
+    text = jax.jit(lambda record: forward(record, params)).trace(record).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert f"tensor<{8 * 16}x{queries}x{size}xf32>" in text
