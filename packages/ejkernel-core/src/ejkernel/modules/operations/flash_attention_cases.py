@@ -81,6 +81,7 @@ PLAIN = Sizes()
 PACKED = Sizes(b=1, t=129, s=129)
 CROSS = Sizes(t=40, s=63)
 HALF = Sizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
+LONG = Sizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
 WIDE = Sizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
@@ -151,6 +152,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
         ("sliding_window",),
         (),
     ),
+    ("bfloat16, few queries and many keys", LONG, lambda k: _sinks(k, (2,)), ("softmax_aux",), ()),
     (
         "bfloat16, causal window and bias",
         HALF,

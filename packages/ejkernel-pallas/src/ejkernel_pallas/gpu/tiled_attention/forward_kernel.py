@@ -99,12 +99,14 @@ def _own_tile(call: Call, carry: Any) -> Any:
     end = _own_end(call, own, start, stop)
     if call.tile.cuts(spec):
         clear, unclear = jnp.maximum(clear, start + 1), jnp.maximum(unclear, start + 1)
+        if call.tile.spare(spec):
+            clear, unclear = jnp.minimum(clear, end), jnp.minimum(unclear, end)
         if spec.opens_masked:
             state = lax.fori_loop(start + 1, clear, functools.partial(visit, "opens"), state)
         state = lax.fori_loop(clear, unclear, functools.partial(visit, None), state)
         state = lax.fori_loop(unclear, end, functools.partial(visit, "closes"), state)
     else:
-        state = lax.fori_loop(start + 1, stop, functools.partial(visit, None), state)
+        state = lax.fori_loop(start + 1, end, functools.partial(visit, None), state)
     _write(call, own, _finish(call, state))
     step = state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_leave_out, call), state.count)
     if call.tile.buffers == 1:
@@ -114,10 +116,11 @@ def _own_tile(call: Call, carry: Any) -> Any:
 
 def _own_end(call: Call, own: Own, start: Any, stop: Any) -> Any:
     """Where the tiles of keys end that a warpgroup's queries see something of; they visit the first in any case."""
-    if call.spec.right is None or not call.tile.uneven(call.spec):
-        return stop
-    last = own.row + (ROWS - 1 + call.spec.right)
-    return jnp.clip(lax.div(last, I32(call.tile.keys)) + 1, start + 1, stop)
+    spec, end = call.spec, stop
+    if spec.right is not None and call.tile.uneven(spec):
+        last = own.row + (ROWS - 1 + spec.right)
+        end = jnp.clip(lax.div(last, I32(call.tile.keys)) + 1, start + 1, stop)
+    return jnp.where(own.row < spec.queries, end, start + 1) if call.tile.spare(spec) else end
 
 
 def _begin(call: Call, own: Own, start: Any, step: Any) -> State:

@@ -60,6 +60,10 @@ class ForwardTile:
         ends = ((row + spec.right, row + self.queries - ROWS + spec.right) for row in self._last_rows())
         return any(first // self.keys != last // self.keys for first, last in ends)
 
+    def spare(self, spec: Spec) -> bool:
+        """Whether the last block of a head has fewer queries than would give each of its warpgroups some."""
+        return 0 < spec.queries % self.queries <= self.queries - ROWS
+
     def _last_rows(self) -> range:
         """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
         return range(ROWS - 1, self.queries * self.keys, self.queries)
