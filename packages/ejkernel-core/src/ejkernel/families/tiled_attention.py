@@ -135,6 +135,19 @@ def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledA
     return dataclasses.replace(record, **moved)
 
 
+def dropout_numbers(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+    """Dropout's numbers of rows [B, H, T] and of columns [1, S], uint32, of a record with a seed.
+
+    They cost more than what a kernel makes of them, and are made once before it.
+    """
+    (b, t, h, _), s = record.query.shape, record.key.shape[1]
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
+    assert record.dropout_seed is not None  # the caller looked
+    rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
+    return rows, dropout.column_keys(key)[None]
+
+
 def sinks_gradient(pullback: Pullback, delta: jax.Array) -> jax.Array:
     """Gradient of the sinks, [H]: `-sum_i exp(sink_h - lse_i) delta_i`.
 

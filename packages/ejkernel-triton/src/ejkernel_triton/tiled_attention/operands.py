@@ -1,10 +1,8 @@
 """A record's arrays as the kernels take them: what is absent is None."""
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.families import dropout
-from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
 
 
 def operands(record: TiledAttention) -> tuple[jax.Array | None, ...]:
@@ -21,16 +19,5 @@ def operands(record: TiledAttention) -> tuple[jax.Array | None, ...]:
         record.bias,
         record.mask,
         None if record.softmax_aux is None else record.softmax_aux[None],
-        *_dropped(record),
+        *(dropout_numbers(record) if record.dropout_prob > 0.0 else (None, None)),
     )
-
-
-def _dropped(record: TiledAttention) -> tuple[jax.Array | None, jax.Array | None]:
-    """Dropout's numbers of rows and of columns, which cost more than what the kernels make of them."""
-    if record.dropout_prob == 0.0 or record.dropout_seed is None:
-        return None, None
-    (b, t, h, _), s = record.query.shape, record.key.shape[1]
-    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
-    batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
-    rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
-    return rows, dropout.column_keys(key)[None]

@@ -11,6 +11,7 @@ from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel_pallas.gpu.tiled_attention.dropped import numbers
 from ejkernel_pallas.gpu.tiled_attention.extents import extent
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, Shared
 from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
@@ -108,6 +109,7 @@ def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
     operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
+    operands |= numbers(record, tile.queries, tile.keys)
     keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
     return {"q": whole(record.query, ROWS)} | keys | operands
 
@@ -120,9 +122,9 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
         "k": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
         "v": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
         "lse": plgpu.SMEM((queries, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments, num_barriers=queries),
+        "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.drops, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
-        "k_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
+        "k_full": plgpu.Barrier(num_arrivals=1 + spec.drops, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "v_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
@@ -130,6 +132,9 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
         "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
     }
+    if spec.drops:
+        made["q_numbers"] = plgpu.SMEM((queries, ROWS), jnp.uint32)
+        made["k_numbers"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
     if spec.segments:
         made["v_raw"] = plgpu.Barrier(num_arrivals=1)
         made["ranges"] = plgpu.SMEM((queries, 2, ROWS), jnp.int32)

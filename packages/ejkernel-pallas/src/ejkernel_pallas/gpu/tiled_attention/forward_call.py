@@ -32,6 +32,9 @@ class Shared:
         number: Numbers of the tiles that the block owns in even and in odd turns, [2].
         number_full: They are there.
         number_free: They have been read.
+        q_numbers: Of queries, for dropout, [buffers * warpgroups, 64], or None.
+        k_numbers: Of keys, [stages + 1, block], or None. They are there with the keys, and are read when those need not
+            be there any more: while another stage has its keys read.
         ranges: First and last key of every query where there are segment ids, [buffers * warpgroups, 2, 64], or None.
         v_raw: Values that have padding among them are there, or None.
     """
@@ -49,6 +52,8 @@ class Shared:
     number: Any
     number_full: Any
     number_free: Any
+    q_numbers: Any = None
+    k_numbers: Any = None
     ranges: Any = None
     v_raw: Any = None
 
@@ -78,6 +83,10 @@ class Call:
     def slot(self, count: Any) -> Any:
         """The stage that a visit's keys and values are in."""
         return lax.rem(count, I32(self.tile.stages))
+
+    def numbers(self, count: Any) -> Any:
+        """Dropout's numbers of a visit's keys."""
+        return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
 
     def buffer(self, turn: Any, warpgroup: Any) -> Any:
         """The buffer that the queries of a turn are in."""

@@ -46,6 +46,8 @@ def _fetch_visited(call: Call, item: schedule.Item, what: str, index: Any, count
     there = full.at[slot] if there is None else there
     source = call.operands[what]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
+    if what == "k" and call.spec.drops:
+        plgpu.copy_gmem_to_smem(call.operands["k_numbers"].at[0, rows], call.numbers(count), there)
 
 
 def _fetch_values(call: Call, item: schedule.Item, index: Any, count: Any) -> None:
@@ -75,6 +77,9 @@ def _fetch_queries(call: Call, item: schedule.Item, turn: Any, warpgroup: int) -
     rows, full = pl.ds(item.tile * call.tile.queries + warpgroup * ROWS, ROWS), shared.q_full.at[buffer]
     source = call.operands["q"]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, item.head], shared.q.at[buffer], full)
+    if call.spec.drops:
+        numbers = call.operands["q_numbers"]
+        plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), item.head, rows], shared.q_numbers.at[buffer], full)
     if call.spec.segments:
         ranges = call.operands["ranges"]
         plgpu.copy_gmem_to_smem(ranges.at[item.row(ranges), :, rows], shared.ranges.at[buffer], full)

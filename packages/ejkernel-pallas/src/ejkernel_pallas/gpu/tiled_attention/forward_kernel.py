@@ -16,6 +16,7 @@ from jax import lax
 
 from ejkernel_pallas.gpu.tiled_attention import arrays, forward_rows, masking, products, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_columns
+from ejkernel_pallas.gpu.tiled_attention.dropped import where_kept
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward_fetch import fetch_tile
 from ejkernel_pallas.gpu.tiled_attention.ranges import MIXED
@@ -133,6 +134,7 @@ def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
     scores = _masked(call, own, start, cut, scores)
     peak, total = arrays.full_rows(ROWS, 0.0 if call.spec.settled else LOWEST), arrays.full_rows(ROWS, 0.0)
     peak, total, weights, _ = forward_rows.exponentiate(call.spec, scores, peak, total, cut is None)
+    weights = _kept(call, own, step, weights)
     return State(step + 1, arrays.full_tile((ROWS, call.spec.size)), peak, total, _narrow(call, weights))
 
 
@@ -154,7 +156,8 @@ def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
         scores = products.finish(scores, under_way=1)
         plgpu.barrier_arrive(shared.k_free.at[slot])
         scores = _masked(call, own, index, cut, scores)
-        new = forward_rows.exponentiate(call.spec, scores, state.peak, state.total, cut is None)
+        peak, total, weights, fade = forward_rows.exponentiate(call.spec, scores, state.peak, state.total, cut is None)
+        new = peak, total, _kept(call, own, state.count, weights), fade
         for ref, value in zip(row_refs, new, strict=True):
             ref[...] = value
 
@@ -205,6 +208,14 @@ def _segment_range(call: Call, own: Own, key: Any) -> tuple[Any, Any, masking.Mi
     return first - key, last - key, masking.Mixed(mixed.astype(jnp.int32), rows, columns)
 
 
+def _kept(call: Call, own: Own, count: Any, weights: Any) -> Any:
+    """Weights with zeros in place of those that dropout drops."""
+    if not call.spec.drops:
+        return weights
+    rows, columns = arrays.load_rows(call.shared.q_numbers.at[own.buffer]), arrays.load_columns(call.numbers(count))
+    return where_kept(call.spec, rows, columns, (weights, 0.0))[0]
+
+
 def _narrow(call: Call, weights: Any) -> Any:
     """Weights as the next product takes them.
 
@@ -241,7 +252,7 @@ def _write(call: Call, own: Own, state: State) -> None:
         total, peak = total * fade + jnp.exp2(sink - top), top
         output = output * over_columns(fade, output.shape)
     some = total > 0
-    inverse = 1 / jnp.where(some, total, 1)
+    inverse = spec.kept / jnp.where(some, total, 1)
     lse = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
     output = output * over_columns(inverse, output.shape)
     if call.plan.split.tiles:

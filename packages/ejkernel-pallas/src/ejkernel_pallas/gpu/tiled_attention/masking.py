@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32, pair, scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.registers import as_int32, constant, i32, pair, scalar, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -198,7 +198,7 @@ def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
         word, bit = divmod(place, WORD)
         for own, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
-            own[word] = arith.ori(own[word], arith.select(same, constant(_signed(1 << bit)), constant(0)))
+            own[word] = arith.ori(own[word], arith.select(same, constant(as_int32(1 << bit)), constant(0)))
     return [*words[0], *words[1]]
 
 
@@ -215,12 +215,7 @@ def _kept(tile: Any, words: list[list[Any]]) -> Any:
         kept: list[Any] = []
         for n, score in enumerate(pair(register)):
             word, bit = divmod(2 * eight + n, WORD)
-            found = arith.andi(words[half][word], constant(_signed(1 << bit)))
+            found = arith.andi(words[half][word], constant(as_int32(1 << bit)))
             kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, constant(0)), score, lowest))
         registers.append(vector.from_elements(register.type, kept))
     return with_registers(tile, registers)
-
-
-def _signed(word: int) -> int:
-    """The int32 that has the bits of a word."""
-    return word - 2**WORD if word >= 2 ** (WORD - 1) else word

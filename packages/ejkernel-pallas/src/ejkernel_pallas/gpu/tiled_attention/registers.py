@@ -17,6 +17,11 @@ def constant(value: int) -> Any:
     return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
 
 
+def as_int32(word: int) -> int:
+    """The int32 that has the bits of a word."""
+    return word - 2**32 if word >= 2**31 else word
+
+
 def number(value: float) -> Any:
     """Likewise, float32."""
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))

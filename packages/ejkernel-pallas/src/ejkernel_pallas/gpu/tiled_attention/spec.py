@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.families import dropout
 from ejkernel.families.tiled_attention import TiledAttention, band
 
 LOG2E = math.log2(math.e)
@@ -34,6 +35,8 @@ class Spec:
         right: Band: `k - q <= right`; None is open.
         segments: Whether there are segment ids.
         sinks: Whether there are sinks.
+        threshold: Dropout drops where a row's number times a column's is below; None without dropout.
+        kept: Factor on the weights that dropout keeps.
     """
 
     batch: int
@@ -49,6 +52,8 @@ class Spec:
     right: int | None
     segments: bool
     sinks: bool
+    threshold: int | None
+    kept: float
 
     @property
     def group(self) -> int:
@@ -59,6 +64,11 @@ class Spec:
     def bounded(self) -> bool:
         """Whether some pair of indices may not attend."""
         return self.left is not None or self.right is not None or self.segments
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped."""
+        return self.threshold is not None
 
     @property
     def opens_masked(self) -> bool:
@@ -129,4 +139,6 @@ def make_spec(record: TiledAttention) -> Spec:
         right=right,
         segments=record.q_segment_ids is not None and record.kv_segment_ids is not None,
         sinks=record.softmax_aux is not None,
+        threshold=dropout.threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
+        kept=1.0 / (1.0 - record.dropout_prob),
     )

@@ -86,7 +86,8 @@ def forward_bytes(tile: ForwardTile, size: int) -> int:
     """Shared memory of the forward kernel."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     rows = tile.buffers * tile.queries + 2 * tile.stages * tile.keys
-    return rows * size * itemsize + 3 * tile.buffers * tile.queries * 4
+    numbers = (tile.stages + 1) * tile.keys  # of queries and keys, for dropout
+    return rows * size * itemsize + (4 * tile.buffers * tile.queries + numbers) * 4
 
 
 @dataclasses.dataclass(frozen=True)

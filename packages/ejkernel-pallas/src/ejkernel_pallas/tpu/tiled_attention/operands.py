@@ -162,10 +162,5 @@ def _dropped(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
 
     Only the columns' top bits are flipped. As rows have odd numbers, so is the top bit of every product, and no other.
     """
-    (b, t, h, _), s = record.query.shape, record.key.shape[1]
-    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
-    batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
-    assert record.dropout_seed is not None  # the caller looked
-    row_keys = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
-    column_keys = dropout.column_keys(key)[None] ^ jnp.uint32(2**31)
-    return row_keys.astype(jnp.int32), column_keys.astype(jnp.int32)
+    row_keys, column_keys = dropout_numbers(record)
+    return row_keys.astype(jnp.int32), (column_keys ^ jnp.uint32(2**31)).astype(jnp.int32)

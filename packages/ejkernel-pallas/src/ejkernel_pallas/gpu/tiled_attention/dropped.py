@@ -1,0 +1,69 @@
+"""Which weights of a tile dropout keeps: numbers of rows and columns, made before a kernel, say so.
+
+A weight takes a multiplication, a comparison and a selection. That kept ones are larger is left to what is done once a
+row.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir.dialects import arith, vector
+
+from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
+from ejkernel_pallas.gpu.tiled_attention.masking import COLUMNS, ROWS
+from ejkernel_pallas.gpu.tiled_attention.registers import as_int32, constant, pair, scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+
+
+def numbers(record: TiledAttention, queries: int, keys: int) -> dict[str, jax.Array]:
+    """Uint32 of queries [B, H, T] and of keys [1, S], up to whole tiles, by the kernels' names; none without dropout.
+
+    Args:
+        record: The call.
+        queries: Of a tile.
+        keys: Likewise.
+    """
+    if record.dropout_prob == 0.0:
+        return {}
+    made = dropout_numbers(record)
+    padding = [[(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(made, (queries, keys), strict=True)]
+    return {name: jnp.pad(x, n) for name, x, n in zip(("q_numbers", "k_numbers"), made, padding, strict=True)}
+
+
+def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
+    """Tiles that have one thing where dropout keeps a weight, and another where it drops it.
+
+    Comparisons are scalar: Mosaic's own, of pairs, have their results in bytes, and twice as many instructions.
+
+    Args:
+        spec: The kernel's constants.
+        rows: Uint32 numbers of the rows.
+        columns: Uint32 numbers of the columns.
+        choices: For every tile what it has of kept ones, and what of dropped ones: float32 [rows, columns], or a number.
+    """
+    shape = rows.shape[0], columns.shape[0]
+    tiles = [plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA) for both in choices for x in both]
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROWS, COLUMNS, *(plgpu.Layout.WGMMA for _ in tiles)),
+        return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA) for _ in choices),
+    )
+    def select(_: Any, rows: Any, columns: Any, *tiles: Any) -> Any:
+        own, met = [scalar(x) for x in rows.registers.flat], [pair(x) for x in columns.registers.flat]
+        made: list[list[Any]] = [[] for _ in choices]
+        for place, registers in enumerate(zip(*(tile.registers.flat for tile in tiles), strict=True)):
+            eight, half = divmod(place, 2)
+            kept = [_keeps(spec, own[half], number) for number in met[eight]]
+            for n, registers_made in enumerate(made):
+                both = zip(kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
+                values = [arith.select(condition, x, y) for condition, x, y in both]
+                registers_made.append(vector.from_elements(registers[0].type, values))
+        return tuple(with_registers(tiles[0], values) for values in made)
+
+    return select(rows, columns, *tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _keeps(spec: Spec, row: Any, column: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.uge, arith.muli(row, column), constant(as_int32(spec.threshold)))
