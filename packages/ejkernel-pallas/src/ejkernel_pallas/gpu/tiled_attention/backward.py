@@ -31,6 +31,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.gpu.tiled_attention import pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.backward_call import Call
 from ejkernel_pallas.gpu.tiled_attention.backward_kernel import backward_kernel
+from ejkernel_pallas.gpu.tiled_attention.dropped import numbers
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, WARPGROUPS, BackwardTile, backward_tile
@@ -82,7 +83,8 @@ def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Opera
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
     operands |= {"k": whole(record.key, ROWS), "v": whole(record.value, ROWS)}
-    operands |= {"shift": jnp.pad(shift, padding, constant_values=jnp.inf), "delta": jnp.pad(-delta, padding)}
+    operands |= {"shift": jnp.pad(shift, padding, constant_values=jnp.inf), "delta": jnp.pad(-delta / spec.kept, padding)}
+    operands |= numbers(record, tile.queries, tile.keys)
     if spec.segments:
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
@@ -98,7 +100,7 @@ def _gradients(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, 
     plan, by_head = _plan(visits, spec, tile), _by_head(visits, spec, tile)
     run = functools.partial(_run, spec, tile, plan, by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
-    dq = dq[:, : spec.queries] * spec.scale
+    dq = dq[:, : spec.queries] * (spec.scale * spec.kept)
     visited = first < visits.shape[1]
     if not (isinstance(visited, np.ndarray) and visited.all()):
         some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=1)[:, : spec.queries, None, None]
@@ -173,10 +175,10 @@ def _run(
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
     outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
     cluster = {pairs.AXIS: tile.members} if tile.wide else None
-    return launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, WARPGROUPS, cluster)
+    return launch(body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster)
 
 
-def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
+def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """Shared memory and barriers, by the names that the kernel knows."""
     made: dict[str, Any] = {
         "k": matrix((tile.parts * tile.owners + tile.shared_parts, ROWS, PART), spec.dtype),
@@ -192,19 +194,21 @@ def _scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
         made[name] = matrix((stages, tile.queries, spec.size), spec.dtype)
         made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.extras(spec, name)), num_barriers=stages)
         made[f"{name}_free"] = _freed(tile, stages)
-    copies = tile.owners * (tile.parts + 1 + tile.has_key_ids(spec)) + tile.shared_parts
+    copies = tile.owners * (tile.parts + 1 + tile.has_key_ids(spec) + tile.has_key_numbers(spec)) + tile.shared_parts
     made["own_full"] = plgpu.Barrier(num_arrivals=copies)
     made["dq_done"] = plgpu.Barrier(num_arrivals=tile.makers)
     made["dq_full"] = plgpu.Barrier(num_arrivals=tile.makers, num_barriers=tile.pieces * tile.adders)
     made["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
-    return made | (_pair_scratch(tile) if tile.wide else _single_scratch(spec, tile))
+    return made | (_pair_scratch(tile) if tile.wide else _single_scratch(spec, tile, operands))
 
 
-def _single_scratch(spec: Spec, tile: BackwardTile) -> dict[str, Any]:
+def _single_scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """What blocks have that own keys by themselves."""
     made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32), "number_full": plgpu.Barrier(num_arrivals=1)}
     for name in tile.extras(spec, "q"):
-        made[name] = plgpu.SMEM((tile.depth, tile.queries), jnp.int32 if name.endswith("ids") else jnp.float32)
+        made[name] = plgpu.SMEM((tile.depth, tile.queries), operands[name].dtype)
+    if tile.has_key_numbers(spec):
+        made["k_numbers"] = plgpu.SMEM((tile.owners, ROWS), jnp.uint32)
     if tile.has_key_ids(spec):
         made["k_ids"] = plgpu.SMEM((tile.owners, ROWS), jnp.int32)
     return made | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}

@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.tiled_attention import arrays, pairs, schedule
+from ejkernel_pallas.gpu.tiled_attention import arrays, dropped, pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_rows
 from ejkernel_pallas.gpu.tiled_attention.backward_call import (
     I32,
@@ -97,10 +97,10 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         key = item.tile * tile.keys + own * ROWS
         row_ids = arrays.load_rows(buffers["k_ids"].at[own]) if mask and spec.segments else None
         hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
-        dk, weights = _weigh(call, own, slot, last, dk, slopes, hide)
-        slopes = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))
+        dk, weights, begun = _weigh(call, own, slot, last, dk, slopes, hide)
+        slopes = begun or [over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))]
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
-        dv, dq, slopes = _slope(call, own, count, dv, slopes, *weights)
+        dv, dq, slopes = _slope(call, own, count, dv, *slopes, *weights)
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
         for half in range(tile.queries // ROWS):
             part = slopes[:, half * ROWS : (half + 1) * ROWS]
@@ -112,7 +112,7 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
     zeros = arrays.full_tile((ROWS, spec.size))
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
     count, dk, dv, slopes = visits(visit, (I32(0), zeros, zeros, nothing), tile.cuts(spec))
-    buffers["v"].at[w][...] = dv.astype(spec.dtype)
+    buffers["v"].at[w][...] = (dv * spec.kept if spec.drops else dv).astype(spec.dtype)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
     dk = _finish(call, w, count, last, dk, slopes)
     _write(call, item, w, dk)
@@ -123,7 +123,7 @@ def _write(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     plgpu.barrier_arrive(buffers["dq_done"])
     plgpu.barrier_wait(buffers["dq_done"])
-    dk = (dk * spec.scale).astype(spec.dtype)
+    dk = (dk * (spec.scale * spec.kept)).astype(spec.dtype)
     for part in range(tile.parts):
         buffers["k"].at[part * WARPGROUPS + w][...] = dk[:, part * PART : (part + 1) * PART]
     plgpu.commit_smem()
@@ -135,17 +135,19 @@ def _write(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any) -> tuple[Any, Any]:
-    """dk with the last visit's part, and, made under its product, this visit's weights.
+def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any) -> tuple[Any, Any, Any]:
+    """dk with the last visit's part, and, made under its product, this visit's weights, and with dropout what `_slope`
+    adds gradients of weights to.
 
     With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
     would not stay in registers.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape = (ROWS, tile.queries)
+    caps = spec.cap is not None
 
     def products(refs: Any) -> None:
-        dk_ref, scores_ref, weights_ref, *bent_refs = refs
+        dk_ref, scores_ref, *made_refs = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
         if tile.weighs_in_turns:
@@ -165,14 +167,32 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
             weights = powers(scores, spec.exponent, shift)
         else:
             weights = jnp.exp2(scores * spec.exponent - shift)
-        weights_ref[...] = weights.astype(spec.dtype)
-        if spec.cap is not None:
-            bent_refs[0][...] = (weights * (1 - capped * capped)).astype(spec.dtype)
+        made = [weights, weights * (1 - capped * capped)] if caps else [weights]
+        if spec.drops:
+            *made, begun = _dropped(call, w, slot, made)
+            made_refs.pop()[...] = begun
+        for ref, value in zip(made_refs, made, strict=True):
+            ref[...] = value.astype(spec.dtype)
 
     initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
-    narrow = [made.astype(spec.dtype)] * (1 if spec.cap is None else 2)
-    dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *narrow))
-    return dk, weights
+    outputs = [made.astype(spec.dtype)] * (1 + caps) + [made] * spec.drops
+    dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *outputs))
+    return dk, weights[: 1 + caps], weights[1 + caps :]
+
+
+def _dropped(call: Call, w: Any, slot: Any, made: list[Any]) -> list[Any]:
+    """Weights, and with a soft cap what they are with its slope, where some are dropped; and what `_slope` begins with.
+
+    A dropped weight p has no part in dv, and its gradient is not <do, v> - delta but -delta, of which dq and dk have p
+    as a factor: there are no registers for p beside the zero. So `_slope` begins with -delta p / tiny, and a factor that
+    is tiny instead of zero makes -delta p of it, beside which <do, v> is lost.
+    """
+    spec, buffers = call.spec, call.buffers
+    rows, columns = (arrays.load_rows(buffers["k_numbers"].at[w]), arrays.load_columns(buffers["q_numbers"].at[slot]))
+    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *made
+    shape, tiny = factors.shape, dropped.TINY[spec.dtype.name]
+    begun = over_rows(delta, shape), factors * over_rows(delta * (1 / tiny), shape)
+    return dropped.where_kept(spec, rows, columns, *((x, 0.0) for x in weights), (factors, tiny), begun)
 
 
 def _slope(
@@ -184,8 +204,9 @@ def _slope(
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape, slot = (ROWS, tile.queries), lax.rem(count, I32(tile.stages["do"]))
-    one = (1 + lax.shift_right_logical(w, I32(8))).astype(spec.dtype)
+    one = 1 + lax.shift_right_logical(w, I32(8))
     weights = _renamed(weights, one)
+    slopes = _renamed(slopes, one) if spec.drops else slopes
 
     def products(refs: Any) -> None:
         dv_ref, slopes_ref, dq_ref, made_ref = refs
@@ -211,7 +232,7 @@ def _renamed(tile: Any, one: Any) -> Any:
     Narrow numbers are made while products are under way, where they take half the registers; but no register that is a
     product's input may be written there.
     """
-    return lax.optimization_barrier(lax.optimization_barrier(tile) * one)
+    return lax.optimization_barrier(lax.optimization_barrier(tile) * one.astype(tile.dtype))
 
 
 def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, slopes: Any) -> Any:

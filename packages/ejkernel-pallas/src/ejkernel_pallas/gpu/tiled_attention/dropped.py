@@ -16,6 +16,9 @@ from ejkernel_pallas.gpu.tiled_attention.masking import COLUMNS, ROWS
 from ejkernel_pallas.gpu.tiled_attention.registers import as_int32, constant, pair, scalar, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
+TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
+"""What the backward pass has instead of zero: far below what sums of weights have digits for. Float16 has no less."""
+
 
 def numbers(record: TiledAttention, queries: int, keys: int) -> dict[str, jax.Array]:
     """Uint32 of queries [B, H, T] and of keys [1, S], up to whole tiles, by the kernels' names; none without dropout.

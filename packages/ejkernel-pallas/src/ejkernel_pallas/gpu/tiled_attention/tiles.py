@@ -200,11 +200,17 @@ class BackwardTile:
 
     def extras(self, spec: Spec, name: str) -> tuple[str, ...]:
         """Arrays with one number for every row that come along with an array."""
-        return () if name == "do" else ("shift", "delta", "q_ids") if spec.segments else ("shift", "delta")
+        if name == "do":
+            return ()
+        return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * spec.drops
 
     def has_key_ids(self, spec: Spec) -> bool:
         """Whether segment ids of keys are in shared memory; pairs of blocks have no room for them."""
         return spec.segments and not self.wide
+
+    def has_key_numbers(self, spec: Spec) -> bool:
+        """Likewise for dropout's numbers of keys."""
+        return spec.drops and not self.wide
 
     def cuts(self, spec: Spec) -> bool:
         """Whether some tile of scores needs masking."""
@@ -219,7 +225,7 @@ def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     slopes, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
     extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
     small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if tile.wide else [1, *extras]
-    small += [tile.keys] if tile.has_key_ids(spec) else []
+    small += [tile.keys] * (tile.has_key_ids(spec) + tile.has_key_numbers(spec))
     return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
