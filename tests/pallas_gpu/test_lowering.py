@@ -14,6 +14,7 @@ from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 HEADS = 4
+DROPOUT = {"dropout_prob": 0.1, "dropout_seed": jax.ShapeDtypeStruct((), jnp.uint32)}
 FEATURES = {
     "full": {},
     "causal": {"causal": True},
@@ -21,6 +22,9 @@ FEATURES = {
     "segments": {"causal": True},
     "soft cap": {"logits_soft_cap": 30.0},
     "sinks": {"causal": True, "softmax_aux": jax.ShapeDtypeStruct((HEADS,), jnp.float32)},
+    "dropout": {"causal": True} | DROPOUT,
+    "dropout, soft cap": {"logits_soft_cap": 30.0} | DROPOUT,
+    "dropout, segments": DROPOUT,
 }
 
 
@@ -28,7 +32,7 @@ def make(size, feature, queries=512, keys=512, dtype=jnp.bfloat16):
     shapes = ((2, queries, HEADS, size), (2, keys, 2, size), (2, keys, 2, size))
     q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     fields = dict(FEATURES[feature])
-    if feature == "segments":
+    if feature.endswith("segments"):
         fields |= {
             "q_segment_ids": jax.ShapeDtypeStruct((2, queries), jnp.int32),
             "kv_segment_ids": jax.ShapeDtypeStruct((2, keys), jnp.int32),
@@ -76,7 +80,7 @@ def test_lengths_that_are_no_whole_tiles_lower(queries, keys, size):
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_candidates_fit_shared_memory(size):
-    record = make(size, "segments")
+    record = make(size, "dropout, segments")
     spec = make_spec(record)
     for params in tiles.candidates(record, H200, "forward"):
         assert tiles.forward_bytes(tiles.forward_tile(params, spec), size) <= tiles.SHARED_MEMORY

@@ -35,6 +35,8 @@ def test_what_it_does_is_not_refused(direction):
         softmax_aux=sinks,
         q_segment_ids=ids,
         kv_segment_ids=ids,
+        dropout_prob=0.1,
+        dropout_seed=jax.ShapeDtypeStruct((), jnp.uint32),
     )
     assert reasons(record, direction=direction, wanted=GRADIENTS | {"softmax_aux"}) == []
 
@@ -46,7 +48,6 @@ def test_what_it_does_is_not_refused(direction):
         ("mask", jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bool_)),
         ("q_positions", jax.ShapeDtypeStruct((1, 256), jnp.int32)),
         ("kv_positions", jax.ShapeDtypeStruct((1, 256), jnp.int32)),
-        ("dropout_prob", 0.1),
         ("normalize_output", False),
         ("logits_dtype", jnp.dtype("bfloat16")),
     ],

@@ -112,7 +112,7 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
     zeros = arrays.full_tile((ROWS, spec.size))
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
     count, dk, dv, slopes = visits(visit, (I32(0), zeros, zeros, nothing), tile.cuts(spec))
-    buffers["v"].at[w][...] = (dv * spec.kept if spec.drops else dv).astype(spec.dtype)
+    buffers["v"].at[w][...] = (dv * spec.kept).astype(spec.dtype)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
     dk = _finish(call, w, count, last, dk, slopes)
     _write(call, item, w, dk)

@@ -25,7 +25,7 @@ def fetch(call: Call, item: schedule.Item, visits: Any) -> None:
         if tile.has_key_ids(call.spec):
             ids = call.operands["k_ids"]
             plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], buffers["k_ids"].at[w], buffers["own_full"])
-        if tile.has_key_numbers(call.spec):
+        if tile.has_numbers(call.spec):
             numbers = call.operands["k_numbers"].at[0, rows]
             plgpu.copy_gmem_to_smem(numbers, buffers["k_numbers"].at[w], buffers["own_full"])
     for part in range(tile.shared_parts):

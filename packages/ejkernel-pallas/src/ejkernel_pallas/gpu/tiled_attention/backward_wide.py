@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.tiled_attention import arrays, pairs, schedule
+from ejkernel_pallas.gpu.tiled_attention import arrays, dropped, pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_rows
 from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call, await_visited, clean, handed_over, hidden
 from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS
@@ -36,21 +36,23 @@ def own_wide(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
 def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
+    row_numbers = arrays.load_rows(call.operands["k_numbers"].at[0, pl.ds(first, ROWS)]) if spec.drops else None
     if spec.segments:
         ids, others = (_key_ids(call, item, member) for member in (call.member, 1 - call.member))
         row_ids = arrays.load_rows(ids)
         clean(ids, *(buffers["k"].at[part] for part in range(tile.parts)))
         clean(others, *(buffers["k"].at[tile.parts + part] for part in range(tile.shared_parts)))
 
-    def visit(cut: bool, _: Any, index: Any, state: Any) -> Any:
+    def visit(cut: bool, head: Any, index: Any, state: Any) -> Any:
         count, dv, rest = state
         slot, place = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
         await_visited(call, count, cut)
         hide = functools.partial(hidden, call, first, row_ids, slot, index) if cut else None
-        weights, bent = _weigh(call, count, slot, rest, hide)
+        numbers = (row_numbers, _query_numbers(call, item, head, index)) if spec.drops else None
+        weights, factors = _weigh(call, count, slot, rest, hide, numbers)
         # Both members have made their parts of dq of what was here before.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[place]))
-        buffers["ds"].at[place][...] = bent.astype(spec.dtype)
+        buffers["ds"].at[place][...] = factors.astype(spec.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(buffers["weights_full"])
         plgpu.barrier_arrive(buffers["q_free"].at[slot])
@@ -72,7 +74,7 @@ def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
     count, dv, rest = visits(visit, start, tile.cuts(spec))
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
-    buffers["v"].at[0][...] = dv.astype(spec.dtype)
+    buffers["v"].at[0][...] = (dv * spec.kept).astype(spec.dtype)
     plgpu.barrier_arrive(buffers["dq_done"])
     plgpu.commit_smem()
     target = call.outputs[1].at[item.batch, pl.ds(first, ROWS), item.head]
@@ -90,8 +92,14 @@ def _key_ids(call: Call, item: schedule.Item, member: Any) -> Any:
     return ids.at[item.row(ids), pl.ds(_first_key(call, item, member), ROWS)]
 
 
-def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any) -> tuple[Any, Any]:
-    """A visit's weights, and what gradients of weights are multiplied with."""
+def _query_numbers(call: Call, item: schedule.Item, head: Any, index: Any) -> Any:
+    """Dropout's numbers of a visit's queries, for which there is no room in shared memory."""
+    numbers, queries = call.operands["q_numbers"], call.tile.queries
+    return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
+
+
+def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any, numbers: Any) -> tuple[Any, Any]:
+    """A visit's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (ROWS, call.tile.queries)
 
     def product(scores_ref: Any) -> None:
@@ -110,7 +118,10 @@ def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any) -> tuple[Any
     if hide is not None:
         scores = hide(scores)
     weights = jnp.exp2(scores * spec.exponent - over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape))
-    return weights, weights if bend is None else weights * bend
+    factors = weights if bend is None else weights * bend
+    if numbers is not None:
+        weights, factors = dropped.where_kept(spec, *numbers, (weights, 0.0), (factors, -factors))
+    return weights, factors
 
 
 def _multiply_slopes(call: Call, count: Any, w: int, dq_ref: Any) -> None:
@@ -179,7 +190,7 @@ def _own_keys(call: Call, item: schedule.Item, visits: Any) -> None:
     last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
     dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, slopes, last))(INITIAL(dk))
     plgpu.barrier_wait(buffers["dq_done"])
-    dk = (dk * spec.scale).astype(spec.dtype)
+    dk = (dk * (spec.scale * spec.kept)).astype(spec.dtype)
     for part in range(tile.parts):
         buffers["k"].at[part][...] = dk[:, part * PART : (part + 1) * PART]
     plgpu.commit_smem()
@@ -208,7 +219,11 @@ def _slope(call: Call, count: Any, dk: Any, slopes: Any, rest: Any) -> tuple[Any
         _multiply_slopes(call, count - 1, 1, dq_ref)
         new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
         plgpu.barrier_wait(buffers["weights_full"])
-        new_ref[...] = (arrays.widened(arrays.load_tile(buffers["ds"].at[place])) * new).astype(spec.dtype)
+        factors = arrays.widened(arrays.load_tile(buffers["ds"].at[place]))
+        if spec.drops:
+            delta = arrays.load_columns(buffers["delta"].at[slot])
+            new, factors = dropped.where_positive(factors, new, delta), jnp.abs(factors)
+        new_ref[...] = (factors * new).astype(spec.dtype)
         plgpu.commit_smem()  # all weights have been read
         plgpu.barrier_arrive(buffers["do_free"].at[0])
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))

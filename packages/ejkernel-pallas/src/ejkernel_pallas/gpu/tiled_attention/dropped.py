@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
 from ejkernel_pallas.gpu.tiled_attention.masking import COLUMNS, ROWS
-from ejkernel_pallas.gpu.tiled_attention.registers import as_int32, constant, pair, scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.registers import as_int32, constant, number, pair, scalar, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
 TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
@@ -58,7 +58,7 @@ def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[
         made: list[list[Any]] = [[] for _ in choices]
         for place, registers in enumerate(zip(*(tile.registers.flat for tile in tiles), strict=True)):
             eight, half = divmod(place, 2)
-            kept = [_keeps(spec, own[half], number) for number in met[eight]]
+            kept = [_keeps(spec, own[half], column) for column in met[eight]]
             for n, registers_made in enumerate(made):
                 both = zip(kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
                 values = [arith.select(condition, x, y) for condition, x, y in both]
@@ -70,3 +70,28 @@ def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[
 
 def _keeps(spec: Spec, row: Any, column: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.uge, arith.muli(row, column), constant(as_int32(spec.threshold)))
+
+
+def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
+    """A tile, but where another one is negative the number of the column.
+
+    Args:
+        signs: Float32 [rows, columns].
+        tile: Likewise.
+        columns: Float32 [columns].
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, COLUMNS),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def select(_: Any, signs: Any, tile: Any, columns: Any) -> Any:
+        made: list[Any] = []
+        for place, registers in enumerate(zip(signs.registers.flat, tile.registers.flat, strict=True)):
+            given = zip(*(pair(x) for x in (*registers, columns.registers.flat[place // 2])), strict=True)
+            negative = arith.CmpFPredicate.OLT
+            values = [arith.select(arith.cmpf(negative, sign, number(0.0)), y, x) for sign, x, y in given]
+            made.append(vector.from_elements(registers[0].type, values))
+        return with_registers(tile, made)
+
+    return select(signs, tile, columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

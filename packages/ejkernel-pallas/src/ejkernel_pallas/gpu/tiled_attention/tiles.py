@@ -202,14 +202,14 @@ class BackwardTile:
         """Arrays with one number for every row that come along with an array."""
         if name == "do":
             return ()
-        return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * spec.drops
+        return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * self.has_numbers(spec)
 
     def has_key_ids(self, spec: Spec) -> bool:
         """Whether segment ids of keys are in shared memory; pairs of blocks have no room for them."""
         return spec.segments and not self.wide
 
-    def has_key_numbers(self, spec: Spec) -> bool:
-        """Likewise for dropout's numbers of keys."""
+    def has_numbers(self, spec: Spec) -> bool:
+        """Likewise for dropout's numbers."""
         return spec.drops and not self.wide
 
     def cuts(self, spec: Spec) -> bool:
@@ -225,7 +225,7 @@ def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     slopes, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
     extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
     small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if tile.wide else [1, *extras]
-    small += [tile.keys] * (tile.has_key_ids(spec) + tile.has_key_numbers(spec))
+    small += [tile.keys] * (tile.has_key_ids(spec) + tile.has_numbers(spec))
     return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
