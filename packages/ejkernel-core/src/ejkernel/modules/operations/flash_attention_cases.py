@@ -189,6 +189,20 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
     ),
     (
+        "bfloat16, dropout and soft cap",
+        HALF,
+        lambda k: {**_dropout(), "logits_soft_cap": 1.5},
+        ("dropout_prob", "dropout_seed", "logits_soft_cap"),
+        (),
+    ),
+    (
+        "bfloat16, heads of 256 and dropout",
+        WIDE,
+        lambda k: {**_segmented(WIDE), **_dropout()},
+        (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed"),
+        (),
+    ),
+    (
         "model",
         Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},
