@@ -83,8 +83,10 @@ def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Opera
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
     operands |= {"k": whole(record.key, ROWS), "v": whole(record.value, ROWS)}
-    operands |= {"shift": jnp.pad(shift, padding, constant_values=jnp.inf), "delta": jnp.pad(-delta / spec.kept, padding)}
-    operands |= numbers(record, tile.queries, tile.keys)
+    operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
+    # Gradients have at their ends what kept weights are larger by.
+    operands["delta"] = jnp.pad(-delta / spec.kept, padding)
+    operands |= numbers(record, spec, tile.queries, tile.keys)
     if spec.segments:
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)

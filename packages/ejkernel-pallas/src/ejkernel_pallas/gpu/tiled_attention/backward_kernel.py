@@ -13,6 +13,7 @@ and it never waits for a block that began after it.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -97,10 +98,13 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         key = item.tile * tile.keys + own * ROWS
         row_ids = arrays.load_rows(buffers["k_ids"].at[own]) if mask and spec.segments else None
         hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
-        dk, weights, begun = _weigh(call, own, slot, last, dk, slopes, hide)
-        slopes = begun or [over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))]
+        dk, *weights = _weigh(call, own, slot, last, dk, slopes, hide)
+        if spec.drops:
+            slopes = weights.pop()
+        else:
+            slopes = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
-        dv, dq, slopes = _slope(call, own, count, dv, *slopes, *weights)
+        dv, dq, slopes = _slope(call, own, count, dv, slopes, *weights)
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
         for half in range(tile.queries // ROWS):
             part = slopes[:, half * ROWS : (half + 1) * ROWS]
@@ -135,12 +139,11 @@ def _write(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any) -> tuple[Any, Any, Any]:
-    """dk with the last visit's part, and, made under its product, this visit's weights, and with dropout what `_slope`
-    adds gradients of weights to.
+def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any) -> tuple[Any, ...]:
+    """dk with the last visit's part, and, made under its product, this visit's weights.
 
     With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
-    would not stay in registers.
+    would not stay in registers. With dropout also what gradients of weights are summed up on top of.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape = (ROWS, tile.queries)
@@ -167,29 +170,32 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
             weights = powers(scores, spec.exponent, shift)
         else:
             weights = jnp.exp2(scores * spec.exponent - shift)
-        made = [weights, weights * (1 - capped * capped)] if caps else [weights]
-        if spec.drops:
-            *made, begun = _dropped(call, w, slot, made)
-            made_refs.pop()[...] = begun
+
+        def factors() -> Iterator[Any]:  # one after the other: weights are narrow before there is more in float32
+            yield weights
+            if caps:
+                yield weights * (1 - capped * capped)
+
+        made = _dropped(call, w, slot, *factors()) if spec.drops else factors()
         for ref, value in zip(made_refs, made, strict=True):
-            ref[...] = value.astype(spec.dtype)
+            ref[...] = value.astype(ref.dtype)
 
     initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
     outputs = [made.astype(spec.dtype)] * (1 + caps) + [made] * spec.drops
     dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *outputs))
-    return dk, weights[: 1 + caps], weights[1 + caps :]
+    return dk, *weights
 
 
-def _dropped(call: Call, w: Any, slot: Any, made: list[Any]) -> list[Any]:
-    """Weights, and with a soft cap what they are with its slope, where some are dropped; and what `_slope` begins with.
+def _dropped(call: Call, w: Any, slot: Any, *given: Any) -> list[Any]:
+    """What `_weigh` makes of a visit's weights, and of these times the cap's slope where there is a cap.
 
-    A dropped weight p has no part in dv, and its gradient is not <do, v> - delta but -delta, of which dq and dk have p
-    as a factor: there are no registers for p beside the zero. So `_slope` begins with -delta p / tiny, and a factor that
-    is tiny instead of zero makes -delta p of it, beside which <do, v> is lost.
+    A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
+    for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
+    their factor is tiny, instead of p: what <do, v> adds is lost, and so is the weight in dv.
     """
     spec, buffers = call.spec, call.buffers
-    rows, columns = (arrays.load_rows(buffers["k_numbers"].at[w]), arrays.load_columns(buffers["q_numbers"].at[slot]))
-    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *made
+    rows, columns = arrays.load_rows(buffers["k_numbers"].at[w]), arrays.load_columns(buffers["q_numbers"].at[slot])
+    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *given
     shape, tiny = factors.shape, dropped.TINY[spec.dtype.name]
     begun = over_rows(delta, shape), factors * over_rows(delta * (1 / tiny), shape)
     return dropped.where_kept(spec, rows, columns, *((x, 0.0) for x in weights), (factors, tiny), begun)

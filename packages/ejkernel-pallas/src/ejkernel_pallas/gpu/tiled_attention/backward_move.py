@@ -26,8 +26,8 @@ def fetch(call: Call, item: schedule.Item, visits: Any) -> None:
             ids = call.operands["k_ids"]
             plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], buffers["k_ids"].at[w], buffers["own_full"])
         if tile.has_numbers(call.spec):
-            numbers = call.operands["k_numbers"].at[0, rows]
-            plgpu.copy_gmem_to_smem(numbers, buffers["k_numbers"].at[w], buffers["own_full"])
+            numbers, target = call.operands["k_numbers"], buffers["k_numbers"].at[w]
+            plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), rows], target, buffers["own_full"])
     for part in range(tile.shared_parts):
         rows = pl.ds(item.tile * tile.keys + (1 - call.member) * ROWS, ROWS)
         columns = pl.ds((call.member * tile.shared_parts + part) * PART, PART)

@@ -36,9 +36,9 @@ def own_wide(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
 def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
-    row_numbers = arrays.load_rows(call.operands["k_numbers"].at[0, pl.ds(first, ROWS)]) if spec.drops else None
+    row_numbers = arrays.load_rows(_of_keys(call, "k_numbers", item, call.member)) if spec.drops else None
     if spec.segments:
-        ids, others = (_key_ids(call, item, member) for member in (call.member, 1 - call.member))
+        ids, others = (_of_keys(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
         row_ids = arrays.load_rows(ids)
         clean(ids, *(buffers["k"].at[part] for part in range(tile.parts)))
         clean(others, *(buffers["k"].at[tile.parts + part] for part in range(tile.shared_parts)))
@@ -86,10 +86,10 @@ def _first_key(call: Call, item: schedule.Item, member: Any) -> Any:
     return item.tile * call.tile.keys + member * ROWS
 
 
-def _key_ids(call: Call, item: schedule.Item, member: Any) -> Any:
-    """Segment ids of a member's keys, in device memory."""
-    ids = call.operands["k_ids"]
-    return ids.at[item.row(ids), pl.ds(_first_key(call, item, member), ROWS)]
+def _of_keys(call: Call, name: str, item: schedule.Item, member: Any) -> Any:
+    """What an operand has of a member's keys, in device memory."""
+    operand = call.operands[name]
+    return operand.at[item.row(operand), pl.ds(_first_key(call, item, member), ROWS)]
 
 
 def _query_numbers(call: Call, item: schedule.Item, head: Any, index: Any) -> Any:
@@ -174,7 +174,7 @@ def _own_keys(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first = _first_key(call, item, call.member)
     if spec.segments:
-        clean(_key_ids(call, item, call.member), buffers["v"].at[0])
+        clean(_of_keys(call, "k_ids", item, call.member), buffers["v"].at[0])
 
     def visit(cut: bool, _head: Any, _index: Any, state: Any) -> Any:
         count, dk, slopes, rest = state

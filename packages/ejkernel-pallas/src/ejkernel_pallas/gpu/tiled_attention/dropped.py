@@ -17,18 +17,23 @@ from ejkernel_pallas.gpu.tiled_attention.registers import as_int32, constant, nu
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
 TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
-"""What the backward pass has instead of zero: far below what sums of weights have digits for. Float16 has no less."""
+"""What the backward pass has instead of zero for a dropped weight: less than sums of weights have digits for.
+
+Float16 has nothing smaller. Where cotangents have one sign, dv is too large there by that times how many are dropped:
+of 32768 keys and a tenth dropped by 0.0002 of itself, of 131072 and half by 0.008.
+"""
 
 
-def numbers(record: TiledAttention, queries: int, keys: int) -> dict[str, jax.Array]:
+def numbers(record: TiledAttention, spec: Spec, queries: int, keys: int) -> dict[str, jax.Array]:
     """Uint32 of queries [B, H, T] and of keys [1, S], up to whole tiles, by the kernels' names; none without dropout.
 
     Args:
         record: The call.
+        spec: Its kernel's constants.
         queries: Of a tile.
         keys: Likewise.
     """
-    if record.dropout_prob == 0.0:
+    if not spec.drops:
         return {}
     made = dropout_numbers(record)
     padding = [[(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(made, (queries, keys), strict=True)]
@@ -44,7 +49,7 @@ def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[
         spec: The kernel's constants.
         rows: Uint32 numbers of the rows.
         columns: Uint32 numbers of the columns.
-        choices: For every tile what it has of kept ones, and what of dropped ones: float32 [rows, columns], or a number.
+        choices: For every tile what it has of kept ones, and of dropped ones: float32 [rows, columns], or a number.
     """
     shape = rows.shape[0], columns.shape[0]
     tiles = [plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA) for both in choices for x in both]

@@ -109,7 +109,7 @@ def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
     operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
-    operands |= numbers(record, tile.queries, tile.keys)
+    operands |= numbers(record, spec, tile.queries, tile.keys)
     keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
     return {"q": whole(record.query, ROWS)} | keys | operands
 

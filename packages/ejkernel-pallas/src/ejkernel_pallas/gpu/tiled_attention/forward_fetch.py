@@ -47,7 +47,8 @@ def _fetch_visited(call: Call, item: schedule.Item, what: str, index: Any, count
     source = call.operands[what]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
     if what == "k" and call.spec.drops:
-        plgpu.copy_gmem_to_smem(call.operands["k_numbers"].at[0, rows], call.numbers(count), there)
+        numbers = call.operands["k_numbers"]
+        plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), rows], call.numbers(count), there)
 
 
 def _fetch_values(call: Call, item: schedule.Item, index: Any, count: Any) -> None:

@@ -35,7 +35,7 @@ class Spec:
         right: Band: `k - q <= right`; None is open.
         segments: Whether there are segment ids.
         sinks: Whether there are sinks.
-        threshold: Dropout drops where a row's number times a column's is below; None without dropout.
+        threshold: Dropout drops where a row's number times a column's is below; 0 without dropout.
         kept: Factor on the weights that dropout keeps.
     """
 
@@ -52,7 +52,7 @@ class Spec:
     right: int | None
     segments: bool
     sinks: bool
-    threshold: int | None
+    threshold: int
     kept: float
 
     @property
@@ -68,7 +68,7 @@ class Spec:
     @property
     def drops(self) -> bool:
         """Whether weights are dropped."""
-        return self.threshold is not None
+        return self.threshold > 0
 
     @property
     def opens_masked(self) -> bool:
@@ -139,6 +139,6 @@ def make_spec(record: TiledAttention) -> Spec:
         right=right,
         segments=record.q_segment_ids is not None and record.kv_segment_ids is not None,
         sinks=record.softmax_aux is not None,
-        threshold=dropout.threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
+        threshold=dropout.threshold(record.dropout_prob),
         kept=1.0 / (1.0 - record.dropout_prob),
     )
