@@ -2,8 +2,8 @@
 
 With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
 
-    dv_j    = sum_i p_ij do_i
-    ds_ij   = p_ij (<do_i, v_j> - delta_i), through the soft cap
+    dv_j    = sum_i dropout_ij p_ij do_i
+    ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i), through the soft cap
     dq_i    = scale sum_j ds_ij k_j
     dk_j    = scale sum_i ds_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i

@@ -162,21 +162,15 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
         if tile.weighs_in_turns:
             pass_turn(WARPGROUPS)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        if spec.cap is not None:
-            scores = jnp.tanh(scores * spec.inner)
-        capped, scores = scores, scores if hide is None else hide(scores)
+        capped = jnp.tanh(scores * spec.inner) if caps else None
+        scores = scores if capped is None else capped
+        scores = scores if hide is None else hide(scores)
         shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
-        if spec.cap is not None and hide is None:
+        if caps and hide is None:
             weights = powers(scores, spec.exponent, shift)
         else:
             weights = jnp.exp2(scores * spec.exponent - shift)
-
-        def factors() -> Iterator[Any]:  # one after the other: weights are narrow before there is more in float32
-            yield weights
-            if caps:
-                yield weights * (1 - capped * capped)
-
-        made = _dropped(call, w, slot, *factors()) if spec.drops else factors()
+        made = _dropped(call, w, slot, *_factors(weights, capped)) if spec.drops else _factors(weights, capped)
         for ref, value in zip(made_refs, made, strict=True):
             ref[...] = value.astype(ref.dtype)
 
@@ -184,6 +178,13 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
     outputs = [made.astype(spec.dtype)] * (1 + caps) + [made] * spec.drops
     dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *outputs))
     return dk, *weights
+
+
+def _factors(weights: Any, capped: Any) -> Iterator[Any]:
+    """Weights, and with a soft cap these times its slope, made when weights are narrow: for both there is no room."""
+    yield weights
+    if capped is not None:
+        yield weights * (1 - capped * capped)
 
 
 def _dropped(call: Call, w: Any, slot: Any, *given: Any) -> list[Any]:
