@@ -195,6 +195,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
         ("dropout_prob", "dropout_seed", "logits_soft_cap"),
         (),
     ),
+    ("bfloat16, dropout of many keys", LONG, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
     (
         "bfloat16, heads of 256 and dropout",
         WIDE,
