@@ -224,10 +224,10 @@ def finish(refs: Refs, head: Any, rows: Rows, spec: Spec) -> None:
     total = refs["total"][head, rows.span, :]
     same = spec.tokens == 1
     total = total * LANES if same else jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), peak.shape)
-    some = (total > 0.0) & (peak > -jnp.inf)
-    total = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, (peak + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
-    factor = jnp.where(some, spec.value_scale / total, 0.0)
+    # The peak has a weight of 1. A row that has seen nothing has a total and sums of 0, and a peak of -inf.
+    total = jnp.maximum(total, 1.0)
+    lse = (peak + jnp.log2(total)) * (1.0 / LOG2E)
+    factor = spec.value_scale / total
     sums = refs["sum"][head, rows.span, :]
     output = refs["output_buffer"]
     output[rows.slot, head, rows.span, :] = (wide(factor, sums.shape[1]) * sums).astype(output.dtype)
