@@ -22,10 +22,7 @@ SPILLED = {
 """Registers that a whole run spills, of some 50 to 200 thousand bundles; all other kernels spill none."""
 
 
-PAGED_SPILLED = {
-    ("v6e", 512): 5216,
-    ("v7x", 1): 32,
-}
+PAGED_SPILLED = {("v7x", 1): 32}
 """The same of paged attention by new tokens of a sequence: of some 70 thousand bundles with 1, 2 million with 512."""
 
 
