@@ -1,5 +1,7 @@
 """What libtpu's compiler makes of attention with the tiles that a chip gets by default: registers and memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,11 +89,11 @@ def test_spills_of_paged_attention(target):
 def ring():
     """Gradients of causal attention over a ring of 8 devices, 4096 tokens each."""
     spec = PartitionSpec(None, "sp")
-    spread = {"in_specs": (spec,) * 3, "out_specs": spec, "axis_name": "sp"}
+    spread: dict[str, Any] = {"in_specs": (spec,) * 3, "out_specs": spec, "axis_name": "sp"}
 
     def gradients(*arrays):
         def total(arrays):
-            mesh = jax.sharding.get_abstract_mesh()
+            mesh: Any = jax.sharding.get_abstract_mesh()
             output = ring_attention(*arrays, causal=True, mesh=mesh, platform="pallas", **spread)
             return output.astype(jnp.float32).sum()
 

@@ -223,7 +223,7 @@ def _add(refs: Refs, part: Part, fade: Any, step: jax.Array) -> None:
     """Fades the sums of a part's rows, and adds to them.
 
     Those of a large product are written where the compiler does not know that they were read. So it fades the next only
-    when it has these: all at once, it would fade some fifty long before there is something to add, and spill them.
+    when it has these: all at once, it would fade some forty long before there is something to add, and spill them.
     """
     number = part.rows.number
     size, same = (number, 0) if number <= ROWS else (SLICE, refs["spans"][0])  # the first part begins at item 0
