@@ -68,6 +68,19 @@ def test_decoding_while_the_block_ahead_is_copied():
     check(record, SINGLE)
 
 
+def test_large_products_in_slices():
+    """Of 144 rows, which are no whole slices of 64; and a sink of -inf, which is none, also where there are no keys."""
+    sizes = Sizes(lens=(300, 40), q_lens=(48, 40), dtype=jnp.bfloat16, g=2, h=6)
+    record = lowered(V2, paged_inputs.v2_inputs, sizes)
+    record = dataclasses.replace(record, softmax_aux=jnp.array([0.5, -jnp.inf, 2.0, -1.0, -jnp.inf, 0.0]))
+    tables = np.array(record.block_tables)
+    tables[1, :] = -1
+    record = dataclasses.replace(record, block_tables=jnp.asarray(tables))
+    params = PageAttentionConfig(q_blocksize=48, kv_blocksize=128)
+    assert make_spec(record, tiles.chosen(record, params)).row_block == 144
+    check(record, params)
+
+
 def test_new_tokens_fill_whole_pages_and_parts_of_them():
     sizes = Sizes(lens=(40, 16, 9), q_lens=(37, 16, 1), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
     record = lowered(V3, paged_inputs.v3_inputs, sizes, softmax_scale=None)

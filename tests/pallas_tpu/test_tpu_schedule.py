@@ -1,11 +1,14 @@
 """What libtpu's compiler makes of attention with the tiles that a chip gets by default: registers and memory."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from ejkernel.modules import flash_attention, ragged_page_attention_v2
+from ejkernel.modules import flash_attention, ragged_page_attention_v2, ring_attention
 from ejkernel_pallas.tpu.profile import CHIPS, Case, Workload, profile_many
 from ejkernel_pallas.tpu.tiled_attention.launch import VMEM_LIMIT
 
@@ -22,10 +25,7 @@ SPILLED = {
 """Registers that a whole run spills, of some 50 to 200 thousand bundles; all other kernels spill none."""
 
 
-PAGED_SPILLED = {
-    ("v6e", 512): 5216,
-    ("v7x", 1): 32,
-}
+PAGED_SPILLED = {("v7x", 1): 32}
 """The same of paged attention by new tokens of a sequence: of some 70 thousand bundles with 1, 2 million with 512."""
 
 
@@ -84,3 +84,27 @@ def test_spills_of_paged_attention(target):
     assert {at: count for at, count in spilled.items() if count} == {
         at: count for at, count in PAGED_SPILLED.items() if at[0] == target
     }
+
+
+def ring():
+    """Gradients of causal attention over a ring of 8 devices, 4096 tokens each."""
+    spec = PartitionSpec(None, "sp")
+    spread: dict[str, Any] = {"in_specs": (spec,) * 3, "out_specs": spec, "axis_name": "sp"}
+
+    def gradients(*arrays):
+        def total(arrays):
+            mesh: Any = jax.sharding.get_abstract_mesh()
+            output = ring_attention(*arrays, causal=True, mesh=mesh, platform="pallas", **spread)
+            return output.astype(jnp.float32).sum()
+
+        return jax.grad(total)(arrays)
+
+    array = jax.ShapeDtypeStruct((1, 4096 * 8, 2, 128), jnp.bfloat16)
+    return Workload(function=gradients, args=(array,) * 3, axes={"sp": 8}, specs=(spec,) * 3)
+
+
+def test_a_ring_spills_nothing_backward_where_tiled_attentions_rule_does():
+    (report,) = profile_many([Case(label="ring", build=f"{__file__}:ring")], target="v7x")
+    assert report.error is None
+    (kernel,) = (kernel for kernel in report.kernels if "backward" in kernel.name)
+    assert kernel.spills == 0

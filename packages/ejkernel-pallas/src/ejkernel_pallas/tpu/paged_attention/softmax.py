@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention.copies import Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order, turns
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, TILE, Spec
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, ROWS, TILE, Spec
 from ejkernel_pallas.tpu.quotients import quotient
 from ejkernel_pallas.tpu.tiled_attention import tile
 
@@ -21,6 +21,8 @@ NEVER = 2**30
 """No token of a tile."""
 TURNS = 2
 """Arrays that take turns in what is written down of parts."""
+SLICE = 64
+"""Rows of a large product whose sums are faded before the next."""
 
 
 class Rows(NamedTuple):
@@ -214,8 +216,22 @@ def _take(refs: Refs, part: Part, n: int, spec: Spec) -> None:
     found = jnp.exp2(scores[...] - wide(shift, shape[1]))
     refs["total"][place] = fade[...] * refs["total"][place] + functools.reduce(jnp.add, _by_lane(found))
     weights[...] = found.astype(spec.weights)
-    step = _product(weights[...], value, (1, 0), spec.weights, spec)
-    refs["sum"][place] = wide(fade[...], step.shape[1]) * refs["sum"][place] + step
+    _add(refs, part, fade, _product(weights[...], value, (1, 0), spec.weights, spec))
+
+
+def _add(refs: Refs, part: Part, fade: Any, step: jax.Array) -> None:
+    """Fades the sums of a part's rows, and adds to them.
+
+    Those of a large product are written where the compiler does not know that they were read. So it fades the next only
+    when it has these: all at once, it would fade some forty long before there is something to add, and spill them.
+    """
+    number = part.rows.number
+    size, same = (number, 0) if number <= ROWS else (SLICE, refs["spans"][0])  # the first part begins at item 0
+    for start in range(0, number, size):
+        end = min(start + size, number)
+        span = pl.ds(part.rows.start + start, end - start)
+        faded = wide(fade[start:end], step.shape[1]) * refs["sum"][part.head, span, :]
+        refs["sum"][part.head + same, span, :] = faded + step[start:end]
 
 
 def finish(refs: Refs, head: Any, rows: Rows, spec: Spec) -> None:
@@ -224,10 +240,10 @@ def finish(refs: Refs, head: Any, rows: Rows, spec: Spec) -> None:
     total = refs["total"][head, rows.span, :]
     same = spec.tokens == 1
     total = total * LANES if same else jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), peak.shape)
-    some = (total > 0.0) & (peak > -jnp.inf)
-    total = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, (peak + jnp.log2(total)) * (1.0 / LOG2E), -jnp.inf)
-    factor = jnp.where(some, spec.value_scale / total, 0.0)
+    # The peak has a weight of 1. A row that has seen nothing has a total and sums of 0, and a peak of -inf.
+    total = jnp.maximum(total, 1.0)
+    lse = (peak + jnp.log2(total)) * (1.0 / LOG2E)
+    factor = spec.value_scale / total
     sums = refs["sum"][head, rows.span, :]
     output = refs["output_buffer"]
     output[rows.slot, head, rows.span, :] = (wide(factor, sums.shape[1]) * sums).astype(output.dtype)

@@ -1,5 +1,6 @@
 """Tile sizes: those of tiled attention, cut so that no tile lies in both halves of a part."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.ring_attention import RingAttention, tiled
@@ -12,8 +13,12 @@ def heuristic(record: RingAttention, device: Any, direction: Direction) -> FwdPa
     """Tile sizes for a record on a device, by the static profile of tiled attention.
 
     A kernel that copies by itself has tiles of both backward passes in memory: large ones are for heads of up to 128.
+    Where what owns queries has them, what owns keys does on every chip: smaller ones spill on v7x, and take longer.
     """
-    return tiles.heuristic(tiled(record), device, direction, widest=LANES)
+    found = tiles.heuristic(tiled(record), device, direction, widest=LANES)
+    if not isinstance(found, BwdParams):
+        return found
+    return dataclasses.replace(found, q_blocksize=found.blocksize_m, kv_blocksize=found.blocksize_n)
 
 
 def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
