@@ -196,7 +196,7 @@ def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, An
         made[name] = matrix((stages, tile.queries, spec.size), spec.dtype)
         made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.extras(spec, name)), num_barriers=stages)
         made[f"{name}_free"] = _freed(tile, stages)
-    copies = tile.owners * (tile.parts + 1 + tile.has_key_ids(spec) + tile.has_numbers(spec)) + tile.shared_parts
+    copies = tile.owners * (tile.parts + 1 + len(tile.extras(spec, "k"))) + tile.shared_parts
     made["own_full"] = plgpu.Barrier(num_arrivals=copies)
     made["dq_done"] = plgpu.Barrier(num_arrivals=tile.makers)
     made["dq_full"] = plgpu.Barrier(num_arrivals=tile.makers, num_barriers=tile.pieces * tile.adders)
@@ -209,10 +209,8 @@ def _single_scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[
     made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32), "number_full": plgpu.Barrier(num_arrivals=1)}
     for name in tile.extras(spec, "q"):
         made[name] = plgpu.SMEM((tile.depth, tile.queries), operands[name].dtype)
-    if tile.has_numbers(spec):
-        made["k_numbers"] = plgpu.SMEM((tile.owners, ROWS), jnp.uint32)
-    if tile.has_key_ids(spec):
-        made["k_ids"] = plgpu.SMEM((tile.owners, ROWS), jnp.int32)
+    for name in tile.extras(spec, "k"):
+        made[name] = plgpu.SMEM((tile.owners, ROWS), operands[name].dtype)
     return made | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
 
 

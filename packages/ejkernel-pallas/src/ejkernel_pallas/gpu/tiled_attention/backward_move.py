@@ -22,12 +22,9 @@ def fetch(call: Call, item: schedule.Item, visits: Any) -> None:
             plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["own_full"])
         source = values.at[item.row(values), rows, item.head]
         plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["own_full"])
-        if tile.has_key_ids(call.spec):
-            ids = call.operands["k_ids"]
-            plgpu.copy_gmem_to_smem(ids.at[item.row(ids), rows], buffers["k_ids"].at[w], buffers["own_full"])
-        if tile.has_numbers(call.spec):
-            numbers, target = call.operands["k_numbers"], buffers["k_numbers"].at[w]
-            plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), rows], target, buffers["own_full"])
+        for extra in tile.extras(call.spec, "k"):
+            source = call.operands[extra]
+            plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["own_full"])
     for part in range(tile.shared_parts):
         rows = pl.ds(item.tile * tile.keys + (1 - call.member) * ROWS, ROWS)
         columns = pl.ds((call.member * tile.shared_parts + part) * PART, PART)

@@ -199,18 +199,15 @@ class BackwardTile:
         return self.size * (2 * jnp.dtype(spec.dtype).itemsize + jnp.dtype(jnp.float32).itemsize)
 
     def extras(self, spec: Spec, name: str) -> tuple[str, ...]:
-        """Arrays with one number for every row that come along with an array."""
-        if name == "do":
-            return ()
-        return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * self.has_numbers(spec)
+        """Arrays with one number for every row that come along with an array, to shared memory.
 
-    def has_key_ids(self, spec: Spec) -> bool:
-        """Whether segment ids of keys are in shared memory; pairs of blocks have no room for them."""
-        return spec.segments and not self.wide
-
-    def has_numbers(self, spec: Spec) -> bool:
-        """Likewise for dropout's numbers."""
-        return spec.drops and not self.wide
+        Pairs of blocks have no room for ids of keys, and for dropout's numbers.
+        """
+        if name == "q":
+            return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * (spec.drops and not self.wide)
+        if name == "k" and not self.wide:
+            return *["k_ids"] * spec.segments, *["k_numbers"] * spec.drops
+        return ()
 
     def cuts(self, spec: Spec) -> bool:
         """Whether some tile of scores needs masking."""
@@ -225,7 +222,7 @@ def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     slopes, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
     extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
     small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if tile.wide else [1, *extras]
-    small += [tile.keys] * (tile.has_key_ids(spec) + tile.has_numbers(spec))
+    small += [tile.keys] * len(tile.extras(spec, "k"))
     return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
