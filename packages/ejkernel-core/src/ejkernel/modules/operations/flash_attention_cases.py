@@ -82,6 +82,7 @@ PACKED = Sizes(b=1, t=129, s=129)
 CROSS = Sizes(t=40, s=63)
 HALF = Sizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
 LONG = Sizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
+TALL = Sizes(b=1, t=2001, s=150, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
 WIDE = Sizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
@@ -153,6 +154,14 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
     ),
     ("bfloat16, few queries and many keys", LONG, lambda k: _sinks(k, (2,)), ("softmax_aux",), ()),
+    ("bfloat16, many queries and few keys", TALL, lambda _: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+    (
+        "bfloat16, heads of 256, many queries and few keys",
+        dataclasses.replace(TALL, d=256, v=256),
+        lambda k: _sinks(k, (4,)),
+        ("softmax_aux",),
+        (),
+    ),
     (
         "bfloat16, causal window and bias",
         HALF,

@@ -34,6 +34,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward_kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.dropped import numbers
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
+from ejkernel_pallas.gpu.tiled_attention.split_tiles import WHOLE, make_split
 from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, WARPGROUPS, BackwardTile, backward_tile
 from ejkernel_pallas.gpu.tiled_attention.turns import first_visitors
 from ejkernel_pallas.gpu.tiled_attention.visits import padded_ids, query_visits, tiles, without_padding
@@ -129,14 +130,17 @@ def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], schedu
     together = round(fitting) if folded else max(int(fitting), apart)
 
     def plan(batch: int) -> schedule.Plan:
+        count, blocks = lengths.shape[1], schedule.multiprocessors() // tile.members
+        all_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
         made = schedule.make_plan(
-            lengths.shape[1],
+            count,
             batch=batch,
             heads=spec.kv_heads,
             reverse=False,
             head_bytes=schedule.CACHE // together,
             group=1,
             dealt=False,
+            split=WHOLE if spec.bounded else make_split(all_tiles, blocks, queries, spec.group),
         )
         return dataclasses.replace(made, folded=folded)
 
@@ -176,8 +180,25 @@ def _run(
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
     outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
+    if plan.split.tiles:
+        parts = (plan.split.tiles * plan.split.parts, tile.keys, spec.size)
+        outputs += [jax.ShapeDtypeStruct(parts, jnp.float32)] * 2
     cluster = {pairs.AXIS: tile.members} if tile.wide else None
-    return launch(body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster)
+    made = launch(body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster)
+    return _with_split(plan, *made) if plan.split.tiles else made
+
+
+def _with_split(
+    plan: schedule.Plan, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Gradients, with those of the tiles that were split made of their parts."""
+    place = schedule.split_rows(plan, parts[0].shape[1])
+
+    def put(gradient: jax.Array, sums: jax.Array) -> jax.Array:
+        sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
+        return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
+
+    return put(dk, parts[0]), put(dv, parts[1]), dq
 
 
 def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:

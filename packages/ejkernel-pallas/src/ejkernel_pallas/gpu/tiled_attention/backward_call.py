@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -27,7 +28,8 @@ class Call:
         plan: Which block owns what.
         by_head: Whether a block visits all tiles of a head before those of the next head that shares its keys.
         operands: Arrays in device memory.
-        outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries.
+        outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries; where tiles
+            are split, also the first two of their parts, in float32.
         taken: Counter of the tiles of keys that blocks took, or pairs of blocks.
         turns: How many blocks have added their part, for every tile of queries.
         buffers: Shared memory and barriers.
@@ -93,6 +95,13 @@ def handed_over(call: Call, count: Any, piece: int) -> Any:
     Each warp has one for every piece: what the warpgroups make comes in no order.
     """
     return call.buffers["dq_full"].at[piece * call.tile.adders + adder(call, count, piece)]
+
+
+def write_part(call: Call, item: schedule.Item, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
+    """Writes what a part of a tile's visits adds to the gradient of 64 keys or values, the first of which is `row`."""
+    _, _, _, keys, values = call.outputs
+    parts = keys if name == "k" else values
+    parts[item.part, pl.ds(row, ROWS)] = gradient
 
 
 def clean(ids: Any, *parts: Any) -> None:

@@ -31,6 +31,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward_call import (
     handed_over,
     hidden,
     visit_heads,
+    write_part,
 )
 from ejkernel_pallas.gpu.tiled_attention.backward_move import add_parts, fetch
 from ejkernel_pallas.gpu.tiled_attention.backward_wide import own_wide
@@ -116,20 +117,35 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
     zeros = arrays.full_tile((ROWS, spec.size))
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
     count, dk, dv, slopes = visits(visit, (I32(0), zeros, zeros, nothing), tile.cuts(spec))
-    buffers["v"].at[w][...] = (dv * spec.kept).astype(spec.dtype)
+    _write_values(call, item, w, dv * spec.kept)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
     dk = _finish(call, w, count, last, dk, slopes)
-    _write(call, item, w, dk)
+    _write_keys(call, item, w, dk * (spec.scale * spec.kept))
 
 
-def _write(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
-    """Writes both gradients, once no product reads the keys any more: dk leaves through their place."""
-    spec, tile, buffers = call.spec, call.tile, call.buffers
-    plgpu.barrier_arrive(buffers["dq_done"])
-    plgpu.barrier_wait(buffers["dq_done"])
-    dk = (dk * (spec.scale * spec.kept)).astype(spec.dtype)
+def _write_values(call: Call, item: schedule.Item, w: Any, dv: Any) -> None:
+    """Leaves a tile's dv in the place of the values, or writes that of a part."""
+
+    def leave() -> None:
+        call.buffers["v"].at[w][...] = dv.astype(call.spec.dtype)
+
+    schedule.whole_or_part(call.plan, item, leave, functools.partial(write_part, call, item, "v", w * ROWS, dv))
+
+
+def _write_keys(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
+    """Writes both gradients of a tile, once no product reads the keys any more, or dk of a part."""
+    plgpu.barrier_arrive(call.buffers["dq_done"])
+    plgpu.barrier_wait(call.buffers["dq_done"])
+    whole = functools.partial(_write_tile, call, item, w, dk)
+    schedule.whole_or_part(call.plan, item, whole, functools.partial(write_part, call, item, "k", w * ROWS, dk))
+
+
+def _write_tile(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
+    """Writes both gradients; dk leaves through the keys' place."""
+    tile, buffers = call.tile, call.buffers
     for part in range(tile.parts):
-        buffers["k"].at[part * WARPGROUPS + w][...] = dk[:, part * PART : (part + 1) * PART]
+        columns = dk[:, part * PART : (part + 1) * PART]
+        buffers["k"].at[part * WARPGROUPS + w][...] = columns.astype(call.spec.dtype)
     plgpu.commit_smem()
     rows = pl.ds(item.tile * tile.keys + w * ROWS, ROWS)
     for part in range(tile.parts):

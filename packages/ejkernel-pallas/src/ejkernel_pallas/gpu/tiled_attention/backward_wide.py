@@ -20,7 +20,15 @@ from jax import lax
 
 from ejkernel_pallas.gpu.tiled_attention import arrays, dropped, pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_rows
-from ejkernel_pallas.gpu.tiled_attention.backward_call import I32, Call, await_visited, clean, handed_over, hidden
+from ejkernel_pallas.gpu.tiled_attention.backward_call import (
+    I32,
+    Call,
+    await_visited,
+    clean,
+    handed_over,
+    hidden,
+    write_part,
+)
 from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS
 
 INITIAL = plgpu.WGMMAAccumulatorRef.init
@@ -74,11 +82,19 @@ def _own_values(call: Call, item: schedule.Item, visits: Any) -> None:
     count, dv, rest = visits(visit, start, tile.cuts(spec))
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
-    buffers["v"].at[0][...] = (dv * spec.kept).astype(spec.dtype)
     plgpu.barrier_arrive(buffers["dq_done"])
+    dv = dv * spec.kept
+    part = functools.partial(write_part, call, item, "v", call.member * ROWS, dv)
+    schedule.whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
+
+
+def _write_values(call: Call, item: schedule.Item, dv: Any) -> None:
+    """Writes dv by way of the values' place."""
+    place = call.buffers["v"].at[0]
+    place[...] = dv.astype(call.spec.dtype)
     plgpu.commit_smem()
-    target = call.outputs[1].at[item.batch, pl.ds(first, ROWS), item.head]
-    plgpu.copy_smem_to_gmem(buffers["v"].at[0], target)
+    rows = pl.ds(_first_key(call, item, call.member), ROWS)
+    plgpu.copy_smem_to_gmem(place, call.outputs[1].at[item.batch, rows, item.head])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -172,7 +188,6 @@ def _make_last(call: Call, count: Any, w: int) -> None:
 
 def _own_keys(call: Call, item: schedule.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    first = _first_key(call, item, call.member)
     if spec.segments:
         clean(_of_keys(call, "k_ids", item, call.member), buffers["v"].at[0])
 
@@ -190,13 +205,20 @@ def _own_keys(call: Call, item: schedule.Item, visits: Any) -> None:
     last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
     dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, slopes, last))(INITIAL(dk))
     plgpu.barrier_wait(buffers["dq_done"])
-    dk = (dk * (spec.scale * spec.kept)).astype(spec.dtype)
-    for part in range(tile.parts):
-        buffers["k"].at[part][...] = dk[:, part * PART : (part + 1) * PART]
+    dk = dk * (spec.scale * spec.kept)
+    part = functools.partial(write_part, call, item, "k", call.member * ROWS, dk)
+    schedule.whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
+
+
+def _write_keys(call: Call, item: schedule.Item, dk: Any) -> None:
+    """Writes dk by way of the keys' place."""
+    places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), ROWS)
+    for part in range(call.tile.parts):
+        places.at[part][...] = dk[:, part * PART : (part + 1) * PART].astype(call.spec.dtype)
     plgpu.commit_smem()
-    for part in range(tile.parts):
-        target = call.outputs[0].at[item.batch, pl.ds(first, ROWS), item.head, pl.ds(part * PART, PART)]
-        plgpu.copy_smem_to_gmem(buffers["k"].at[part], target)
+    for part in range(call.tile.parts):
+        columns = pl.ds(part * PART, PART)
+        plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch, rows, item.head, columns])
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -18,9 +18,9 @@ from ejkernel_pallas.gpu.tiled_attention.forward_kernel import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
-from ejkernel_pallas.gpu.tiled_attention.split_keys import merged
+from ejkernel_pallas.gpu.tiled_attention.split_tiles import WHOLE, make_split, merged
 from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
-from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids
+from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids, tiles
 
 TOGETHER = 32
 """Heads that are worked on together, at least, where tiles have unequal numbers of visits.
@@ -53,15 +53,16 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
 
 def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
     """Outputs in whole groups of rows, and lse in whole tiles."""
+    count, blocks = operands["table"].shape[1], schedule.multiprocessors()
     plan = schedule.make_plan(
-        operands["table"].shape[1],
+        count,
         batch=batch,
         heads=spec.heads,
         reverse=spec.right is not None,
         head_bytes=_head_bytes(spec),
         group=spec.group,
         dealt=True,
-        visits=None if spec.bounded else -(-spec.keys // tile.keys),
+        split=WHOLE if spec.bounded else make_split(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
     )
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
@@ -80,13 +81,10 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
 
 def _with_split(plan: schedule.Plan, output: jax.Array, lse: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
     """Outputs and lse, with the tiles that were split made of their parts."""
-    split = plan.split
-    tiles, sums = merged(*(x.reshape(split.tiles, split.parts, *x.shape[1:]) for x in parts))
-    owned = schedule.item(plan, plan.whole + split.parts * jnp.arange(split.tiles, dtype=jnp.int32))
-    batch, head, tile = (x[:, None] for x in (owned.batch, owned.head, owned.tile))
-    rows = tile * tiles.shape[1] + jnp.arange(tiles.shape[1])
+    outputs, sums = merged(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
+    batch, rows, head = schedule.split_rows(plan, sums.shape[1])
     return (
-        output.at[batch, rows, head].set(tiles.astype(output.dtype), mode="drop", unique_indices=True),
+        output.at[batch, rows, head].set(outputs.astype(output.dtype), mode="drop", unique_indices=True),
         lse.at[batch, head, rows].set(sums, unique_indices=True),
     )
 

@@ -255,11 +255,9 @@ def _write(call: Call, own: Own, state: State) -> None:
     inverse = spec.kept / jnp.where(some, total, 1)
     lse = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
     output = output * over_columns(inverse, output.shape)
-    if call.plan.split.tiles:
-        pl.when(own.item.part < 0)(lambda: _write_tile(call, own, output, lse))
-        pl.when(own.item.part >= 0)(lambda: _write_part(call, own, output, lse))
-    else:
-        _write_tile(call, own, output, lse)
+    made = call, own, output, lse
+    whole, part = (functools.partial(write, *made) for write in (_write_tile, _write_part))
+    schedule.whole_or_part(call.plan, own.item, whole, part)
 
 
 def _write_tile(call: Call, own: Own, output: Any, lse: Any) -> None:

@@ -12,6 +12,7 @@ head begin evenly.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
-from ejkernel_pallas.gpu.tiled_attention.split_keys import WHOLE, Split, make_split
+from ejkernel_pallas.gpu.tiled_attention.split_tiles import WHOLE, Split
 
 I32 = jnp.int32
 CACHE = 32 * 2**20
@@ -92,7 +93,7 @@ def make_plan(
     head_bytes: int,
     group: int,
     dealt: bool,
-    visits: int | None = None,
+    split: Split = WHOLE,
 ) -> Plan:
     """A plan for the device in use.
 
@@ -104,11 +105,10 @@ def make_plan(
         head_bytes: Bytes that all tiles of a head, or of `group` of them, read.
         group: Heads that read the same.
         dealt: Whether blocks take one tile after the other, or own one each.
-        visits: Of every tile, if they are known to take equally long; then the last tiles may be split.
+        split: The last tiles, each of which is several items.
     """
     fitting = max(1, CACHE // head_bytes) * group
     bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
-    split = make_split(batch * heads * tiles, visits, multiprocessors()) if visits else WHOLE
     items = batch * heads * tiles + split.tiles * (split.parts - 1)
     blocks = min(multiprocessors(), items) if dealt else items
     return Plan(heads, tiles, bundle, items, blocks, reverse, dealt, split=split)
@@ -123,6 +123,22 @@ def multiprocessors() -> int:
 def counter() -> Any:
     """In device memory, and zero when a kernel starts: how many tiles were taken, apart from every block's first."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR)
+
+
+def whole_or_part(plan: Plan, owned: Item, whole: Callable[[], None], part: Callable[[], None]) -> None:
+    """Calls `whole` if an item is all of a tile, and else `part`."""
+    if not plan.split.tiles:
+        whole()
+        return
+    pl.when(owned.part < 0)(whole)
+    pl.when(owned.part >= 0)(part)
+
+
+def split_rows(plan: Plan, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where the rows of the tiles that are split belong: batch rows and heads [tiles, 1], and rows [tiles, size]."""
+    first = plan.whole + plan.split.parts * jnp.arange(plan.split.tiles, dtype=jnp.int32)[:, None]
+    owned = item(plan, first)
+    return owned.batch, owned.tile * size + jnp.arange(size, dtype=jnp.int32), owned.head
 
 
 def take(plan: Plan, taken: Any, place: Any) -> None:

@@ -12,7 +12,7 @@ from ejkernel.ops import FwdParams
 from ejkernel_pallas.gpu.tiled_attention import schedule
 from ejkernel_pallas.gpu.tiled_attention.forward import forward
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
-from ejkernel_pallas.gpu.tiled_attention.split_keys import WHOLE, Split, make_split, merged
+from ejkernel_pallas.gpu.tiled_attention.split_tiles import WHOLE, Split, make_split, merged
 from ejkernel_pallas.gpu.tiled_attention.tiles import FORWARD
 from ejkernel_pallas.gpu.tiled_attention.visits import key_visits
 
@@ -29,7 +29,7 @@ from ejkernel_pallas.gpu.tiled_attention.visits import key_visits
     ],
 )
 def test_the_last_wave_is_split_where_that_saves_time(tiles, visits, split):
-    assert make_split(tiles, visits, 132) == split
+    assert make_split(tiles, 132, visits) == split
 
 
 @pytest.mark.parametrize(("batch", "heads", "queries", "keys"), [(1, 5, 700, 8000), (2, 3, 128, 6000)])
@@ -39,8 +39,9 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
     table = key_visits(spec, None, 128, 128)
     count = -(-keys // 128)
+    rows, split = table.shape[1], make_split(batch * heads * table.shape[1], 12, count)
     plan = schedule.make_plan(
-        table.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, dealt=True, visits=count
+        rows, batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, dealt=True, split=split
     )
     assert plan.split.tiles
     found, parts, at = collections.Counter(), [], jnp.asarray(table)
