@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
 from ejkernel_pallas.gpu.tiled_attention.masking import COLUMNS, ROWS
@@ -22,6 +23,8 @@ TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
 Float16 has nothing smaller. Where cotangents have one sign, dv is too large there by that times how many are dropped:
 of 32768 keys and a tenth dropped by 0.0002 of itself, of 131072 and half by 0.008.
 """
+ZERO = "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p mul.f32 $0, $0, 0f00000000; }"
+"""PTX: a number times zero if a word is below another."""
 
 
 def numbers(record: TiledAttention, spec: Spec, queries: int, keys: int) -> dict[str, jax.Array]:
@@ -38,6 +41,41 @@ def numbers(record: TiledAttention, spec: Spec, queries: int, keys: int) -> dict
     made = dropout_numbers(record)
     padding = [[(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(made, (queries, keys), strict=True)]
     return {name: jnp.pad(x, n) for name, x, n in zip(("q_numbers", "k_numbers"), made, padding, strict=True)}
+
+
+def zero_dropped(spec: Spec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
+    """Weights [rows, columns] with zeros where dropout drops one.
+
+    By a multiplication, and not a selection: those, comparisons and conversions are one unit's, and keep it busier than
+    products keep the matrix unit. Weights are finite.
+
+    Args:
+        spec: The kernel's constants.
+        rows: Uint32 numbers of the rows.
+        columns: Uint32 numbers of the columns.
+        weights: Float32.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROWS, COLUMNS, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
+        own, met = [scalar(x) for x in rows.registers.flat], [pair(x) for x in columns.registers.flat]
+        made: list[Any] = []
+        for place, register in enumerate(tile.registers.flat):
+            eight, half = divmod(place, 2)
+            both = zip(pair(register), met[eight], strict=True)
+            values = [_zero_if_dropped(spec, weight, own[half], column) for weight, column in both]
+            made.append(vector.from_elements(register.type, values))
+        return with_registers(tile, made)
+
+    return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _zero_if_dropped(spec: Spec, weight: Any, row: Any, column: Any) -> Any:
+    product, limit = arith.muli(row, column), constant(as_int32(spec.threshold))
+    return llvm.inline_asm(ir.F32Type.get(), [weight, product, limit], ZERO, "=f,0,r,n")
 
 
 def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from jax import lax
 
 from ejkernel_pallas.gpu.tiled_attention import arrays, forward_rows, masking, products, schedule
 from ejkernel_pallas.gpu.tiled_attention.arrays import over_columns
-from ejkernel_pallas.gpu.tiled_attention.dropped import where_kept
+from ejkernel_pallas.gpu.tiled_attention.dropped import zero_dropped
 from ejkernel_pallas.gpu.tiled_attention.forward_call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward_fetch import fetch_tile
 from ejkernel_pallas.gpu.tiled_attention.ranges import MIXED
@@ -213,7 +213,7 @@ def _kept(call: Call, own: Own, count: Any, weights: Any) -> Any:
     if not call.spec.drops:
         return weights
     rows, columns = arrays.load_rows(call.shared.q_numbers.at[own.buffer]), arrays.load_columns(call.numbers(count))
-    return where_kept(call.spec, rows, columns, (weights, 0.0))[0]
+    return zero_dropped(call.spec, rows, columns, weights)
 
 
 def _narrow(call: Call, weights: Any) -> Any:
