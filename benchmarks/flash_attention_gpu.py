@@ -172,7 +172,7 @@ def timed(cell: Cell, made: Compiled) -> list[list[str]]:
         calls = {name: max(1, round(SAMPLE / seconds(name, pair[which], 1))) for name, pair in contenders.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(ROUNDS):
-            for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            for name in random.Random(f"{cell} {which} {turn}").sample(list(contenders), len(contenders)):
                 times[name].append(seconds(name, contenders[name][which], calls[name]))
         for name, found in times.items():
             median = statistics.median(found)
@@ -231,9 +231,9 @@ def versions() -> str:
     return ", ".join(found)
 
 
-SAMPLE = 0.015
+SAMPLE = 0.03
 """Seconds."""
-ROUNDS = 5
+ROUNDS = 9
 COLUMNS = ("shape", "side", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s")
 
 
