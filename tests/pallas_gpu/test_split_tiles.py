@@ -1,4 +1,4 @@
-"""Tiles of queries whose keys several blocks share: every visit is some block's, and parts make the whole."""
+"""Tiles whose visits several blocks share: every visit is some block's, and parts make the whole."""
 
 import collections
 
@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops import FwdParams
-from ejkernel_pallas.gpu.tiled_attention import schedule
+from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.gpu.tiled_attention import backward, schedule
 from ejkernel_pallas.gpu.tiled_attention.forward import forward
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.gpu.tiled_attention.split_tiles import WHOLE, Split, make_split, merged
-from ejkernel_pallas.gpu.tiled_attention.tiles import FORWARD
-from ejkernel_pallas.gpu.tiled_attention.visits import key_visits
+from ejkernel_pallas.gpu.tiled_attention.tiles import BACKWARD, FORWARD, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, query_visits, tiles
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,34 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
     assert parts == list(range(plan.split.tiles * plan.split.parts))
 
 
+def test_parts_are_no_more_than_there_are_tiles_to_visit():
+    assert make_split(2, 132, 8, heads=4) == Split(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads", "queries", "keys"), [(128, 6, 2, 3000, 1300), (256, 4, 4, 6000, 900)]
+)
+def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, queries, keys, monkeypatch):
+    """Those that add to a tile of queries do so in the order of their keys, and each adds once."""
+    monkeypatch.setattr(schedule, "multiprocessors", lambda: 12)
+    q = jax.ShapeDtypeStruct((2, queries, heads, size), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, keys, kv_heads, size), jnp.bfloat16)
+    spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
+    tile = backward_tile(params_of(BACKWARD, size), spec)
+    table = query_visits(spec, None, tile.queries, tile.keys)
+    plan, at = backward._plan(table, spec, tile)(2), jnp.asarray(table)
+    assert plan.split.tiles
+    adding = collections.defaultdict(list)
+    for number in range(plan.items):
+        item = schedule.item(plan, jnp.int32(number))
+        first, _, _, last = (int(x) for x in schedule.visits(plan, at, jnp.int32(number)))
+        assert first < last
+        for n in range(first, last):
+            adding[int(item.batch), int(item.head), n].append(int(item.tile))
+    assert len(adding) == 2 * kv_heads * tiles(queries, tile.queries)
+    assert all(found == list(range(tiles(keys, tile.keys))) for found in adding.values())
+
+
 def test_parts_make_the_whole():
     rng = np.random.default_rng(0)
     scores, values = rng.normal(size=(2, 7, 24)), rng.normal(size=(2, 24, 8))
@@ -79,8 +108,35 @@ def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
     q, k = (jax.ShapeDtypeStruct((1, n, 8, size), jnp.bfloat16) for n in (100, 4001))
     sinks = jax.ShapeDtypeStruct((8,), jnp.float32)
     record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, softmax_aux=sinks)
-    (queries, keys, stages), *_ = FORWARD[size]
-    params = FwdParams(q_blocksize=queries, kv_blocksize=keys, num_stages=stages)
-    text = jax.jit(lambda record: forward(record, params)).trace(record).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(lambda record: forward(record, params_of(FORWARD, size)), record)
+    assert f"tensor<{8 * 16}x{FORWARD[size][0][0]}x{size}xf32>" in text
+
+
+@pytest.mark.parametrize("size", BACKWARD)
+def test_a_call_of_few_keys_has_its_queries_split(size, monkeypatch):
+    monkeypatch.setattr(schedule, "multiprocessors", lambda: 132)
+    q, k = (jax.ShapeDtypeStruct((1, n, h, size), jnp.bfloat16) for n, h in ((4001, 8), (100, 2)))
+    record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1)
+    output, residuals = jax.eval_shape(lambda record: forward(record, params_of(FORWARD, size)), record)
+    wanted = frozenset({"query", "key", "value"})
+    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+    text = lowered(lambda pullback: backward.backward(pullback, params_of(BACKWARD, size)), pullback)
+    assert text.count(f"tensor<{2 * PARTS[size]}x128x{size}xf32>") > 1
+
+
+PARTS = {64: 32, 128: 63, 256: 32}
+"""Of a tile of 4001 queries, of four heads each."""
+
+
+def params_of(table, size):
+    """The configuration that comes first."""
+    (first, second, stages), *_ = table[size]
+    if table is FORWARD:
+        return FwdParams(q_blocksize=first, kv_blocksize=second, num_stages=stages)
+    return BwdParams(kv_blocksize=first, q_blocksize=second, num_stages=stages)
+
+
+def lowered(fun, given):
+    text = jax.jit(fun).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
-    assert f"tensor<{8 * 16}x{queries}x{size}xf32>" in text
+    return text
