@@ -159,3 +159,14 @@ def test_flags_and_axis_names_are_part_of_the_jit_key():
     assert len(traces) == 1
     read(plain.replace(chunked_mask_baked_in=True))
     assert traces[1] == {"causal": False, "sliding_window": False, "chunked": True, "token_type_ids": False}
+
+
+def test_a_function_of_a_mask_info_is_exported_and_read_again():
+    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: jax.export needs it")
+    info = MaskInfo.from_segments(jnp.array([[0, 0, 1, 1, -1]]), batch_axis_name=("data", "fsdp")).apply_causal()
+    exported = jax.export.export(jax.jit(lambda info: (info.bias, info.replace(q_positions=None))))(info)
+    bias, returned = jax.export.deserialize(exported.serialize()).call(info)
+    np.testing.assert_array_equal(bias, info.bias)
+    assert returned.batch_axis_name == ("data", "fsdp")
+    assert returned.qheads_axis_name == info.qheads_axis_name
+    assert returned.causal_mask_baked_in

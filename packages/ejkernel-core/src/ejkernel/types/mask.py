@@ -2,10 +2,12 @@
 
 import dataclasses
 import enum
+import json
 from typing import Any, Final, final
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from ejkernel.types import constructors, derived, sharding, transforms
 from ejkernel.types.checks import check_leaf_shapes, is_array
@@ -360,3 +362,17 @@ class MaskInfo:
 
 def _valid_tokens(ids: jax.Array) -> jax.Array:
     return (ids >= 0).sum(axis=-1, dtype=jnp.int32)
+
+
+def _exported(static: tuple[Any, ...]) -> bytes:
+    return json.dumps(static).encode()
+
+
+def _imported(text: bytes | bytearray) -> tuple[Any, ...]:
+    return tuple(tuple(value) if isinstance(value, list) else value for value in json.loads(text))
+
+
+# `jax.export` has to write down the types of what a function takes and gives.
+export.register_pytree_node_serialization(
+    MaskInfo, serialized_name="ejkernel.types.MaskInfo", serialize_auxdata=_exported, deserialize_auxdata=_imported
+)
