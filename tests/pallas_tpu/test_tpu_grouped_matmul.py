@@ -11,6 +11,7 @@ from tpu_records import close, interpreted
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, reference
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
+from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul import spec
 from ejkernel_pallas.tpu.grouped_matmul.backward import backward
@@ -89,9 +90,19 @@ def answers(made):
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name, monkeypatch):
-    made, config = CASES[name]
     if name.startswith("loops"):
         monkeypatch.setattr(spec, "UNROLLED", 0)
+    compare(*CASES[name])
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize("tiles", [TILES, ONE_STEP])
+def test_values_and_gradients_with_every_kind_of_matrix_units(kind, tiles):
+    with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
+        compare(record((190, 110, 256), (556, 600, 600), dtype="bfloat16"), tiles)
+
+
+def compare(made, config):
     output, cotangent, gradients = answers(made)
 
     @jax.jit

@@ -87,19 +87,15 @@ def model(target):
     return Workload(function=both, args=(made, shaped((4096, 512))), flops=6 * 4096 * 1024 * 512)
 
 
-SPILLED = {"v5e": (0, 576, 0), "v5p": (0, 0, 0), "v6e": (240, 192, 592), "v7x": (0, 0, 592)}
-"""Registers that each of the three kernels spills in a whole run of some 10000 to 40000 bundles: products as short as
-these begin before the sums of the last are written. Tiles of long products spill none."""
-
-
 @pytest.mark.parametrize("name", CHIPS)
-def test_a_model_spills_what_is_known_and_fits_into_memory(name):
+def test_a_model_spills_nothing_and_fits_into_memory(name):
     (report,) = profile_many([Case(label="experts", build=f"{__file__}:model", kwargs={"target": name})], target=name)
     assert report.error is None
-    for kernel, spilled in zip(report.kernels, SPILLED[name], strict=True):
+    assert len(report.kernels) == 3
+    for kernel in report.kernels:
         assert kernel.simulation.unknown == {}
         assert kernel.vmem_bytes < PROFILED[name].vmem
-        assert max(kernel.spills, kernel.fills) <= spilled, kernel.name
+        assert kernel.spills == kernel.fills == 0, kernel.name
 
 
 def gradient_of_rows():

@@ -13,6 +13,7 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
 from ejkernel.modules.operations.paged_inputs import Sizes
+from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.spec import make_spec
@@ -60,12 +61,16 @@ def test_absent_pages_have_no_keys(op, make, params, fields):
     check(lowered(op, make, sizes, block_tables=jnp.asarray(tables), **fields), params)
 
 
-def test_decoding_while_the_block_ahead_is_copied():
+@pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
+def test_decoding_while_the_block_ahead_is_copied(kind):
     """Blocks that all attend, ahead of such, of a part of one, of another sequence's, and of nothing."""
     sizes = Sizes(lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
-    assert make_spec(record, tiles.chosen(record, SINGLE)).pieces
-    check(record, SINGLE)
+    with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
+        spec = make_spec(record, tiles.chosen(record, SINGLE))
+        assert spec.pieces
+        assert spec.limits == ("7x" in kind)
+        check(record, SINGLE)
 
 
 def test_large_products_in_slices():

@@ -24,6 +24,7 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, by_matrices, visit
 from ejkernel_pallas.tpu.loops import loop
+from ejkernel_pallas.tpu.places import apart
 from ejkernel_pallas.tpu.quotients import quotient
 
 Refs = dict[str, Any]
@@ -156,7 +157,7 @@ def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
     if not cut:
         deep = rows if spec.accumulates else math.gcd(rows, CHUNK)
         for row in range(0, rows, deep):
-            _add_products(refs, refs["rows"], refs["cotangent"], (row, deep), spec)
+            _add_products(refs, refs["rows"], refs["cotangent"], (row, deep), v.zero, spec)
         return
     deep = spec.part_rows
 
@@ -164,7 +165,7 @@ def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
         row = pl.multiple_of(n * deep, deep)
         # Written down, and not masked as they are multiplied, which takes registers that the sums need.
         _copy_own(refs, v, row, deep)
-        _add_products(refs, refs["own rows"], refs["own cotangent"], (0, deep), spec)
+        _add_products(refs, refs["own rows"], refs["own cotangent"], (0, deep), v.zero, spec)
         return carry
 
     # A loop and not conditions, which a compiler may turn into products whose results are not used.
@@ -184,25 +185,28 @@ def _copy_own(refs: Refs, v: Visit, row: Any, rows: int) -> None:
     lax.fori_loop(np.int32(0), np.int32(rows // GROUP), few, np.int32(0))
 
 
-def _add_products(refs: Refs, rows: Any, cotangent: Any, some: tuple[int, int], spec: Spec) -> None:
+def _add_products(refs: Refs, rows: Any, cotangent: Any, some: tuple[int, int], zero: Any, spec: Spec) -> None:
     """Adds the products of some rows, part after part, so that no sum is kept in more registers than there are.
+
+    Nor is an operand: each product loads its own again.
 
     Args:
         refs: Blocks and scratch memory.
         rows: Where the rows of lhs are.
         cotangent: Where those of the cotangent are.
         some: The first of them, and how many.
+        zero: 0, which the compiler does not know.
         spec: The kernel's constants.
     """
-    (height, width), inner = refs["sum"].shape, slice(some[0], sum(some))
+    (height, width), (row, deep) = refs["sum"].shape, some
     left, right = (cotangent, rows) if spec.transposed else (rows, cotangent)
     for part in range(0, height, CHUNK):
         parts = slice(part, min(height, part + CHUNK))
         for column in range(0, width, spec.strip):
             columns = slice(column, min(width, column + spec.strip))
             refs["sum"][parts, columns] += lax.dot_general(
-                left[inner, parts].astype(spec.operand),
-                right[inner, columns].astype(spec.operand),
+                left[pl.ds(apart(row, column, zero), deep), parts].astype(spec.operand),
+                right[pl.ds(apart(row, part, zero), deep), columns].astype(spec.operand),
                 (((0,), (0,)), ((), ())),
                 precision=spec.precision,
                 preferred_element_type=jnp.float32,

@@ -12,19 +12,21 @@ from jax.experimental import pallas as pl
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
-from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, factors, padded_scales, zero_outside
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, SUBLANES, Spec, factors, padded_scales, zero_outside
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, by_rows, visit
 from ejkernel_pallas.tpu.loops import loop
+from ejkernel_pallas.tpu.places import apart
 from ejkernel_pallas.tpu.quotients import quotient
 
 Refs = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Tile of columns and tile of contracted elements."""
+    """Tile of columns, tile of contracted elements, and a 0 that the compiler does not know."""
 
     n: Any
     k: Any
+    zero: Any
 
 
 class Part(NamedTuple):
@@ -61,7 +63,11 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
     """
     visits, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
     array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
-    total = {"sum": jax.ShapeDtypeStruct((height, width), jnp.float32)}
+    scratch: dict[str, jax.ShapeDtypeStruct] = {}
+    if spec.sums_in_memory:
+        scratch["sum"] = jax.ShapeDtypeStruct((height, width), jnp.float32)
+        if spec.notes_last:
+            scratch["last"] = jax.ShapeDtypeStruct((height, CHUNK), jnp.float32)
     made = launch(
         functools.partial(_kernel, spec=spec),
         visits=visits,
@@ -69,7 +75,7 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
         axis=1,
         inputs=_inputs(record, rows, spec, extra),
         outputs={"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))},
-        scratch=total if spec.sums_in_memory else {},
+        scratch=scratch,
         name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
     )
     return made["output"]
@@ -115,7 +121,7 @@ def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec) -> None:
         spec: The kernel's constants.
     """
     named, v = dict(zip(names, refs, strict=True)), visit(table, pl.program_id(1))
-    at = Place(pl.program_id(0), pl.program_id(2))
+    at = Place(pl.program_id(0), pl.program_id(2), v.zero)
     whole, part = v.has(WHOLE), (v.flags & (WORK | WHOLE)) == WORK
     last = at.k == spec.steps - 1
     if spec.steps > 1:
@@ -166,16 +172,24 @@ def _add(refs: Refs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
     for start, size in spec.pieces:
         product = _product(refs, at, part, spec, (start, size), cut)
         if start == 0 and spec.steps == 1:
-            refs["sum"][part.r, part.c] = product
-        else:
-            refs["sum"][part.r, part.c] += product
+            row = apart(part.row, SUBLANES, at.zero) if spec.hides_first else part.row
+            refs["sum"][pl.ds(row, part.rows), part.c] = product
+            continue
+        if spec.notes_last and (start, size) == spec.pieces[-1]:
+            last = refs["last"].at[part.r, : part.columns]
+            last[...] = product
+            product = last[...]
+        refs["sum"][part.r, part.c] += product
 
 
 def _product(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, int], cut: bool = False) -> jax.Array:
     """The product over a piece of the contracted elements."""
     start, size = piece
     inner = slice(start, start + size)
-    rows = refs["rows"][part.r, inner]
+    row = part.row
+    if spec.sums_in_memory:  # on their way there they need the registers in which rows would wait for other columns
+        row = apart(row, part.column, at.zero)
+    rows = refs["rows"][pl.ds(row, part.rows), inner]
     matrix = refs["matrices"][part.c, inner] if spec.transposed else refs["matrices"][inner, part.c]
     if "scales" in refs and not spec.scales_products:
         matrix = matrix.astype(jnp.float32) * _factors(refs, at, part, spec, piece)

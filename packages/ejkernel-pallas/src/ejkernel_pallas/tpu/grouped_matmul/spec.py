@@ -110,6 +110,20 @@ class Spec:
         return self.steps > 1 or len(self.pieces) > 1
 
     @property
+    def notes_last(self) -> bool:
+        """Whether a sum's last product is written down before it is added: the next begins before, and needs registers.
+
+        Not where operands are made of what is loaded, which takes more of them than products do.
+        """
+        made = jnp.dtype(self.operand).itemsize > 2 or (self.scales > 0 and not self.scales_products)
+        return self.wide and not (self.accumulates or made)
+
+    @property
+    def hides_first(self) -> bool:
+        """Whether a sum's first product is read back for the next to be added, and not kept in registers."""
+        return not self.wide
+
+    @property
     def scales_products(self) -> bool:
         """Whether products are scaled, and not the matrices."""
         whole = self.per_scale % LANES == 0 and self.blocks.contracted % LANES == 0

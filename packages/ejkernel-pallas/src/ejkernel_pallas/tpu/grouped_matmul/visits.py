@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 
 WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
 """Rows of the tile belong to the matrix; all of them do; the first, and the last, visit of what the kernel owns; the
 tile lies before the rows of any matrix."""
+FLAGS = 5
+"""How many there are."""
 
 
 class Visits(NamedTuple):
@@ -51,6 +55,11 @@ class Visit(NamedTuple):
     def has(self, flag: int) -> Any:
         """Whether it has a flag."""
         return (self.flags & flag) != 0
+
+    @property
+    def zero(self) -> Any:
+        """0, which the compiler does not know: what is above the flags."""
+        return lax.shift_right_logical(self.flags, np.int32(FLAGS))
 
 
 def visit(table: Any, step: Any) -> Visit:

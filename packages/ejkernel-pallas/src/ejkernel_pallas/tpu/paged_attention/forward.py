@@ -119,6 +119,8 @@ def _scratch(
     }
     parts = heads // turns(spec) * spec.rounds
     made |= notes("few", -(-parts // TURNS) * spec.few, spec.chunk * spec.joined, spec.weights)
+    if spec.limits:
+        made["limits"] = pltpu.VMEM((cache.heads_per_unit if cache.alternates else 1, spec.few, LANES), jnp.float32)
     if spec.tokens == 1:
         made["hidden"] = pltpu.VMEM((spec.rounds, spec.chunk * spec.joined), jnp.float32)
     if spec.rows > spec.few:

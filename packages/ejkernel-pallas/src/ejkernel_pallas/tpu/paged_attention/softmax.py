@@ -99,10 +99,12 @@ def masks(refs: Refs, item: Item, rows: Rows, at: Chunk, n: int, spec: Spec) -> 
     lanes = range(0, at.size * spec.joined, LANES)
     if not at.masked and spec.joined == 1:
         return None
-    made: dict[int, jax.Array] = {}
+    made: dict[int, Any] = {}
     if spec.joined > 1:
         for start in lanes:  # heads follow each other in the same order in all groups of lanes of one place in words
             made.setdefault(_first_head(start, at, spec), _own(rows, start, at, spec))
+    if spec.limits:
+        made = {place: _limit(refs, place, kept, n) for place, kept in enumerate(made.values())}
     own = [made[_first_head(start, at, spec)] for start in lanes] if made else [None] * len(lanes)
     if not at.masked:
         return lambda scores: list(map(_only, own, scores))
@@ -117,8 +119,19 @@ def masks(refs: Refs, item: Item, rows: Rows, at: Chunk, n: int, spec: Spec) -> 
     return lambda scores: [_only(_allowed(refs, rows, *x, spec), y) for x, y in zip(bands, scores, strict=True)]
 
 
-def _only(kept: jax.Array | None, scores: jax.Array) -> jax.Array:
-    return scores if kept is None else jnp.where(kept, scores, -jnp.inf)
+def _only(kept: Any, scores: jax.Array) -> jax.Array:
+    """Scores with -inf where a mask has False, or no larger than the limits that memory has; None leaves them."""
+    if kept is None:
+        return scores
+    return jnp.where(kept, scores, -jnp.inf) if isinstance(kept, jax.Array) else jnp.minimum(scores, kept[...])
+
+
+def _limit(refs: Refs, place: int, kept: jax.Array, n: int) -> Any:
+    """Where memory has a mask as limits of scores, written down before the first chunk; it is the same for all."""
+    limit = refs["limits"].at[place]
+    if n == 0:
+        limit[...] = jnp.where(kept, jnp.inf, -jnp.inf)
+    return limit
 
 
 def _first_head(start: int, at: Chunk, spec: Spec) -> int:

@@ -121,6 +121,8 @@ class Spec:
         rounds: Chunks whose products are made together.
         lead: Products of few rows whose scores are made ahead of the next that is finished.
         masked_lead: The same where some keys are not attended.
+        limits: Whether which keys are a row's own head's is written down, where heads are joined: few registers hold
+            masks, and one that is kept in them all along a block is spilled.
         started: Copies of a block ahead that are started at once while a block is computed with.
         entries: Pages of a sequence in the table.
         cache: Where keys are.
@@ -154,6 +156,7 @@ class Spec:
     rounds: int
     lead: int
     masked_lead: int
+    limits: bool
     started: int
     entries: int
     cache: Cache
@@ -289,6 +292,7 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
         # Where copies take longer, or keys are few, what registers hold is enough.
         lead=2 if joined > 1 and not fast else lead,
         masked_lead=min(lead, 4) if joined > 1 else lead,
+        limits=joined > 1 and fast,
         started=3 if fast else 4,
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,
