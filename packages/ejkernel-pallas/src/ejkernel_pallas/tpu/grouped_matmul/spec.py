@@ -12,16 +12,13 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.precision import product_precision
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.device import current_device
+from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 
 LANES, SUBLANES = 128, 8
 CHUNK = 256
 """Columns of one product, and its contracted elements where they are summed up in registers."""
 UNROLLED = 2**30
 """Multiplications of the largest tile whose products are compiled one by one: libtpu takes seconds for more."""
-WIDE = ("v6", "7x")
-"""What the kinds of chips have in their names whose matrix units are 256 wide."""
-ACCUMULATE = "7x"
-"""What the kinds of chips have in their names whose matrix units keep sums."""
 
 
 class Blocks(NamedTuple):
@@ -150,8 +147,8 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
         precision=precision,
         scales=scales,
         per_scale=contracted // max(1, scales),
-        accumulates=ACCUMULATE in current_device().kind,
-        wide=any(word in current_device().kind for word in WIDE),
+        accumulates=is_v7x(current_device().kind),
+        wide=is_wide(current_device().kind),
     )
 
 

@@ -17,7 +17,7 @@ from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.precision import product_precision
 from ejkernel.ops.device import current_device
-from ejkernel_pallas.tpu.tiled_attention.spec import is_wide
+from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 
 LOG2E = math.log2(math.e)
 LANES = 128
@@ -201,11 +201,6 @@ class Sizes:
     parts: int
 
 
-def is_fast(kind: str) -> bool:
-    """Whether a chip copies keys about as fast as it computes with them, when it decodes."""
-    return "7x" in kind
-
-
 def joins_heads(record: PagedAttention) -> bool:
     """Whether keys of several heads are taken together where every sequence has one query."""
     return make_cache(record).joins and _operand(record).itemsize == 2
@@ -269,7 +264,8 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     tokens = 1 if single else max(1, sizes.queries // step) * step
     rows = few if single else tokens * group
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
-    wide, fast = is_wide(), is_fast(current_device().kind)
+    kind = current_device().kind
+    wide, fast = is_wide(kind), is_v7x(kind)
     chunk, rounds = _products(block, single, joined, 16 if wide else 8)
     lead = 5 if wide else 2
     return Spec(

@@ -6,7 +6,8 @@ from typing import Any
 from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.device import current_device
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes, is_fast, joins_heads
+from ejkernel_pallas.tpu.generations import is_v7x
+from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes, joins_heads
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "seq_blocksize"})
 """Fields of the configuration that the kernel looks at."""
@@ -66,7 +67,7 @@ def tile_rows(record: PagedAttention) -> int:
 
 
 def _keys(record: PagedAttention, kind: str) -> int:
-    most = BYTES // 2 if tile_rows(record) == 1 and joins_heads(record) and not is_fast(kind) else BYTES
+    most = BYTES // 2 if tile_rows(record) == 1 and joins_heads(record) and not is_v7x(kind) else BYTES
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]

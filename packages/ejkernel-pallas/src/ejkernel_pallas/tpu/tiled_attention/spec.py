@@ -15,9 +15,7 @@ from ejkernel.families import dropout
 from ejkernel.families.precision import product_precision
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
-
-WIDE = ("v6", "7x")
-"""What the kinds of chips have in their names whose matrix units are 256 wide."""
+from ejkernel_pallas.tpu.generations import is_wide
 
 LOG2E = math.log2(math.e)
 LANES = 128
@@ -144,13 +142,13 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> S
         precision=_precision(record),
         trapezoid=indexed and left is None and right == 0 and record.mask is None and record.pattern is None and whole,
         restricted=(left, right) != (None, None) or not all(x is None for x in restrictions),
-        counted=is_wide() and value_size <= LANES and record.value.dtype.itemsize == 2 and record.dropout_prob == 0.0,
+        counted=_counted(record),
     )
 
 
-def is_wide() -> bool:
-    """Whether the matrix units of the chip that is compiled for multiply 256 by 256 numbers at a time."""
-    return any(word in current_device().kind for word in WIDE)
+def _counted(record: TiledAttention) -> bool:
+    small = record.value.shape[3] <= LANES and record.value.dtype.itemsize == 2
+    return small and is_wide(current_device().kind) and record.dropout_prob == 0.0
 
 
 def padded(size: int) -> int:

@@ -5,7 +5,8 @@ from typing import Any
 from ejkernel.families import attention_kinds
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, WIDE, Blocks, padded
+from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks, padded
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n", "blocksize_k"})
 """Fields of the configuration that the kernels look at."""
@@ -17,8 +18,6 @@ LARGE = 2048
 """Queries, and keys, of the largest tiles. What they cost to begin and to end is little."""
 LONG = 2 * LARGE
 """Queries and keys from which on there are enough of these tiles."""
-SLOW = "7x"
-"""What kinds of chips have in their names for which the compiler takes twice as long for large products."""
 
 LISTED = 2**17
 """Tile pairs whose list takes half of scalar memory."""
@@ -62,7 +61,7 @@ def heuristic(
         direction: Which pass.
         widest: The largest head for which memory has room for large tiles.
     """
-    wide, slow = any(word in device.kind for word in WIDE), SLOW in device.kind
+    wide, slow = is_wide(device.kind), is_v7x(device.kind)
     block = 512 if _is_narrow(record) else 1024
     large = _is_long(record, widest if wide else LANES)
     if direction == "backward":
