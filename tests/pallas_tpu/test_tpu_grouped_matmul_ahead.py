@@ -119,6 +119,23 @@ def test_matrix_units_of_v7x_drain_once_a_tile():
     assert kernel.simulation.mxu_cycles / kernel.simulation.cycles > 0.92
 
 
+def shared_tiles():
+    """The output of groups that share tiles."""
+
+    def multiply(lhs, rhs, sizes):
+        return grouped_matmul(lhs, rhs, sizes, preferred_element_type=jnp.bfloat16, platform="pallas")
+
+    sizes = np.array([1500, 300, 1024, 12, 2100, 40, 1800, 1416], np.int32)
+    return Workload(function=multiply, args=(shaped((8192, 4096)), shaped((8, 4096, 4096)), sizes))
+
+
+def test_what_rows_a_group_has_of_a_tile_spills_nothing_on_v7x():
+    (report,) = profile_many([Case(label="shared", build=f"{__file__}:shared_tiles")], target="v7x")
+    assert report.error is None
+    (kernel,) = report.kernels
+    assert kernel.spills == kernel.fills == 0
+
+
 def test_an_exported_call_is_loaded_and_lowered_again():
     made, sizes = RECORDS["bfloat16"], jax.ShapeDtypeStruct((3,), "int32")
 

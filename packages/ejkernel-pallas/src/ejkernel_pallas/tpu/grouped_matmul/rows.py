@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
-from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, SUBLANES, Spec, factors, padded_scales, zero_outside
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, LANES, SUBLANES, Spec, factors, padded_scales, zero_outside
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, by_rows, visit
 from ejkernel_pallas.tpu.loops import loop
 from ejkernel_pallas.tpu.places import apart
@@ -68,6 +68,8 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
         scratch["sum"] = jax.ShapeDtypeStruct((height, width), jnp.float32)
         if spec.notes_last:
             scratch["last"] = jax.ShapeDtypeStruct((height, CHUNK), jnp.float32)
+    if spec.notes_own:
+        scratch["own"] = jax.ShapeDtypeStruct((spec.part_rows, LANES), jnp.int32)
     made = launch(
         functools.partial(_kernel, spec=spec),
         visits=visits,
@@ -240,6 +242,19 @@ def _write(refs: Refs, at: Place, part: Part, spec: Spec, v: Visit | None = None
         total = total + refs["existing"][part.r, part.c].astype(jnp.float32)
     output = refs["output"]
     if v is not None:
-        row = part.row + lax.broadcasted_iota(jnp.int32, total.shape, 0)
-        total = jnp.where((row >= v.low) & (row < v.high), total, output[part.r, part.c].astype(jnp.float32))
+        own = _own_rows(refs, at, part, spec, v)
+        total = jnp.where(own, total, output[part.r, part.c].astype(jnp.float32))
     output[part.r, part.c] = total.astype(output.dtype)
+
+
+def _own_rows(refs: Refs, at: Place, part: Part, spec: Spec, v: Visit) -> jax.Array:
+    """Which rows of a part, in all of its columns, are the visit's: the same in all parts with these rows."""
+    if not spec.notes_own:
+        row = part.row + lax.broadcasted_iota(jnp.int32, (part.rows, part.columns), 0)
+        return (row >= v.low) & (row < v.high)
+    own = refs["own"]
+    if part.column == 0:
+        row = part.row + lax.broadcasted_iota(jnp.int32, own.shape, 0)
+        own[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
+    noted = own[pl.ds(apart(0, part.column, at.zero), part.rows)]
+    return jnp.concatenate([noted] * -(-part.columns // LANES), axis=1)[:, : part.columns] != 0

@@ -116,6 +116,14 @@ class Spec:
         return self.wide and not (self.accumulates or made)
 
     @property
+    def notes_own(self) -> bool:
+        """Whether it is written down which rows of a shared tile are a matrix's own, and read for all columns.
+
+        Few registers hold masks, and those of all rows are spilled. The gradient's kernel then spills operands instead.
+        """
+        return self.accumulates and self.unrolls and not self.backward
+
+    @property
     def hides_first(self) -> bool:
         """Whether a sum's first product is read back for the next to be added, and not kept in registers."""
         return not self.wide
