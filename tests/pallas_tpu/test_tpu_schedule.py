@@ -71,7 +71,9 @@ def pages(queries):
 @pytest.mark.parametrize("target", CHIPS)
 def test_paged_attention_spills_nothing(target):
     cases = [Case(label=str(n), build=f"{__file__}:pages", kwargs={"queries": n}) for n in (1, 512)]
-    for report in profile_many(cases, target=target):
+    reports = profile_many(cases, target=target)
+    assert [report.label for report in reports] == ["1", "512"]
+    for report in reports:
         assert report.error is None
         (kernel,) = report.kernels
         assert kernel.spills == kernel.fills == 0, report.label

@@ -1,15 +1,15 @@
 """Which weights of a tile dropout keeps: numbers of rows and columns, made before a kernel, say so.
 
-A weight takes a multiplication, a comparison and a selection. That kept ones are larger is left to what is done once a
-row.
+A weight takes a multiplication, a comparison, and a selection or another multiplication. That kept ones are larger is
+left to what is done once a row.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
@@ -61,21 +61,14 @@ def zero_dropped(spec: Spec, rows: jax.Array, columns: jax.Array, weights: jax.A
         return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
-        own, met = [scalar(x) for x in rows.registers.flat], [pair(x) for x in columns.registers.flat]
         made: list[Any] = []
-        for place, register in enumerate(tile.registers.flat):
-            eight, half = divmod(place, 2)
-            both = zip(pair(register), met[eight], strict=True)
-            values = [_zero_if_dropped(spec, weight, own[half], column) for weight, column in both]
+        for register, products in zip(tile.registers.flat, _products(rows, columns), strict=True):
+            given = ([weight, n, _limit(spec)] for weight, n in zip(pair(register), products, strict=True))
+            values: list[Any] = [llvm.inline_asm(each[0].type, each, ZERO, "=f,0,r,n") for each in given]
             made.append(vector.from_elements(register.type, values))
         return with_registers(tile, made)
 
     return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
-
-
-def _zero_if_dropped(spec: Spec, weight: Any, row: Any, column: Any) -> Any:
-    product, limit = arith.muli(row, column), constant(as_int32(spec.threshold))
-    return llvm.inline_asm(ir.F32Type.get(), [weight, product, limit], ZERO, "=f,0,r,n")
 
 
 def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
@@ -97,11 +90,10 @@ def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[
         return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA) for _ in choices),
     )
     def select(_: Any, rows: Any, columns: Any, *tiles: Any) -> Any:
-        own, met = [scalar(x) for x in rows.registers.flat], [pair(x) for x in columns.registers.flat]
         made: list[list[Any]] = [[] for _ in choices]
-        for place, registers in enumerate(zip(*(tile.registers.flat for tile in tiles), strict=True)):
-            eight, half = divmod(place, 2)
-            kept = [_keeps(spec, own[half], column) for column in met[eight]]
+        places = zip(*(tile.registers.flat for tile in tiles), strict=True)
+        for registers, products in zip(places, _products(rows, columns), strict=True):
+            kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _limit(spec)) for product in products]
             for n, registers_made in enumerate(made):
                 both = zip(kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
                 values = [arith.select(condition, x, y) for condition, x, y in both]
@@ -111,8 +103,16 @@ def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[
     return select(rows, columns, *tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _keeps(spec: Spec, row: Any, column: Any) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.uge, arith.muli(row, column), constant(as_int32(spec.threshold)))
+def _products(rows: Any, columns: Any) -> Iterator[list[Any]]:
+    """For every register of a tile, row's number times column's: dropout keeps those that are not below the limit."""
+    own = [scalar(x) for x in rows.registers.flat]
+    for met in map(pair, columns.registers.flat):
+        for row in own:
+            yield [arith.muli(row, column) for column in met]
+
+
+def _limit(spec: Spec) -> Any:
+    return constant(as_int32(spec.threshold))
 
 
 def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
