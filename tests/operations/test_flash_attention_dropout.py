@@ -7,8 +7,8 @@ import naive
 import numpy as np
 import pytest
 
-from ejkernel.families import dropout
 from ejkernel.modules import flash_attention
+from ejkernel.planning import dropout
 
 BATCH, LENGTH, HEADS = 2, 24, 3
 ZERO = jnp.zeros((BATCH, LENGTH, HEADS, 4))

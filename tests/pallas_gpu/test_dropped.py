@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families import dropout
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning import dropout
 from ejkernel_pallas.gpu.tiled_attention import dropped
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.tiled_attention.backward import backward
 from ejkernel_pallas.gpu.tiled_attention.forward import forward
 

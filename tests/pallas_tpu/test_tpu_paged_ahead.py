@@ -11,9 +11,9 @@ from test_tpu_ahead import CHIPS, compiled
 from tpu_paged_records import layouts, lowered
 
 from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
-from ejkernel.modules.operations import paged_inputs
+from ejkernel.modules.operations.cases import paged_inputs
+from ejkernel.modules.operations.cases.paged_inputs import Sizes
 from ejkernel.modules.operations.configs import PageAttentionConfig
-from ejkernel.modules.operations.paged_inputs import Sizes
 from ejkernel_pallas.tpu.paged_attention import limits
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS

@@ -11,9 +11,9 @@ from tpu_paged_records import lowered
 from tpu_records import close, simulated
 
 from ejkernel.families.paged_attention import reference
-from ejkernel.modules.operations import paged_inputs
+from ejkernel.modules.operations.cases import paged_inputs
+from ejkernel.modules.operations.cases.paged_inputs import Sizes
 from ejkernel.modules.operations.configs import PageAttentionConfig
-from ejkernel.modules.operations.paged_inputs import Sizes
 from ejkernel_pallas.tpu.paged_attention import copies, keys
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations import paged_inputs
-from ejkernel.modules.operations.paged_inputs import Sizes
+from ejkernel.modules.operations.cases import paged_inputs
+from ejkernel.modules.operations.cases.paged_inputs import Sizes
 from ejkernel.ops.plugins import registry
 
 HALF, EIGHT = jnp.bfloat16, jnp.float8_e4m3fn

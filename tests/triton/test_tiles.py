@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.families.tile_pairs import padding_as_segments
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_triton.tiled_attention import implementations, tiles
 from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from ejkernel.modules.operations.shapes import as_count, as_float_dtype, as_number, check_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import as_count, as_float_dtype, as_number, check_dtype, check_shape
 
 Layout = Literal["thd", "bshd", "bhsd"]
 LAYOUTS: tuple[Layout, ...] = ("thd", "bshd", "bhsd")

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from ejkernel.families.precision import rounded
-from ejkernel.modules.operations.shapes import as_count, as_float_dtype, got
+from ejkernel.modules.operations.shared.shapes import as_count, as_float_dtype, got
+from ejkernel.planning.precision import rounded
 from ejkernel.sample_inputs import random_blocks, varlen_input_helper
 
 __all__ = [

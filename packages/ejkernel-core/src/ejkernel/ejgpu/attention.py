@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from ejkernel import _compat, modules
 from ejkernel.ejgpu import lowering
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
     as_number,

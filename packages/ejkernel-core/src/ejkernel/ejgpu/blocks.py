@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from ejkernel.modules.operations.shapes import as_count
+from ejkernel.modules.operations.shared.shapes import as_count
 from ejkernel.sample_inputs import random_blocks
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import modules
-from ejkernel.families.packing import packed_ids
+from ejkernel.planning.packing import packed_ids
 from ejkernel.types import MaskInfo
 
 Pair = tuple[jax.Array, jax.Array]

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ejkernel import _compat, modules
-from ejkernel.modules.operations.shapes import check_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
 from ejkernel.xla_utils import prepare_token_indices
 
 

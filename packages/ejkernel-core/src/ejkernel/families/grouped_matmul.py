@@ -38,7 +38,7 @@ class GroupedMatmul:
         rhs_scale: [E, blocks, 1, N] floating, factors on blocks of `K / blocks` of the contracted elements.
         rhs_bias: [E, 1, N] floating.
         transpose_rhs: Whether the matrices lie with their columns first.
-        precision: Of the matrix products; None for what `ejkernel.families.precision` says.
+        precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
     """
 
     lhs: jax.Array

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import packing
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.planning import packing
 
 
 @arguments
@@ -51,7 +51,7 @@ class LinearRecurrence:
         sequence_state: [N, H, K, V] floating, the state before each packed sequence; None is zeros.
         segment_ids: [B, T] int32; a token whose id differs from that of the last real token before it starts from a
             zero state, and negative ids are padding. The first real token continues from the initial state.
-        precision: Of the matrix products; None for what `ejkernel.families.precision` says.
+        precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
     """
 
     query: jax.Array

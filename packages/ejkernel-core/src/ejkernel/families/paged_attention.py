@@ -29,10 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import paged_cache
-from ejkernel.families.precision import rounded
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.planning import paged_cache
+from ejkernel.planning.precision import rounded
 
 Window = tuple[int | None, int | None]
 

@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import dropout
-from ejkernel.families.precision import rounded
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning import dropout
+from ejkernel.planning.precision import rounded
 from ejkernel.types.sparse_masks import Mask
 
 Window = tuple[int | None, int | None]
@@ -63,7 +63,7 @@ class TiledAttention:
         pattern: Pairs that attend by their indices in the whole call, known when it is traced.
         logits_soft_cap: Cap c of `c * tanh(s / c)`.
         normalize_output: False returns the numerator relative to the row's maximum, `sum_j exp(s_ij - max_j s_ij) v_j`.
-        precision: Of the matrix products; None for what `ejkernel.families.precision` says.
+        precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
         logits_dtype: Scores are rounded to it before the softmax.
     """
 

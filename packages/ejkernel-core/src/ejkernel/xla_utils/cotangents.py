@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from ejkernel.families.precision import rounded
-from ejkernel.modules.operations.shapes import as_float_dtype
+from ejkernel.modules.operations.shared.shapes import as_float_dtype
+from ejkernel.planning.precision import rounded
 
 
 def identity_dtype_convert(dtype: DTypeLike) -> Callable[[Any], Any]:

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Integer
 
 from ejkernel import _compat
-from ejkernel.families.packing import packed_ids
-from ejkernel.modules.operations.shapes import as_count, check_cumulative, check_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import as_count, check_cumulative, check_dtype, check_shape
+from ejkernel.planning.packing import packed_ids
 from ejkernel.types.segments import as_bool_mask
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.modules.operations.shapes import as_count, as_flag, got
+from ejkernel.modules.operations.shared.shapes import as_count, as_flag, got
 
 
 def get_corrected_named_sharding(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:

@@ -1,9 +1,9 @@
 """How many blocks share the keys of a row: which number is used when nobody chose, and which are worth measuring."""
 
-from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.ops.config.params import Direction, FwdParams
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning import paged_cache
 
 HEADS = 16
 """Query heads of a KV head that a block serves."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.attention_kinds import kind_of_large
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.tiled_attention import tiles
 

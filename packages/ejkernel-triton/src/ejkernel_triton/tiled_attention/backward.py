@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.tile_pairs import padding_as_segments, tiles
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.operands import operands
 from ejkernel_triton.tiled_attention.spec import LOG2E, LOWEST, in_pieces, make_spec, splits

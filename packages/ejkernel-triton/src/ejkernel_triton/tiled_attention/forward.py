@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.tile_pairs import padding_as_segments, tiles
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
+from ejkernel.planning.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.operands import operands
 from ejkernel_triton.tiled_attention.spec import make_spec

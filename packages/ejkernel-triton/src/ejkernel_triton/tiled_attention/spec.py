@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import dropout
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
+from ejkernel.planning import dropout
 from ejkernel_triton.launch import interpreting
 
 LOG2E = math.log2(math.e)

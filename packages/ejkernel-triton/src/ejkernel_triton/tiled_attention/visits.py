@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.families.tile_pairs import sorted_pairs
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.tile_pairs import sorted_pairs
 
 
 def key_visits(record: TiledAttention, q_block: int, kv_block: int) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations.attention_configs import AttentionConfig
+from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.attention_weights.forward import WHOLE, head_sinks, row_scores
 from ejkernel_xla.attention_weights.tiles import plan_rows

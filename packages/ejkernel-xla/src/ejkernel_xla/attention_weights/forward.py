@@ -14,7 +14,7 @@ from jax import lax
 
 from ejkernel.families.attention_weights import Output
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.modules.operations.attention_configs import AttentionConfig
+from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel_xla.attention_weights.tiles import plan_rows
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, put
 from ejkernel_xla.tiled_attention.forward import finite

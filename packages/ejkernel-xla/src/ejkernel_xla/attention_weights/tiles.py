@@ -3,7 +3,7 @@
 from typing import Any
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations.attention_configs import AttentionConfig
+from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel.ops.config.params import Direction
 from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS, Plan, make_plan
 

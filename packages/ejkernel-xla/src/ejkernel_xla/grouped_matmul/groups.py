@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix
-from ejkernel.families.precision import product_precision
+from ejkernel.planning.precision import product_precision
 
 
 class Tile(NamedTuple):

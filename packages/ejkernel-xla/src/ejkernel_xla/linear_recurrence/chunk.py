@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.families.precision import product_precision
+from ejkernel.planning.precision import product_precision
 from ejkernel_xla.linear_recurrence.fading import Spans, corners, gather, spans
 from ejkernel_xla.linear_recurrence.gates import KeyGates, key_gates
 from ejkernel_xla.linear_recurrence.products import dots, expand, fade_columns, multiply, weigh

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, as_computed, band, qq_terms
-from ejkernel.families.precision import product_precision
 from ejkernel.modules.operations.configs import PagedAttentionConfig
+from ejkernel.planning import paged_cache
+from ejkernel.planning.precision import product_precision
 from ejkernel_xla.paged_attention.tiles import Tiles, tiles
 from ejkernel_xla.paged_attention.work import Work, find_work, take
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.configs import PagedAttentionConfig
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning import paged_cache
 
 KEYS = 256
 """Keys a tile: long enough for the matrix products, short enough that a window or a short sequence wastes little."""

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.precision import product_precision
 from ejkernel.families.recurrent_network import (
     RecurrentNetwork,
     State,
@@ -16,6 +15,7 @@ from ejkernel.families.recurrent_network import (
     real_tokens,
     shape,
 )
+from ejkernel.planning.precision import product_precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.ring_schedule import (
+from ejkernel.families.tiled_attention import SoftmaxResiduals
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.ring_schedule import (
     Load,
     Ring,
     columns,
@@ -22,9 +25,6 @@ from ejkernel.families.ring_schedule import (
     put_columns,
     ring_of,
 )
-from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.config.params import BwdParams
-from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
 

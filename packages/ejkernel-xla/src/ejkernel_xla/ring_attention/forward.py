@@ -5,10 +5,10 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.ring_schedule import Load, encounter, load_of, local_part, ring_of
-from ejkernel.families.softmax_merge import Partial, merge
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.ops.config.params import FwdParams
+from ejkernel.planning.ring_schedule import Load, encounter, load_of, local_part, ring_of
+from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_xla.tiled_attention import forward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
 

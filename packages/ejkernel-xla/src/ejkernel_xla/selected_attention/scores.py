@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.precision import product_precision
 from ejkernel.families.selected_attention import SelectedAttention
+from ejkernel.planning.precision import product_precision
 from ejkernel_xla.selected_attention.lists import Operands, Plan, take
 from ejkernel_xla.tiled_attention import blocks
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.precision import product_precision
+from ejkernel.planning.precision import product_precision
 
 
 class Tokens(NamedTuple):

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import dropout
-from ejkernel.families.precision import product_precision
 from ejkernel.families.tiled_attention import FAR, TiledAttention, band, coarse
+from ejkernel.planning import dropout
+from ejkernel.planning.precision import product_precision
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan, take
 

@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ejkernel.families import attention_weights
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import attention_cases as cases
-from ejkernel.modules.operations import flash_attention, flash_attention_cases
-from ejkernel.modules.operations.attention_configs import AttentionConfig
+from ejkernel.modules.operations import flash_attention
+from ejkernel.modules.operations.cases import attention as cases
+from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
+from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     as_float_dtype,
     as_number,

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-from ejkernel.families import packing, tiled_attention
+from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import blocksparse_attention_cases as cases
 from ejkernel.modules.operations import flash_attention
-from ejkernel.modules.operations.attention_configs import BlockSparseAttentionConfig
+from ejkernel.modules.operations.cases import blocksparse_attention as cases
+from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
     as_number,
@@ -29,6 +29,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 

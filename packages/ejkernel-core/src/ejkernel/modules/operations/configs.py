@@ -2,18 +2,18 @@
 
 import dataclasses
 
-from ejkernel.modules.operations.attention_configs import (
+from ejkernel.modules.operations.configuration.attention import (
     AttentionConfig,
     BlockSparseAttentionConfig,
     ScaledDotProductAttentionConfig,
     TiledAttentionConfig,
 )
-from ejkernel.modules.operations.latent_configs import (
+from ejkernel.modules.operations.configuration.latent import (
     FlashMLAConfig,
     MLADecodeConfig,
     NativeSparseAttentionConfig,
 )
-from ejkernel.modules.operations.paged_configs import (
+from ejkernel.modules.operations.configuration.paged import (
     ChunkedPrefillPagedDecodeConfig,
     DecodeAttentionConfig,
     PageAttentionConfig,
@@ -24,7 +24,7 @@ from ejkernel.modules.operations.paged_configs import (
     RaggedPageAttentionv3Config,
     UnifiedAttentionConfig,
 )
-from ejkernel.modules.operations.recurrence_configs import (
+from ejkernel.modules.operations.configuration.recurrence import (
     GatedDeltaRuleConfig,
     GLAttentionConfig,
     KernelDeltaAttentionConfig,
@@ -33,7 +33,7 @@ from ejkernel.modules.operations.recurrence_configs import (
     RecurrentAttentionConfig,
     StateSpaceV2Config,
 )
-from ejkernel.modules.operations.sequence_configs import (
+from ejkernel.modules.operations.configuration.sequence import (
     GroupedMatmulConfig,
     GRUConfig,
     LSTMConfig,

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from ejkernel.families import packing, tiled_attention
+from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention_cases as cases
+from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     as_float_dtype,
     as_number,
@@ -29,6 +29,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
+from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 
 

@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations import flash_attention
-from ejkernel.modules.operations import flash_mla_cases as cases
-from ejkernel.modules.operations.latent_configs import FlashMLAConfig
-from ejkernel.modules.operations.latent_inputs import (
+from ejkernel.modules.operations.cases import flash_mla as cases
+from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
+from ejkernel.modules.operations.shared.latent_inputs import (
     as_logits_dtype,
     check_latent_sizes,
     check_query_size,
@@ -21,7 +21,7 @@ from ejkernel.modules.operations.latent_inputs import (
     settle,
     widened,
 )
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     as_number,
     as_seed,

@@ -7,10 +7,11 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.modules.operations import plain_recurrence, recurrence_cases
+from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
-from ejkernel.modules.operations.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
-from ejkernel.modules.operations.recurrences import TOLERANCE
+from ejkernel.modules.operations.shared import plain_recurrence
+from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel.families import grouped_matmul as family
 from ejkernel.families.grouped_matmul import GroupedMatmul as Record
-from ejkernel.modules.operations import grouped_matmul_cases as cases
+from ejkernel.modules.operations.cases import grouped_matmul as cases
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
-from ejkernel.modules.operations.paged_arguments import settle
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     as_float_dtype,
     as_precision,

@@ -8,10 +8,12 @@ from jaxtyping import Array, Float
 
 from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.modules.operations import delta_cases, delta_rule, recurrence_cases
+from ejkernel.modules.operations.cases import delta as delta_cases
+from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
-from ejkernel.modules.operations.recurrences import TOLERANCE, check_floating
-from ejkernel.modules.operations.shapes import as_count, as_flag, as_number
+from ejkernel.modules.operations.shared import delta_rule
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating
+from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel

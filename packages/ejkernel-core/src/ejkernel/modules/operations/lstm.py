@@ -7,9 +7,9 @@ import jax
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import recurrent_network
-from ejkernel.modules.operations import recurrent_network_cases as cases
-from ejkernel.modules.operations import recurrent_networks
+from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import LSTMConfig
+from ejkernel.modules.operations.shared import recurrent_networks
 from ejkernel.ops.arguments import arguments
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import segment_pooling
 from ejkernel.families.segment_pooling import SegmentPooling, chunk_ranges
-from ejkernel.modules.operations import mean_pooling_cases as cases
+from ejkernel.modules.operations.cases import mean_pooling as cases
 from ejkernel.modules.operations.configs import MeanPoolingConfig
-from ejkernel.modules.operations.paged_arguments import settle
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.shapes import (
     as_count,
     check_cumulative,
     check_dtype,

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import tiled_attention
-from ejkernel.families.precision import product_precision
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations import flash_attention
-from ejkernel.modules.operations import mla_decode_cases as cases
-from ejkernel.modules.operations.latent_configs import MLADecodeConfig
-from ejkernel.modules.operations.latent_inputs import (
+from ejkernel.modules.operations.cases import mla_decode as cases
+from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
+from ejkernel.modules.operations.shared.latent_inputs import (
     check_latent_sizes,
     check_lengths,
     check_query_size,
@@ -20,11 +19,12 @@ from ejkernel.modules.operations.latent_inputs import (
     settle,
     widened,
 )
-from ejkernel.modules.operations.shapes import as_number, as_window, check_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import as_number, as_window, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.planning.precision import product_precision
 from ejkernel.types import MaskInfo
 
 

@@ -10,11 +10,18 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.modules.operations import flash_attention
-from ejkernel.modules.operations import native_sparse_attention_cases as cases
-from ejkernel.modules.operations.latent_configs import NativeSparseAttentionConfig
-from ejkernel.modules.operations.latent_inputs import settle
-from ejkernel.modules.operations.native_sparse_blocks import Blocks, block_ids, block_means, find_blocks, listed, select
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.cases import native_sparse_attention as cases
+from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
+from ejkernel.modules.operations.shared.latent_inputs import settle
+from ejkernel.modules.operations.shared.native_sparse_blocks import (
+    Blocks,
+    block_ids,
+    block_means,
+    find_blocks,
+    listed,
+    select,
+)
+from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_number,
     check_cumulative,

@@ -7,9 +7,10 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.cases import paged as paged_cases
+from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
-from ejkernel.modules.operations.paged_arguments import (
+from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
     as_choice,
@@ -26,7 +27,7 @@ from ejkernel.modules.operations.paged_arguments import (
     settle,
     tuned,
 )
-from ejkernel.modules.operations.shapes import as_flag, check_not_empty
+from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel

@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.cases import paged as paged_cases
+from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
-from ejkernel.modules.operations.paged_arguments import (
+from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
     as_layout,

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families import paged_attention, paged_cache
+from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.cases import paged as paged_cases
+from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
-from ejkernel.modules.operations.paged_arguments import (
+from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
     as_count,
@@ -25,11 +26,19 @@ from ejkernel.modules.operations.paged_arguments import (
     settle,
     tuned,
 )
-from ejkernel.modules.operations.shapes import as_flag, as_float_dtype, check_dtype, check_not_empty, check_shape, got
+from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
+    as_float_dtype,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.planning import paged_cache
 
 
 @arguments

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Num
 
-from ejkernel.families import paged_attention, paged_cache
+from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_cache import LANES, packing
-from ejkernel.modules.operations import paged_cases, paged_inputs
+from ejkernel.modules.operations.cases import paged as paged_cases
+from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
-from ejkernel.modules.operations.paged_arguments import (
+from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
     as_choice,
@@ -26,11 +26,19 @@ from ejkernel.modules.operations.paged_arguments import (
     settle,
     tuned,
 )
-from ejkernel.modules.operations.shapes import as_number, check_dtype, check_not_empty, check_same_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import (
+    as_number,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+)
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.planning import paged_cache
+from ejkernel.planning.paged_cache import LANES, packing
 
 Layout = Literal["interleaved", "lanes"]
 

@@ -6,10 +6,10 @@ import jax
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
-from ejkernel.modules.operations import recurrence_cases
+from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
-from ejkernel.modules.operations.plain_recurrence import RecurrentAttentionArguments, finish, lower, validate
-from ejkernel.modules.operations.recurrences import TOLERANCE
+from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, finish, lower, validate
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op

@@ -10,15 +10,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from ejkernel import _compat
-from ejkernel.families import packing
 from ejkernel.families import ring_attention as family
 from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
 from ejkernel.modules.operations import flash_attention as flash
-from ejkernel.modules.operations import ring_attention_cases as cases
+from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
-from ejkernel.modules.operations.ring_placement import placement
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.ring_placement import placement
+from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
     as_number,
@@ -31,6 +30,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 
 

@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import recurrent_network
 from ejkernel.families.recurrent_network import RecurrentNetwork
-from ejkernel.modules.operations import recurrent_network_cases as cases
-from ejkernel.modules.operations import recurrent_networks
+from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import RNNConfig
-from ejkernel.modules.operations.paged_arguments import as_choice
+from ejkernel.modules.operations.shared import recurrent_networks
+from ejkernel.modules.operations.shared.paged_arguments import as_choice
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel

@@ -9,11 +9,12 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention, flash_attention_cases
-from ejkernel.modules.operations import scaled_dot_product_attention_cases as cases
-from ejkernel.modules.operations.attention_configs import ScaledDotProductAttentionConfig
+from ejkernel.modules.operations import flash_attention
+from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
+from ejkernel.modules.operations.cases import scaled_dot_product_attention as cases
+from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
-from ejkernel.modules.operations.shapes import got
+from ejkernel.modules.operations.shared.shapes import got
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.modules.operations import state_space_v1_cases as cases
+from ejkernel.modules.operations.cases import state_space_v1 as cases
 from ejkernel.modules.operations.configs import StateSpaceV1Config
-from ejkernel.modules.operations.shapes import check_dtype, check_not_empty, check_shape, got
+from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape, got
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel

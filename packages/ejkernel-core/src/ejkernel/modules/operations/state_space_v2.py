@@ -10,10 +10,11 @@ from jaxtyping import Array, Float
 
 from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.modules.operations import recurrence_cases, state_space_cases
+from ejkernel.modules.operations.cases import recurrence as recurrence_cases
+from ejkernel.modules.operations.cases import state_space as state_space_cases
 from ejkernel.modules.operations.configs import StateSpaceV2Config
-from ejkernel.modules.operations.recurrences import TOLERANCE, check_floating, wide
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, wide
+from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
     as_number,

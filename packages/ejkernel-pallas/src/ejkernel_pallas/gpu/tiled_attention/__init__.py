@@ -6,10 +6,10 @@ What the kernels need, and what they do not do, is data here; nothing of Pallas 
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.attention_kinds import kind_of_large
 from ejkernel.families.tiled_attention import DROPOUT, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
+from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel_pallas.gpu.tiled_attention import tiles
 
 HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window"}) | SOFTMAX | DROPOUT

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.tiled_attention import pairs, schedule
 from ejkernel_pallas.gpu.tiled_attention.backward_call import Call
 from ejkernel_pallas.gpu.tiled_attention.backward_kernel import backward_kernel

@@ -7,9 +7,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from ejkernel.families.batch_rows import in_rows
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
+from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.tiled_attention import schedule
 from ejkernel_pallas.gpu.tiled_attention.dropped import numbers
 from ejkernel_pallas.gpu.tiled_attention.extents import extent

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.families import dropout
 from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.planning import dropout
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)

@@ -9,7 +9,7 @@ import dataclasses
 
 import jax
 
-from ejkernel.families.softmax_merge import Partial, merge
+from ejkernel.planning.softmax_merge import Partial, merge
 
 BEGINNING = 2
 """What an item costs beside its visits, in visits: its first scores and its last product have nothing beside them."""

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.families.precision import product_precision
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.device import current_device
+from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 
 LANES, SUBLANES = 128, 8

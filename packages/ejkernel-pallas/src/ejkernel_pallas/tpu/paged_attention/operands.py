@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, as_computed
+from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, Spec, stored
 from ejkernel_pallas.tpu.paged_attention.work import Work
 

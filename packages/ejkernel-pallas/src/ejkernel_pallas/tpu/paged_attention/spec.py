@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel.families.precision import product_precision
 from ejkernel.ops.device import current_device
+from ejkernel.planning import paged_cache
+from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 
 LOG2E = math.log2(math.e)

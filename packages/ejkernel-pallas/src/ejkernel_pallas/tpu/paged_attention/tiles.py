@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.device import current_device
+from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes, joins_heads
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families import paged_cache
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
 
 FIELDS = (

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import _compat
-from ejkernel.families.ring_schedule import Ring
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.ring_schedule import Ring
 from ejkernel_pallas.tpu.ring_attention.neighbours import Lane, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Lister, Plan
 from ejkernel_pallas.tpu.tiled_attention.launch import VMEM_LIMIT

@@ -14,10 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.ring_schedule import Load, Ring, columns, load_of, put_columns, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.ring_schedule import Load, Ring, columns, load_of, put_columns, ring_of
 from ejkernel_pallas.tpu.ring_attention.launch import launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan
 from ejkernel_pallas.tpu.tiled_attention import backward as tiles

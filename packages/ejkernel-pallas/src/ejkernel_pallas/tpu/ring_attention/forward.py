@@ -7,9 +7,9 @@ import jax
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.ring_schedule import Load, load_of, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
+from ejkernel.planning.ring_schedule import Load, load_of, ring_of
 from ejkernel_pallas.tpu.ring_attention import softmax
 from ejkernel_pallas.tpu.ring_attention.launch import launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning

@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention
-from ejkernel.families.ring_schedule import load_of, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
+from ejkernel.planning.ring_schedule import load_of, ring_of
 from ejkernel_pallas.tpu.ring_attention import softmax
 from ejkernel_pallas.tpu.ring_attention.alone import (
     collective,

@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.ring_attention import tiled
-from ejkernel.families.ring_schedule import load_of, ring_of
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.ring_schedule import load_of, ring_of
 from ejkernel_pallas.tpu.ring_attention import backward as collectives
 from ejkernel_pallas.tpu.ring_attention.alone import (
     collective,

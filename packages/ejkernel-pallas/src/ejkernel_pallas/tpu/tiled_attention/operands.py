@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.families.tile_pairs import padding_as_segments
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
+from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.tiled_attention.patterns import Drawn, drawn
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec, padded
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.tile_pairs import tiles
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.tile_pairs import tiles
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, Spans
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from jax import lax
 
-from ejkernel.families import dropout
-from ejkernel.families.precision import product_precision
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
+from ejkernel.planning import dropout
+from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_wide
 
 LOG2E = math.log2(math.e)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ejkernel.families import attention_kinds
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.planning import attention_kinds
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks, padded
 

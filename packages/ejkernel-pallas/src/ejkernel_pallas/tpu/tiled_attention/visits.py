@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.tile_pairs import sorted_pairs
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.tile_pairs import sorted_pairs
 from ejkernel_pallas.tpu.tiled_attention.patterns import drawn
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.modules.operations.recurrences import (
+from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_log_gate,
     check_tokens,

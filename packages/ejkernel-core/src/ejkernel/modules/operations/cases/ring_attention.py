@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.flash_attention_cases import Sizes, make_inputs, qkv
+from ejkernel.modules.operations.cases.flash_attention import Sizes, make_inputs, qkv
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.paged_cache import LAYOUTS
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.shapes import (
     as_number,
     as_window,
     check_dtype,
@@ -17,6 +16,7 @@ from ejkernel.modules.operations.shapes import (
 )
 from ejkernel.ops.config.params import BaseOperationConfig
 from ejkernel.ops.model import Tolerance
+from ejkernel.planning.paged_cache import LAYOUTS
 
 Config = TypeVar("Config", bound=BaseOperationConfig)
 

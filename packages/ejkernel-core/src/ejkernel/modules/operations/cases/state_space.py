@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.case_tables import tagged
-from ejkernel.modules.operations.recurrence_cases import normal
+from ejkernel.modules.operations.cases.recurrence import normal
+from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.case_tables import tagged
+from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers a state), optional arguments, dtype, record fields it is about, further tags

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.shapes import check_dtype, check_not_empty, check_same_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_same_dtype, check_shape
 from ejkernel.ops.model import Tolerance
 
 TOLERANCE = {

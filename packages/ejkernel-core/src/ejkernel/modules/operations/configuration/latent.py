@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ejkernel.modules.operations.attention_configs import ScaledDotProductAttentionConfig
+from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig
 from ejkernel.ops.config.params import BaseOperationConfig
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.recurrence_cases import (
+from ejkernel.modules.operations.cases.recurrence import (
     BOUNDS,
     Row,
     Sizes,

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.case_tables import Row, table
-from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
+from ejkernel.modules.operations.cases.flash_attention import Sizes, qkv
+from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.case_tables import Row, table
-from ejkernel.modules.operations.paged_inputs import (
+from ejkernel.modules.operations.cases.paged_inputs import (
     Arrays,
     Sizes,
     chunked_inputs,
@@ -23,6 +22,7 @@ from ejkernel.modules.operations.paged_inputs import (
     v3_inputs,
     v3_integers,
 )
+from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 
 PLAIN = Sizes()

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.case_tables import Row, table
+from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 
 

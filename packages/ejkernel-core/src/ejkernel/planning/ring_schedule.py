@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.families import ring_stripes as stripes
 from ejkernel.families.ring_attention import RingAttention, axis_size, tiled
 from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.planning import ring_stripes as stripes
 
 Tree = TypeVar("Tree")
 Load = dict[str, jax.Array]

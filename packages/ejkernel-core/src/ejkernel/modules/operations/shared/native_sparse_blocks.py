@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families import packing
-from ejkernel.families.precision import product_precision
 from ejkernel.families.segment_pooling import chunk_ranges
+from ejkernel.planning import packing
+from ejkernel.planning.precision import product_precision
 
 SCORES = 2**20
 """Scores of queries and blocks held at once where blocks are selected."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.modules.operations.recurrences import (
+from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_log_gate,
     check_packing,
@@ -18,7 +18,7 @@ from ejkernel.modules.operations.recurrences import (
     rank,
     wide,
 )
-from ejkernel.modules.operations.shapes import as_flag, as_number, check_cumulative
+from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative
 from ejkernel.ops.arguments import arguments, static
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.case_tables import tagged
+from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
 
 # name, shape of x, cumulative lengths, chunk size, dtype, optional record fields the case is about, further tags

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.recurrent_network import GATES
-from ejkernel.modules.operations.case_tables import tagged
+from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
 
 

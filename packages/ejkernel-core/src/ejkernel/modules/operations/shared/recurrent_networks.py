@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.families import recurrent_network
 from ejkernel.families.recurrent_network import GATES, RecurrentNetwork
-from ejkernel.modules.operations.shapes import check_dtype, check_not_empty, check_shape
+from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape
 from ejkernel.ops.model import Tolerance
 
 AXES = {

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules.operations import flash_attention_cases
-from ejkernel.modules.operations.case_tables import tagged
-from ejkernel.modules.operations.flash_attention_cases import Sizes, qkv
+from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
+from ejkernel.modules.operations.cases.flash_attention import Sizes, qkv
+from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask, Mask, NumpyMask

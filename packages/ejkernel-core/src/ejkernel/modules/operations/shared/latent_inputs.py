@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _compat
-from ejkernel.families.precision import product_precision
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
-from ejkernel.modules.operations.shapes import (
+from ejkernel.modules.operations.shared.shapes import (
     as_float_dtype,
     check_dtype,
     check_not_empty,
     check_same_dtype,
     check_shape,
 )
+from ejkernel.planning.precision import product_precision
 
 Record = TypeVar("Record")
 

@@ -1,0 +1,1 @@
+"""The public configuration classes; `ejkernel.modules.operations.configs` re-exports them."""

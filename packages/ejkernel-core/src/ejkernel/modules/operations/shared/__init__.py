@@ -1,0 +1,1 @@
+"""Checks, argument records and lowering that several operations share."""
