@@ -97,6 +97,8 @@ class Op:
             tune the call ask for. Raises ValueError where the two disagree.
         variant: Argument record -> the operation as it is for such calls, where letters or family depend on their
             ranks; None where they never do.
+        route: (argument record, call options) -> the operation, the record and the options that carry the call out,
+            where those are not its own; None where they always are.
         version: Raised when the meaning of a stored configuration changes.
     """
 
@@ -116,6 +118,7 @@ class Op:
     output: str | tuple[str, ...] | None = None
     configure: Callable[[Any, Any], Any] = _as_it_is
     variant: Callable[[Any], "Op"] | None = None
+    route: "Callable[[Any, dict[str, Any]], tuple[Op, Any, dict[str, Any]]] | None" = None
     version: str = "1"
 
     @functools.cached_property

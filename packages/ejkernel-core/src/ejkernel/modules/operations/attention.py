@@ -27,9 +27,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.types import MaskInfo
 
 
@@ -78,6 +78,7 @@ class AttentionArguments:
         return self.dropout_prob > 0 and not self.deterministic
 
 
+@operation(lambda: OP)
 def attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -85,7 +86,6 @@ def attention(
     bias: Float[Array, "#b heads #t #s"] | None = None,
     dropout_rng: int | PRNGKeyArray | Integer[Array, ""] | Integer[Array, " words"] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
-    /,
     *,
     mask_info: MaskInfo | None = None,
     init_bias: Callable[[], Array] | None = None,
@@ -108,6 +108,8 @@ def attention(
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`. The weights have
     T * S numbers a head, so memory is quadratic in the lengths; `flash_attention` computes the same output without.
+
+    Over devices, batch, heads and queries can be split; keys and head size cannot.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
@@ -133,12 +135,6 @@ def attention(
             unless `mask_info` gives them.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and queries can be split, keys and head size cannot.
-        out_specs: Partition specs of output and weights; must follow from the inputs'.
 
     Returns:
         The output [B, T, H, V] and the weights [B, H, T, S] that made it, after dropout; the weights of a row sum to at
@@ -159,25 +155,7 @@ def attention(
         assert jnp.allclose(weights.sum(axis=-1), 1, atol=1e-6)
         ```
     """
-    args = AttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        dropout_rng=dropout_rng,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-        init_bias=init_bias,
-        deterministic=deterministic,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        dtype=dtype,
-        softmax_dtype=softmax_dtype,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        sliding_window=sliding_window,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: AttentionArguments) -> None:

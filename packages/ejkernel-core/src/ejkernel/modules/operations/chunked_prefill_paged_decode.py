@@ -26,9 +26,9 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -62,6 +62,7 @@ class ChunkedPrefillPagedDecodeArguments:
         )
 
 
+@operation(lambda: OP)
 def chunked_prefill_paged_decode(
     queries: Float[Array, "t h d"],
     keys: Float[Array, "t g d"],
@@ -73,7 +74,6 @@ def chunked_prefill_paged_decode(
     query_start_loc: Integer[Array, " n"],
     alibi_slopes: Float[Array, " h"] | None = None,
     softmax_aux: Float[Array, " h"] | None = None,
-    /,
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -92,6 +92,8 @@ def chunked_prefill_paged_decode(
     `kv_lens[n] - q + i`, whose key and value go to page `block_tables[n, k // S]`, slot `k % S`. Nothing but these
     slots is written. Call under `jax.jit` with `donate_argnums` for both caches and use the returned ones: the update
     is then in place. A call outside of jit copies the caches. Not differentiable.
+
+    Over devices, heads can be split.
 
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
@@ -112,12 +114,6 @@ def chunked_prefill_paged_decode(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied to the score with its alibi term.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
-            split.
-        out_specs: Partition specs of output, key cache and value cache; must follow from the inputs'.
 
     Returns:
         [T, H, Dv] in queries' dtype, where rows that belong to no sequence are 0; the key cache and the value cache.
@@ -141,24 +137,7 @@ def chunked_prefill_paged_decode(
         assert output.shape == (8, 4, 64)
         ```
     """
-    args = ChunkedPrefillPagedDecodeArguments(
-        queries=queries,
-        keys=keys,
-        values=values,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        alibi_slopes=alibi_slopes,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        seq_threshold_3d=seq_threshold_3d,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:

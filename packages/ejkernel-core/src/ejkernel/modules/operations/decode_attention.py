@@ -26,9 +26,9 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -59,13 +59,13 @@ class DecodeAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def decode_attention(
     query: Float[Array, "r h d"],
     key_buffer: Float[Array, "total g d"],
     value_buffer: Float[Array, "total g v"],
     req_to_tokens: Integer[Array, "r k"],
     seq_lens: Integer[Array, " r"],
-    /,
     *,
     softmax_scale: float | None = None,
     num_kv_splits: int | None = None,
@@ -85,6 +85,8 @@ def decode_attention(
     sequence n lies in buffer row `req_to_tokens[n, k // page_size] * page_size + k % page_size`. The formula is in
     `ejkernel.families.paged_attention` (Kwon et al. 2023, arXiv:2309.06180). Not differentiable.
 
+    Over devices, sequences and heads can be split.
+
     Args:
         query: [N, H, D] float16, bfloat16, float32 or float64; its position is `seq_lens[n] - 1`.
         key_buffer: [pages * page_size, Hk, D] floating; holds the query's own token already.
@@ -99,11 +101,6 @@ def decode_attention(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
         softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order. Sequences and heads can be split.
-        out_specs: Partition specs of output and lse; must follow from the inputs'.
 
     Returns:
         [N, H, Dv] in query's dtype, and [N, H] float32 (float64 for float64) log of the softmax denominator, sink
@@ -125,20 +122,7 @@ def decode_attention(
         assert output.shape == (2, 8, 64) and lse.shape == (2, 8)
         ```
     """
-    args = DecodeAttentionArguments(
-        query=query,
-        key_buffer=key_buffer,
-        value_buffer=value_buffer,
-        req_to_tokens=req_to_tokens,
-        seq_lens=seq_lens,
-        softmax_scale=softmax_scale,
-        num_kv_splits=num_kv_splits,
-        page_size=page_size,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: DecodeAttentionArguments) -> None:

@@ -26,9 +26,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 
@@ -77,6 +77,7 @@ class FlashAttentionArguments:
                 check_cumulative(name, lengths, *side.shape[:2])
 
 
+@operation(lambda: OP)
 def flash_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -85,7 +86,6 @@ def flash_attention(
     cum_seqlens_q: Integer[Array, " n"] | None = None,
     cum_seqlens_k: Integer[Array, " n"] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
-    /,
     *,
     mask_info: MaskInfo | None = None,
     softmax_scale: float | None = None,
@@ -107,6 +107,8 @@ def flash_attention(
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
+
+    Over devices, batch, heads and queries can be split; keys and head size cannot.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
@@ -133,12 +135,6 @@ def flash_attention(
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
         logits_dtype: Floating dtype that scores are rounded to before the softmax; float32 and wider round nothing.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and queries can be split, keys and head size cannot.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -158,26 +154,7 @@ def flash_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    args = FlashAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        dropout_seed=dropout_seed,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        normalize_output=normalize_output,
-        precision=precision,
-        logits_dtype=logits_dtype,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: FlashAttentionArguments) -> None:

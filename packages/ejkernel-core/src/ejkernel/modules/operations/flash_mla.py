@@ -32,9 +32,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.types import MaskInfo
 
 
@@ -84,6 +84,7 @@ class FlashMLAArguments:
         return 0.0 if self.deterministic else self.dropout_prob
 
 
+@operation(lambda: OP)
 def flash_mla(
     query: Float[Array, "b t h d"],
     key_value: Float[Array, "b t r"],
@@ -92,7 +93,6 @@ def flash_mla(
     b_q: Float[Array, "b t c"] | None = None,
     b_k: Float[Array, "b t c"] | None = None,
     cu_seqlens: Integer[Array, " n"] | None = None,
-    /,
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -129,6 +129,8 @@ def flash_mla(
     queries as keys that costs fewer products than attending to the latent vectors themselves (the *absorbed* form),
     which is what `mla_decode` does with one query a row.
 
+    Over devices, batch, heads and the query's tokens can be split.
+
     Args:
         query: [B, T, H, Dq] float16, bfloat16, float32 or float64.
         key_value: [B, T, R] latent vectors, dtype of query.
@@ -154,12 +156,6 @@ def flash_mla(
             None on a side leaves it open.
         softmax_dtype: Floating dtype that scores are rounded to before the softmax; None, float32 and wider ones round
             nothing.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and the query's tokens can be split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, Dv] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -182,27 +178,7 @@ def flash_mla(
         assert output.shape == (1, 128, 8, 40)
         ```
     """
-    args = FlashMLAArguments(
-        query=query,
-        key_value=key_value,
-        w_kc=w_kc,
-        w_vc=w_vc,
-        b_q=b_q,
-        b_k=b_k,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        attention_mask=attention_mask,
-        bias=bias,
-        softmax_aux=softmax_aux,
-        logits_soft_cap=logits_soft_cap,
-        deterministic=deterministic,
-        dropout_rng=dropout_rng,
-        dropout_prob=dropout_prob,
-        sliding_window=sliding_window,
-        softmax_dtype=softmax_dtype,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 mla_attention = flash_mla

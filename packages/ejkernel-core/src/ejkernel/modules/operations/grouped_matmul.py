@@ -22,9 +22,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -52,13 +52,13 @@ class GroupedMatmulArguments:
         )
 
 
+@operation(lambda: OP)
 def grouped_matmul(
     lhs: Float[Array, "m k"],
     rhs: Num[Array, "e k n"] | Num[Array, "e n k"],
     group_sizes: Integer[Array, " g"],
     group_offset: Integer[Array, ""] | Integer[Array, "1"] | int | None = None,
     existing_out: Float[Array, "m n"] | None = None,
-    /,
     *,
     preferred_element_type: Any = None,
     rhs_scale: Float[Array, "e blocks 1 n"] | None = None,
@@ -76,6 +76,9 @@ def grouped_matmul(
     Group g owns the `group_sizes[g]` rows after those of the groups before it. The formula is in
     `ejkernel.families.grouped_matmul`. Memory, forward and backward, is that of the arguments and one matrix.
 
+    Over devices, rows and columns can be split. To split the groups, give every device its own `group_offset` and sum
+    the results.
+
     Args:
         lhs: [M, K] float16, bfloat16, float32 or float64.
         rhs: [E, K, N], or [E, N, K] with `transpose_rhs`; dtype of lhs, or any numeric one with `rhs_scale`.
@@ -92,12 +95,6 @@ def grouped_matmul(
         transpose_rhs: Whether the matrices lie with their columns first.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out. Rows and columns
-            can be split. To split the groups, give every device its own `group_offset` and sum the results.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [M, N]. Left-over rows are 0, or `existing_out`; so is their gradient.
@@ -117,19 +114,7 @@ def grouped_matmul(
         assert output[:, 0].tolist() == [0.0, 4.0, 4.0, 4.0, 0.0]
         ```
     """
-    args = GroupedMatmulArguments(
-        lhs=lhs,
-        rhs=rhs,
-        group_sizes=group_sizes,
-        group_offset=group_offset,
-        existing_out=existing_out,
-        preferred_element_type=preferred_element_type,
-        rhs_scale=rhs_scale,
-        rhs_bias=rhs_bias,
-        transpose_rhs=transpose_rhs,
-        precision=precision,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: GroupedMatmulArguments) -> None:

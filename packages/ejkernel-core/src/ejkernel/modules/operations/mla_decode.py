@@ -21,9 +21,9 @@ from ejkernel.modules.operations.shared.latent_inputs import (
 )
 from ejkernel.modules.operations.shared.shapes import as_number, as_window, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning.precision import product_precision
 from ejkernel.types import MaskInfo
 
@@ -56,6 +56,7 @@ class MLADecodeArguments:
             check_lengths("lengths", self.lengths, self.latent_cache.shape[1])
 
 
+@operation(lambda: OP)
 def mla_decode(
     query: Float[Array, "b h d"],
     latent_cache: Float[Array, "b s r"],
@@ -63,7 +64,6 @@ def mla_decode(
     w_kc: Float[Array, "r g n"],
     w_vc: Float[Array, "r g v"],
     lengths: Integer[Array, " b"],
-    /,
     *,
     softmax_scale: float | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
@@ -90,6 +90,8 @@ def mla_decode(
     Shape letters: B batch, S tokens of a cache, H query heads, Hk KV heads, R latent size, Dn and Dr sizes of a key
     without and with rotary position, Dv value size.
 
+    Over devices, batch and query heads can be split.
+
     Args:
         query: [B, H, Dn + Dr] (Dn without rotary part) float16, bfloat16, float32 or float64.
         latent_cache: [B, S, R], dtype of query; or [B, S, R + Dr], the two caches as one array: two are joined in every
@@ -105,11 +107,6 @@ def mla_decode(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`, inclusive, as in `flash_mla`: keys from
             `q - left` on.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order. Batch and query heads can be split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, H, Dv] in query's dtype. Rows of length 0 are 0.
@@ -131,19 +128,7 @@ def mla_decode(
         assert output.shape == (2, 8, 40)
         ```
     """
-    args = MLADecodeArguments(
-        query=query,
-        latent_cache=latent_cache,
-        rope_cache=rope_cache,
-        w_kc=w_kc,
-        w_vc=w_vc,
-        lengths=lengths,
-        softmax_scale=softmax_scale,
-        softmax_aux=softmax_aux,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 flash_mla_decode = mla_decode

@@ -29,9 +29,9 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -71,13 +71,13 @@ class PageAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def page_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
     key_cache: Float[Array, "p s g d"],
     value_cache: Float[Array, "p s g v"],
     context_lens: Integer[Array, " r"],
     block_tables: Integer[Array, "r k"],
-    /,
     *,
     attn_scale: float | None = None,
     max_context_len: int | None = None,
@@ -102,6 +102,9 @@ def page_attention(
     position k of sequence n lies in page `block_tables[n, k // S]`, slot `k % S`. The formula is in
     `ejkernel.families.paged_attention`. Not differentiable.
 
+    Over devices, sequences and heads can be split, heads only with `kv_layout="pshd"`; the spec of the query is that of
+    [N, H, D].
+
     Args:
         query: [N, H, D] or [N, 1, H, D] float16, bfloat16, float32 or float64; its position is `context_lens[n] - 1`.
         key_cache: [P, S, Hk, D] floating, or as `kv_layout` says; holds the query's own token already.
@@ -121,12 +124,6 @@ def page_attention(
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
         softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, of a query [N, H, D]. Sequences and heads can be split,
-            heads only with `kv_layout="pshd"`.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [N, H, Dv] in query's dtype; [N, 1, H, Dv] for a query of rank 4.
@@ -148,25 +145,7 @@ def page_attention(
         assert output.shape == (2, 1, 8, 64)
         ```
     """
-    args = PageAttentionArguments(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        attn_scale=attn_scale,
-        max_context_len=max_context_len,
-        num_splits=num_splits,
-        mask_value=mask_value,
-        attn_logits_soft_cap=attn_logits_soft_cap,
-        pages_per_compute_block=pages_per_compute_block,
-        megacore_mode=megacore_mode,
-        inline_seq_dim=inline_seq_dim,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-        kv_layout=kv_layout,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: PageAttentionArguments) -> None:

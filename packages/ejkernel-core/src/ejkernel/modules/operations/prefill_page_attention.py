@@ -26,9 +26,9 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     settle,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -58,13 +58,13 @@ class PrefillPageAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def prefill_page_attention(
     query: Float[Array, "t h d"],
     key_cache: Float[Array, "g p s d"],
     value_cache: Float[Array, "g p s v"],
     context_len: Integer[Array, " 1"],
     page_indices: Integer[Array, " k"],
-    /,
     *,
     softmax_scale: float | None = None,
     mask_value: float | None = None,
@@ -84,6 +84,8 @@ def prefill_page_attention(
     Row i of the query is at position `context_len[0] - C + i`. The token at position k lies in page
     `page_indices[k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 
+    Over devices, heads can be split, with `kv_layout="hpsd"`.
+
     Args:
         query: [C, H, D] float16, bfloat16, float32 or float64.
         key_cache: [Hk, P, S, D] floating, or as `kv_layout` says; holds the chunk already.
@@ -97,11 +99,6 @@ def prefill_page_attention(
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order. Heads can be split, with `kv_layout="hpsd"`.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [C, H, Dv] in query's dtype.
@@ -121,20 +118,7 @@ def prefill_page_attention(
         assert output.shape == (24, 8, 64)
         ```
     """
-    args = PrefillPageAttentionArguments(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        context_len=context_len,
-        page_indices=page_indices,
-        softmax_scale=softmax_scale,
-        mask_value=mask_value,
-        attn_logits_soft_cap=attn_logits_soft_cap,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-        kv_layout=kv_layout,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: PrefillPageAttentionArguments) -> None:

@@ -23,9 +23,9 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_window, check_dtype, check_not_empty, check_shape, got
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -57,6 +57,7 @@ class RaggedDecodeAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def ragged_decode_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
     key: Float[Array, "r s g d"],
@@ -64,7 +65,6 @@ def ragged_decode_attention(
     sequence_start: Integer[Array, " r"],
     sequence_end: Integer[Array, " r"],
     softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
-    /,
     *,
     softmax_scale: float | None = None,
     sliding_window: tuple[int | None, int | None] | None = None,
@@ -81,6 +81,8 @@ def ragged_decode_attention(
     `sequence_end - 1`. The formula is in `ejkernel.families.paged_attention`, of which a batch row is a sequence with
     one page. Not differentiable.
 
+    Over devices, batch and heads can be split; the spec of the query is that of [B, H, D].
+
     Args:
         query: [B, H, D] or [B, 1, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D] floating; H is a multiple of Hk.
@@ -93,12 +95,6 @@ def ragged_decode_attention(
         sliding_window: (left, right): keys from `end - 1 - left` to `end - 1 + right`, inclusive; None on a side leaves
             it open.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, of a query [B, H, D]; that of `softmax_aux` may
-            be left out. Batch and heads can be split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, H, Dv] in query's dtype; [B, 1, H, Dv] for a query of rank 4.
@@ -118,18 +114,7 @@ def ragged_decode_attention(
         assert output.shape == (2, 8, 64)
         ```
     """
-    args = RaggedDecodeAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        sequence_start=sequence_start,
-        sequence_end=sequence_end,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: RaggedDecodeAttentionArguments) -> None:

@@ -34,9 +34,9 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_cache import LANES, packing
 
@@ -78,6 +78,7 @@ class RaggedPageAttentionv3Arguments:
         )
 
 
+@operation(lambda: OP)
 def ragged_page_attention_v3(
     queries: Float[Array, "t h d"],
     keys: Num[Array, "t g d"],
@@ -88,7 +89,6 @@ def ragged_page_attention_v3(
     query_start_loc: Integer[Array, " n"],
     distribution: Integer[Array, " 3"],
     softmax_aux: Float[Array, " h"] | None = None,
-    /,
     *,
     softmax_scale: float | None = 1.0,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -119,6 +119,9 @@ def ragged_page_attention_v3(
     `"lanes"`, for D = 64: x = ceil(Hk / pack) and 128 lanes; axes 2 and 3 together are the KV heads, keys in lanes 0 to
     63, values in lanes 64 to 127. What only pads is written as 0.
 
+    Over devices, heads can be split where the cache does not pad them: those of queries, keys, values and the cache's
+    axis 2 alike.
+
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         keys: [T, Hk, D] new keys, dtype of kv_cache.
@@ -141,12 +144,6 @@ def ragged_page_attention_v3(
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
         kv_layout: `"interleaved"` or `"lanes"`; None takes the one that the cache's shape allows, and fails where it
             allows both.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
-            split where the cache does not pad them: those of queries, keys, values and the cache's axis 2 alike.
-        out_specs: Partition specs of output and cache; must follow from the inputs'.
 
     Returns:
         [T, H, D] in queries' dtype, where rows that belong to no sequence are 0, and the cache.
@@ -171,26 +168,7 @@ def ragged_page_attention_v3(
         assert output.shape == (8, 4, 128)
         ```
     """
-    args = RaggedPageAttentionv3Arguments(
-        queries=queries,
-        keys=keys,
-        values=values,
-        kv_cache=kv_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        distribution=distribution,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        vmem_limit_bytes=vmem_limit_bytes,
-        kv_layout=kv_layout,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: RaggedPageAttentionv3Arguments) -> None:

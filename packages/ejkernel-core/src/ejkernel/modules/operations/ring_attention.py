@@ -27,9 +27,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 
@@ -75,13 +75,13 @@ class RingAttentionArguments:
             object.__setattr__(self, name, value)
 
 
+@operation(lambda: OP)
 def ring_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
     value: Float[Array, "b s g v"],
     softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
     bias: Float[Array, "#b #h #t #k"] | None = None,
-    /,
     *,
     mask_info: MaskInfo | None = None,
     mask_builder: Callable[..., Any] | None = None,
@@ -111,6 +111,8 @@ def ring_attention(
     set, arrays are those of the whole call. Where `axis_name` is bound, in a function under `jax.shard_map` or
     `jax.pmap`, they are the calling device's part, device i having the i-th. With neither, one device has everything.
 
+    Over devices, queries and keys are split over `axis_name`, batch and heads over any other axes.
+
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
@@ -132,12 +134,6 @@ def ring_attention(
         axis_name: Mesh axis the sequence is spread over; None where it is not.
         fused_backward: True asks for the gradients of query, key and value in one sweep over the scores. Every
             implementation here works that way in any case.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Queries and keys are split over `axis_name`, batch and heads over any other axes.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -161,23 +157,7 @@ def ring_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    args = RingAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        softmax_aux=softmax_aux,
-        bias=bias,
-        mask_info=mask_info,
-        mask_builder=mask_builder,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        causal=causal,
-        logits_soft_cap=logits_soft_cap,
-        softmax_scale=softmax_scale,
-        axis_name=axis_name,
-        fused_backward=fused_backward,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, **placement(args, mesh, in_specs, out_specs))
+    ...
 
 
 def validate(args: RingAttentionArguments) -> None:
@@ -288,11 +268,11 @@ def reference(args: RingAttentionArguments) -> jax.Array:
 class RingAttention(Kernel[RingAttentionConfig, Array]):
     """`ring_attention` as an object."""
 
-    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Finds the mesh around the call where the call gives none."""
-        record, options = self.op.bind(args, kwargs)
-        given = (options.get(name) for name in ("mesh", "in_specs", "out_specs"))
-        return args, {**kwargs, **placement(record, *given)}
+
+def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """The call on the mesh around it, where it gives none."""
+    given = (options[name] for name in ("mesh", "in_specs", "out_specs"))
+    return OP, args, {**options, **placement(args, *given)}
 
 
 def _variant(args: RingAttentionArguments) -> Op:
@@ -319,6 +299,7 @@ OP = Op(
         "bias": "b h t k",
     },
     variant=_variant,
+    route=_route,
 )
 _SPREAD = dataclasses.replace(OP, family=family.SPREAD)
 RingAttention.op = OP

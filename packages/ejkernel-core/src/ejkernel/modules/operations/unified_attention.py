@@ -27,9 +27,9 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -62,6 +62,7 @@ class UnifiedAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def unified_attention(
     queries: Float[Array, "t h d"],
     key_cache: Float[Array, "p s g d"],
@@ -72,7 +73,6 @@ def unified_attention(
     alibi_slopes: Float[Array, " h"] | None = None,
     qq_bias: Float[Array, "i i"] | None = None,
     softmax_aux: Float[Array, " h"] | None = None,
-    /,
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -93,6 +93,8 @@ def unified_attention(
     `block_tables[n, k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`: the biases are part
     of the score that the soft cap is applied to, where vLLM's kernel adds them afterwards. Not differentiable.
 
+    Over devices, heads can be split.
+
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         key_cache: [P, S, Hk, D] floating.
@@ -110,12 +112,6 @@ def unified_attention(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
-            split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [T, H, Dv] in queries' dtype; rows that belong to no sequence are 0.
@@ -137,23 +133,7 @@ def unified_attention(
         assert output.shape == (8, 4, 64)
         ```
     """
-    args = UnifiedAttentionArguments(
-        queries=queries,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        alibi_slopes=alibi_slopes,
-        qq_bias=qq_bias,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        seq_threshold_3d=seq_threshold_3d,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: UnifiedAttentionArguments) -> None:
