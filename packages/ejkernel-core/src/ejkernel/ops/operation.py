@@ -25,9 +25,9 @@ OPTIONS = """
 def operation(op: Callable[[], Op]) -> Callable[[Function], Function]:
     """Makes a declaration the public function of an operation.
 
-    The body of the declaration is `...`. Its signature is the contract: argument names are those of the argument record, and
-    the five call options come last. Its docstring documents the arguments of the record; those of the options are put
-    behind them, from `OPTIONS`.
+    The body of the declaration is `...`. Its signature is the contract: argument names are those of the argument
+    record, and the five call options come last. Its docstring documents the arguments of the record; those of the
+    options are put behind them, from `OPTIONS`.
 
     Args:
         op: Returns the operation, which is declared after the function.

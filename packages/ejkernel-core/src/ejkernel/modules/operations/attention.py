@@ -17,10 +17,10 @@ from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
 from ejkernel.modules.operations.shared.shapes import (
+    as_drawn_seed,
     as_flag,
     as_float_dtype,
     as_number,
-    as_seed,
     as_window,
     check_dtype,
     check_shape,
@@ -58,7 +58,6 @@ class AttentionArguments:
         scale, cap, dtype, softmax_dtype = self.softmax_scale, self.logits_soft_cap, self.dtype, self.softmax_dtype
         canonical = {
             "bias": made_bias(self.bias, self.init_bias),
-            "dropout_rng": as_seed(self.dropout_rng),
             "init_bias": None,  # a new lambda a call would compile every call
             "deterministic": as_flag("deterministic", self.deterministic),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
@@ -71,6 +70,7 @@ class AttentionArguments:
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "dropout_rng", as_drawn_seed("dropout_rng", self.dropout_rng, self.drops))
 
     @property
     def drops(self) -> bool:
@@ -85,7 +85,7 @@ def attention(
     value: Float[Array, "b s g v"],
     bias: Float[Array, "#b heads #t #s"] | None = None,
     dropout_rng: int | PRNGKeyArray | Integer[Array, ""] | Integer[Array, " words"] | None = None,
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
     init_bias: Callable[[], Array] | None = None,
@@ -117,10 +117,10 @@ def attention(
         value: [B, S, Hk, V], likewise.
         bias: [B|1, H|Hk|1, T|1, S|1] floating, added to the scaled scores, before the soft cap; one for a KV head
             counts for all query heads that read it. Differentiable. Applies together with masks.
-        dropout_rng: JAX key, or integer of which the low 32 bits count; may be traced. Needed when weights are dropped.
-            The same one drops the same weights on every backend, in both passes.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value. Differentiable.
+        dropout_rng: JAX key, or integer of which the low 32 bits count; may be traced. None means 0, with one
+            warning a process. The same one drops the same weights on every backend, in both passes.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         mask_info: Mask, segments and positions; applies together with everything else.
         init_bias: Called without arguments for the bias where `bias` is None, when the call is made or traced.
         deterministic: True drops nothing, whatever `dropout_prob`.
@@ -163,8 +163,6 @@ def validate(args: AttentionArguments) -> None:
     for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
         check_shape(name, getattr(args, name), axes, {})
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
-    if args.drops and args.dropout_rng is None:
-        raise ValueError("dropout_rng: got None with dropout_prob > 0 and deterministic=False, wants a key or an int")
     if args.dropout_rng is not None:
         _check_rng(args.dropout_rng)
     jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)

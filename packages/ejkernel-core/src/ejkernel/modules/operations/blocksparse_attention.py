@@ -116,7 +116,7 @@ def blocksparse_attention(
     query: Float[Array, "b h t d"],
     key: Float[Array, "b g s d"],
     value: Float[Array, "b g s v"],
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     bias: Float[Array, "#b #h #t #s"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
@@ -153,8 +153,8 @@ def blocksparse_attention(
         query: [B, H, T, D] float16, bfloat16, float32 or float64.
         key: [B, Hk, S, D], dtype of query; H is a multiple of Hk.
         value: [B, Hk, S, V], dtype of query.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value. Differentiable.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable.
         mask_info: Mask, segments and positions.
         attention_mask: [B|1, H|1, T|1, S|1], True (or nonzero) attends; every head of it counts.

@@ -25,6 +25,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -73,7 +74,7 @@ def chunked_prefill_paged_decode(
     block_tables: Integer[Array, "r k"],
     query_start_loc: Integer[Array, " n"],
     alibi_slopes: Float[Array, " h"] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -107,7 +108,7 @@ def chunked_prefill_paged_decode(
             written to it.
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no rows.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its new ones.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         causal: Key position at most query position.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
@@ -150,7 +151,7 @@ def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
     check_same_dtype({"key_cache": args.key_cache, "keys": args.keys, "values": args.values})
     check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
     check_per_head("alibi_slopes", args.alibi_slopes, sizes)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
@@ -167,7 +168,7 @@ def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
         kv_heads=None,
         new_keys=args.keys,
         new_values=args.values,
-        softmax_aux=per_head(args.softmax_aux, args.queries),
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         alibi_slopes=per_head(args.alibi_slopes, args.queries),
         causal=args.causal,
         sliding_window=as_newest("sliding_window", args.sliding_window),
@@ -218,7 +219,7 @@ OP = Op(
         "block_tables": "r k",
         "query_start_loc": "n",
         "alibi_slopes": "h",
-        "softmax_aux": "h",
+        "softmax_aux": "h sinks",
     },
     finish=finish,
     output=("t h v", "p s g d", "p s g v"),

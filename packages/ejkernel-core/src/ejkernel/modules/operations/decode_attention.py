@@ -18,13 +18,12 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_scale,
     check_groups,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -72,7 +71,7 @@ def decode_attention(
     page_size: int = 1,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     platform: str | None = None,
     cfg: DecodeAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -100,7 +99,7 @@ def decode_attention(
         page_size: Token rows of a page.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
 
     Returns:
         [N, H, Dv] in query's dtype, and [N, H] float32 (float64 for float64) log of the softmax denominator, sink
@@ -142,7 +141,7 @@ def validate(args: DecodeAttentionArguments) -> None:
     check_ints("req_to_tokens", args.req_to_tokens, "N max_pages", sizes)
     check_ints("seq_lens", args.seq_lens, "N", sizes)
     check_not_empty("seq_lens", args.seq_lens, "N", "N")
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: DecodeAttentionArguments) -> PagedAttention:
@@ -158,7 +157,7 @@ def lower(args: DecodeAttentionArguments) -> PagedAttention:
         softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout="pshd",
         kv_heads=None,
-        softmax_aux=per_head(args.softmax_aux, args.query),
+        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[-2], args.query.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
     )

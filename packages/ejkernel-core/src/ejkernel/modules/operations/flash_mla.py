@@ -22,9 +22,9 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     widened,
 )
 from ejkernel.modules.operations.shared.shapes import (
+    as_drawn_seed,
     as_flag,
     as_number,
-    as_seed,
     as_window,
     check_cumulative,
     check_dtype,
@@ -69,11 +69,11 @@ class FlashMLAArguments:
             causal=as_flag("causal", self.causal),
             logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
             deterministic=as_flag("deterministic", self.deterministic),
-            dropout_rng=as_seed(self.dropout_rng),
             dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, below=1),
             sliding_window=as_window("sliding_window", self.sliding_window),
             softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
         )
+        settle(self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.drops > 0))
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
             check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
@@ -98,7 +98,7 @@ def flash_mla(
     causal: bool = False,
     attention_mask: Bool[Array, "#b #h #t #t"] | Integer[Array, "#b #h #t #t"] | None = None,
     bias: Float[Array, "#b #h #t #t"] | None = None,
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     logits_soft_cap: float | None = None,
     deterministic: bool = True,
     dropout_rng: int | Integer[Array, ""] | PRNGKeyArray | None = None,
@@ -145,12 +145,12 @@ def flash_mla(
         causal: Key position at most query position.
         attention_mask: [B|1, H|1, T|1, T|1] bool or int, True (or nonzero) attends. Applies together with the bias.
         bias: [B|1, H|1, T|1, T|1] floating, added to the scaled scores, before the soft cap. Differentiable.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value. Differentiable.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         deterministic: True drops nothing, whatever `dropout_prob` is.
-        dropout_rng: A PRNG key, or an integer of which the low 32 bits count; may be traced. Needed when weights are
-            dropped. The same one drops the same weights on every backend, in both passes.
+        dropout_rng: A PRNG key, or an integer of which the low 32 bits count; may be traced. None means 0, with one
+            warning a process. The same one drops the same weights on every backend, in both passes.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
@@ -212,8 +212,6 @@ def validate(args: FlashMLAArguments) -> None:
 def _check_rng(args: FlashMLAArguments) -> None:
     rng = args.dropout_rng
     if rng is None:
-        if args.drops > 0:
-            raise ValueError("dropout_rng: got None with weights to drop, wants a PRNG key or an integer")
         return
     dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
     key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -66,7 +66,7 @@ def mla_decode(
     lengths: Integer[Array, " b"],
     *,
     softmax_scale: float | None = None,
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     platform: str | None = None,
@@ -102,8 +102,8 @@ def mla_decode(
         lengths: [B] int, cached tokens of each row, 0 to S, the query's own among them: it sits at `length - 1`. May be
             traced; values that are not are checked, for which an eager call waits.
         softmax_scale: Factor on the scores; None means `(Dn + Dr) ** -0.5`.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`, inclusive, as in `flash_mla`: keys from
             `q - left` on.

@@ -21,13 +21,12 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_scale,
     check_caches,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -88,7 +87,7 @@ def page_attention(
     megacore_mode: Literal["batch", "kv_head"] | None = None,
     inline_seq_dim: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] = "pshd",
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
@@ -122,7 +121,7 @@ def page_attention(
         megacore_mode: What the two cores of a TPU divide: `"batch"` or `"kv_head"` (tuning).
         inline_seq_dim: Whether a TPU kernel walks the sequences itself (tuning).
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
 
     Returns:
@@ -157,7 +156,7 @@ def validate(args: PageAttentionArguments) -> None:
     check_ints("context_lens", args.context_lens, "N", sizes)
     check_not_empty("context_lens", args.context_lens, "N", "N")
     check_ints("block_tables", args.block_tables, "N max_blocks", sizes)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: PageAttentionArguments) -> PagedAttention:
@@ -175,7 +174,7 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
         softmax_scale=query.shape[-1] ** -0.5 if args.attn_scale is None else args.attn_scale,
         kv_layout=args.kv_layout,
         kv_heads=None,
-        softmax_aux=per_head(args.softmax_aux, query),
+        softmax_aux=sink_logits(args.softmax_aux, query.shape[-2], query.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.attn_logits_soft_cap,
     )

@@ -20,11 +20,10 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_scale,
     check_caches,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
 )
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -70,7 +69,7 @@ def prefill_page_attention(
     mask_value: float | None = None,
     attn_logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] = "hpsd",
     platform: str | None = None,
     cfg: PrefillPageAttentionConfig | None = None,
@@ -97,7 +96,7 @@ def prefill_page_attention(
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
         attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
 
     Returns:
@@ -129,7 +128,7 @@ def validate(args: PrefillPageAttentionArguments) -> None:
     check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
     check_ints("context_len", args.context_len, "1", sizes)
     check_ints("page_indices", args.page_indices, "n_pages", sizes)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
@@ -145,7 +144,7 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
         softmax_scale=size**-0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout=args.kv_layout,
         kv_heads=None,
-        softmax_aux=per_head(args.softmax_aux, args.query),
+        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[-2], args.query.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.attn_logits_soft_cap,
     )

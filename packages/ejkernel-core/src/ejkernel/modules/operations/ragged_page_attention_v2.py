@@ -20,9 +20,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_newest,
     as_scale,
     check_packed,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
@@ -34,6 +32,7 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -83,7 +82,7 @@ def ragged_page_attention_v2(
     block_tables: Integer[Array, "r k"],
     query_start_loc: Integer[Array, " n"],
     num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
@@ -115,7 +114,7 @@ def ragged_page_attention_v2(
             that is no page of the cache is a page without keys.
         query_start_loc: [N + 1] int, not decreasing up to `num_seqs`. Sequences may have no queries.
         num_seqs: How many of the N sequences are live; int, or int array of shape () or [1]. Rows of the others are 0.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         compute_dtype: Floating dtype that queries, keys and values are rounded to before the products; None for their
@@ -166,7 +165,7 @@ def validate(args: RaggedPageAttentionv2Arguments) -> None:
         )
     check_packed("context_lens", "block_tables", "query_start_loc", args, sizes)
     check_num_seqs("num_seqs", args.num_seqs)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def check_num_seqs(name: str, value: Any) -> None:
@@ -195,7 +194,7 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
         kv_layout=paged_cache.COMBINED,
         kv_heads=None,
         num_seqs=jnp.reshape(args.num_seqs, ()),
-        softmax_aux=per_head(args.softmax_aux, args.queries),
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
         compute_dtype=args.compute_dtype,
@@ -244,7 +243,7 @@ OP = Op(
         "block_tables": "r k",
         "query_start_loc": "n",
         "num_seqs": "c",
-        "softmax_aux": "h",
+        "softmax_aux": "h sinks",
     },
     finish=finish,
     output="t h v",

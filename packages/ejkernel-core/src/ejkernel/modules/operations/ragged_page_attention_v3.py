@@ -20,9 +20,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_scale,
     check_groups,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
@@ -33,6 +31,7 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -88,7 +87,7 @@ def ragged_page_attention_v3(
     block_tables: Integer[Array, " r*k"],
     query_start_loc: Integer[Array, " n"],
     distribution: Integer[Array, " 3"],
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = 1.0,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -133,7 +132,7 @@ def ragged_page_attention_v3(
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): sequences 0 to i - 1 have one row each, i to j - 1 equally many, up to k - 1
             any number; k sequences are live. The first two are advice for kernels. Rows of other sequences give 0.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied after all scales.
@@ -192,7 +191,7 @@ def validate(args: RaggedPageAttentionv3Arguments) -> None:
         raise ValueError(f"block_tables: got shape ({sizes['N*K']},), wants [N * K] for N={sizes['N']} sequences")
     check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     check_ints("distribution", args.distribution, "3", {"3": 3})
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
@@ -242,7 +241,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         num_seqs=args.distribution[2],
         new_keys=args.keys,
         new_values=args.values,
-        softmax_aux=per_head(args.softmax_aux, args.queries),
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
         value_scale=1.0 if args.v_scale is None else args.v_scale,
@@ -301,7 +300,7 @@ OP = Op(
         "block_tables": "k",
         "query_start_loc": "n",
         "distribution": "c",
-        "softmax_aux": "h",
+        "softmax_aux": "h sinks",
     },
     finish=finish,
     output=("t h v", "p s g c d"),

@@ -80,7 +80,7 @@ def ring_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
     value: Float[Array, "b s g v"],
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     bias: Float[Array, "#b #h #t #k"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
@@ -117,8 +117,8 @@ def ring_attention(
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
         value: [B, S, Hk, V], dtype of query.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator
-            once, unscaled and unmasked, and carry no value. Differentiable.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable. Where
             `axis_name` is bound its keys are those of all devices, and its queries the device's own or everyone's.
         mask_info: Mask, segments and positions; applies together with everything else. An attention mask has the shape
