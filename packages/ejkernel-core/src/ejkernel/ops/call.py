@@ -71,7 +71,7 @@ def call(
     chain = default_chain() if chain is None else chain
     if op.route is not None:
         given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-        op, args, given = op.route(args, given)
+        op, args, given = op.routed(args, given)
         platform, cfg, mesh, in_specs, out_specs = (given[name] for name in CALL_OPTIONS)
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
@@ -110,8 +110,7 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
         **options: As for `call`. Under a mesh the decision is the one made for a shard.
     """
     chain = options.get("chain") or default_chain()
-    if op.route is not None:
-        op, args, options = op.route(args, {name: options.get(name) for name in CALL_OPTIONS})
+    op, args, options = op.routed(args, options)
     plan = make_plan(op, args, options.get("platform"), options.get("cfg"), chain)
     mesh, in_specs, out_specs = (options.get(name) for name in ("mesh", "in_specs", "out_specs"))
     _check_mesh(mesh, in_specs, out_specs)

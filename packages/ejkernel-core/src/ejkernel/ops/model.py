@@ -130,6 +130,11 @@ class Op:
         """The operation as it is for a call with these arguments."""
         return self if self.variant is None else self.variant(args)
 
+    def routed(self, args: Any, options: Mapping[str, Any]) -> "tuple[Op, Any, dict[str, Any]]":
+        """The operation, the record and the call options, each of them, that carry a call out."""
+        given = {name: options.get(name) for name in CALL_OPTIONS}
+        return (self, args, given) if self.route is None else self.route(args, given)
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Splits a call of the public function into its argument record and its call options.
 

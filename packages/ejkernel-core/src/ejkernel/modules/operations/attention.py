@@ -13,6 +13,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import attention as cases
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
+from ejkernel.modules.operations.configs import BwdParams, FlashAttentionConfig, FwdParams
 from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
@@ -53,6 +54,7 @@ class AttentionArguments:
     dropout_prob: float = static(0.0)
     causal: bool = static(False)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    return_weights: bool = static(True)
 
     def __post_init__(self) -> None:
         scale, cap, dtype, softmax_dtype = self.softmax_scale, self.logits_soft_cap, self.dtype, self.softmax_dtype
@@ -67,6 +69,7 @@ class AttentionArguments:
             "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
             "causal": as_flag("causal", self.causal),
             "sliding_window": as_window("sliding_window", self.sliding_window),
+            "return_weights": as_flag("return_weights", self.return_weights),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -97,17 +100,18 @@ def attention(
     dropout_prob: float = 0.0,
     causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    return_weights: bool = True,
     platform: str | None = None,
-    cfg: AttentionConfig | None = None,
+    cfg: AttentionConfig | FlashAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "b t h v"], Float[Array, "b h t s"]]:
+) -> tuple[Float[Array, "b t h v"], Float[Array, "b h t s"]] | Float[Array, "b t h v"]:
     """Softmax attention that also returns its weights (Vaswani et al. 2017, arXiv:1706.03762).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`. The weights have
-    T * S numbers a head, so memory is quadratic in the lengths; `flash_attention` computes the same output without.
+    T * S numbers a head, so memory is quadratic in the lengths; without them the call is one of `flash_attention`.
 
     Over devices, batch, heads and queries can be split; keys and head size cannot.
 
@@ -135,10 +139,12 @@ def attention(
             unless `mask_info` gives them.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
+        return_weights: False leaves the weights out, and hands the call to the kernels of `flash_attention`.
 
     Returns:
         The output [B, T, H, V] and the weights [B, H, T, S] that made it, after dropout; the weights of a row sum to at
-        most 1 before it. Rows with nothing to attend are 0, and so is their gradient.
+        most 1 before it. The output alone without `return_weights`. Rows with nothing to attend are 0, and so is
+        their gradient.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -160,12 +166,17 @@ def attention(
 
 def validate(args: AttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    _check_own(args)
+    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
+
+
+def _check_own(args: AttentionArguments) -> None:
+    """What the call of `flash_attention` cannot be made without."""
     for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
         check_shape(name, getattr(args, name), axes, {})
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
     if args.dropout_rng is not None:
         _check_rng(args.dropout_rng)
-    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
 
 
 def _check_rng(rng: Any) -> None:
@@ -219,6 +230,35 @@ def reference(args: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     return attention_weights.reference(lower(args))[0]
 
 
+def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
+    """The configuration of `flash_attention` that has the tiles of the output, in both passes.
+
+    Raises:
+        ValueError: It has tiles of weights.
+    """
+    for name in ("weights_block_q", "weights_block_k"):
+        if getattr(cfg, name) is not None:
+            raise ValueError(f"cfg: got {name}={getattr(cfg, name)} with return_weights=False, wants None")
+    tiles: Any = {"q_blocksize": cfg.block_q, "kv_blocksize": cfg.block_k}
+    tiles |= {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
+    given = any(value is not None for value in tiles.values())
+    parts = {"fwd_params": FwdParams(**tiles), "bwd_params": BwdParams(**tiles)} if given else {}
+    return FlashAttentionConfig(platform=cfg.platform, backend=cfg.backend, **parts)
+
+
+def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """Without weights, a call of `flash_attention`."""
+    if args.return_weights:
+        return OP, args, options
+    _check_own(args)
+    cfg, specs = options["cfg"], options["in_specs"]
+    if isinstance(cfg, AttentionConfig):
+        cfg = _tiles_of_output(cfg)
+    if isinstance(specs, tuple | list) and len(specs) > 4 and not isinstance(specs, jax.sharding.PartitionSpec):
+        specs = (*specs[:4], None, None, *specs[5:])  # cumulative lengths for the key of dropout
+    return flash_attention.OP, _as_flash(args), {**options, "cfg": cfg, "in_specs": specs}
+
+
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """As `flash_attention_cases.make_inputs`."""
     made = flash_attention_cases.make_inputs(dataclasses.replace(args, dropout_rng=None), key)
@@ -229,7 +269,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     return dataclasses.replace(made, dropout_rng=jax.random.key(0) if is_key else jnp.zeros(rng.shape, rng.dtype))
 
 
-class Attention(Kernel[AttentionConfig, tuple[Array, Array]]):
+class Attention(Kernel[AttentionConfig, Any]):
     """`attention` as an object."""
 
 
@@ -245,6 +285,7 @@ OP = Op(
     cases=cases.cases(AttentionArguments),
     tolerance=flash_attention.OP.tolerance,
     make_inputs=make_inputs,
+    route=_route,
     axes={
         "query": "b t h d",
         "key": "b s g d",
