@@ -295,10 +295,6 @@ class RingAttention(Kernel[RingAttentionConfig, Array]):
         return args, {**kwargs, **placement(record, *given)}
 
 
-def _variant(args: RingAttentionArguments) -> Op:
-    return OP if args.axis_name is None else _SPREAD
-
-
 OP = Op(
     name="ring_attention",
     function=ring_attention,
@@ -318,7 +314,5 @@ OP = Op(
         "softmax_aux": "h n",
         "bias": "b h t k",
     },
-    variant=_variant,
 )
-_SPREAD = dataclasses.replace(OP, family=family.SPREAD)
 RingAttention.op = OP
