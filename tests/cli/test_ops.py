@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from ejkernel.cli.ops import support_matrix
+from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.dispatch import made_for
 from ejkernel.ops.plugins import registry
+from ejkernel_conformance.subjects import abstract_record
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = """
@@ -16,7 +19,7 @@ from ejkernel.ops import Requires, hookimpl
 @hookimpl
 def ejkernel_implementations():
     from ejkernel_xla import ejkernel_implementations as others
-    model = next(one for one in others() if one.op == "flash_attention")
+    model = next(one for one in others() if one.family == "tiled_attention")
     requires = Requires(
         devices=frozenset({"nvidia"}), dtypes=frozenset({"bfloat16"}), handles=frozenset({"causal", "bias"}),
         modules=("acme",), min_compute_capability=9.0, head_dims=range(16, 257, 16),
@@ -45,23 +48,37 @@ def page() -> str:
 
 @pytest.mark.parametrize("name", sorted(registry().ops))
 def test_every_operation_is_there_with_everything_it_declares(page, name):
-    op, implementations = registry().ops[name], registry().implementations[name]
+    op = registry().ops[name]
+    records = [abstract_record(op, case) for case in op.cases]
+    fields = {field for record in records for field in (*given_fields(record), *op.family.differentiable)}
     rows = section(page, name)
-    assert rows.pop("") == [one.name for one in implementations]
+    listed = rows.pop("")
+    implementations = [one for one in registry().implementations[name] if one.name in listed]
+    assert listed == [one.name for one in implementations]
     assert rows["platform"] == [one.platform for one in implementations]
     for column, one in enumerate(implementations):
         told = {field: cells[column] for field, cells in rows.items()}
         assert set(one.requires.devices) == set(told["devices"].split(", "))
         assert set(one.requires.dtypes) == set(told["dtypes"].split(", "))
-        assert {field for field, cell in told.items() if cell == "with gradient"} == set(one.gradients)
+        assert {field for field, cell in told.items() if cell == "with gradient"} == one.gradients & told.keys()
         served = {field for field, cell in told.items() if cell in ("yes", "with gradient")}
-        assert served - set(op.family.differentiable) == one.requires.handles - set(op.family.differentiable)
+        optional = fields - set(op.family.differentiable)
+        assert served & optional == one.requires.handles & optional
     for argument, letters in op.axes.items():
         assert f"`{argument}[{letters}]`" in page
     overview = re.search(rf"^\| \[{name}\]\(#{name}\) \| (?P<names>[^|]*) \| (?P<gradient>\w+) \|", page, re.M)
     assert overview
     assert overview["names"] == ", ".join(one.name for one in implementations)
     assert overview["gradient"] == ("yes" if any(one.backward for one in implementations) else "no")
+
+
+@pytest.mark.parametrize("name", sorted(registry().ops))
+def test_an_operation_lists_those_that_serve_one_of_its_cases(page, name):
+    op = registry().ops[name]
+    listed = section(page, name)[""]
+    for one in registry().implementations[name]:
+        serves = any(made_for(op.family, one, abstract_record(op, case), "forward") for case in op.cases)
+        assert serves == (one.name in listed)
 
 
 def test_the_command_prints_the_page(run, page):

@@ -180,7 +180,7 @@ def implementation(
         "gradients": frozenset({"x", "bias"}),
         "config": ConfigSpace(reads=reads, heuristic=heuristic, candidates=candidates(blocks)),
     }
-    return Implementation(op="toy", name=name, platform=platform, requires=requires, **standard | fields)
+    return Implementation(family="toy", name=name, platform=platform, requires=requires, **standard | fields)
 
 
 def plugin(*implementations: Implementation, name: str = "toy", ops: tuple[Op, ...] = (OP,), **entry: Any) -> Any:

@@ -19,9 +19,10 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.execution import tuner
 from ejkernel.ops.execution.tuner import Tuner
 from ejkernel.ops.plugins import registry
+from ejkernel.ops.sharding import letters_of
 from ejkernel_conformance.checks import public_arguments
 from ejkernel_conformance.running import differentiable_inputs
-from ejkernel_conformance.subjects import inputs, of_case
+from ejkernel_conformance.subjects import inputs
 
 OPS = [op for op in registry().ops.values() if op.name != "ring_attention"]  # which is told of the devices it talks to
 ROWS = PartitionSpec("rows")
@@ -34,11 +35,13 @@ def mesh():
 
 def splits(op, args):
     """By argument, the spec that splits the batch, or else rows, heads or channels, if they are even."""
-    shapes = {name: jnp.shape(getattr(args, name)) for name in op.axes if hasattr(getattr(args, name), "shape")}
-    given = {name: op.axes[name].split() for name, shape in shapes.items() if len(shape) == len(op.axes[name].split())}
-    for wanted in ("b",) if "b" in op.family.shardable else ("r", "hg", "m"):
+    letters = letters_of(op, args)
+    axes = letters.arguments
+    shapes = {name: jnp.shape(getattr(args, name)) for name in axes if hasattr(getattr(args, name), "shape")}
+    given = {name: axes[name].split() for name, shape in shapes.items() if len(shape) == len(axes[name].split())}
+    for wanted in ("b",) if "b" in letters.shardable else ("r", "hg", "m"):
         sizes = {size for name in given for x, size in zip(given[name], shapes[name], strict=True) if x in wanted}
-        if sizes and set(wanted) <= set(op.family.shardable) and not any(size % 2 for size in sizes):
+        if sizes and set(wanted) <= set(letters.shardable) and not any(size % 2 for size in sizes):
             break
     else:
         wanted = ""
@@ -50,7 +53,7 @@ def splits(op, args):
 def test_every_operation_and_its_gradients_follow_them(op):
     """Traced alone; the devices' parts are compiled as those of a call with `mesh=`."""
     case = op.cases[0]
-    op, args, where = of_case(op, case), inputs(case, 0), mesh()
+    args, where = inputs(case, 0), mesh()
     trained = any(i.backward for i in registry().implementations[op.name])
     given = splits(op, args)
     names = [name for name in differentiable_inputs(op, case) if name in given] if trained else []

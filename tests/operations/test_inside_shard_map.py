@@ -10,7 +10,7 @@ from transformed import graded
 from ejkernel.modules import flash_attention
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.running import call, differentiable_inputs, leaves_by_name
-from ejkernel_conformance.subjects import inputs, of_case, pinned_plan
+from ejkernel_conformance.subjects import inputs, pinned_plan
 
 SHARED, SPLIT = PartitionSpec(), PartitionSpec("rows")
 OPS = [op for op in registry().ops.values() if op.name != "ring_attention"]  # which has devices of its own to talk to
@@ -26,7 +26,7 @@ def test_every_operation_and_its_gradients_are_traced(op):
     case = op.cases[0]
     (implementation,) = (x for x in registry().implementations[op.name] if x.name == "xla")
     names = differentiable_inputs(op, case) if any(i.backward for i in registry().implementations[op.name]) else ()
-    plan, args = pinned_plan(of_case(op, case), implementation), inputs(case, 0)
+    plan, args = pinned_plan(op, implementation), inputs(case, 0)
     leaves, structure = leaves_by_name(args), jax.tree.structure(args)
     fields, first = list(leaves), next(name for name, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating))
 

@@ -14,7 +14,7 @@ from ejkernel.ops.grad import differentiable_call
 from ejkernel.ops.model import Case, Op
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.running import call, with_gradients
-from ejkernel_conformance.subjects import abstract_record, differentiable_fields, of_case, pinned_plan
+from ejkernel_conformance.subjects import abstract_record, differentiable_fields, pinned_plan
 
 HIGHEST, HIGH, DEFAULT = lax.Precision.HIGHEST, lax.Precision.HIGH, lax.Precision.DEFAULT
 KEY = jax.random.key(0)
@@ -47,7 +47,7 @@ def fullest(op: Op) -> Case:
 
 
 def _dtype(op: Op, case: Case) -> Any:
-    return of_case(op, case).family.dtype(abstract_record(op, case))
+    return op.family.dtype(abstract_record(op, case))
 
 
 def of_passes(op: Op, case: Case) -> set[lax.Precision | None]:
@@ -66,7 +66,6 @@ def of_passes(op: Op, case: Case) -> set[lax.Precision | None]:
 def test_float32_keeps_its_digits_unless_the_caller_lowers_them(name):
     op = registry().ops[name]
     case = fullest(op)
-    op = of_case(op, case)
     assert of_passes(op, case) == {HIGHEST}
     with jax.default_matmul_precision("bfloat16"):
         # What is not worth rounding may stay as it is.

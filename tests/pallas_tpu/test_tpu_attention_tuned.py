@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks, forward_b
 FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").glob("TPU*/flash_attention.json"))
 SHIPPED = [(chip, direction) for chip in CHIPS for direction in ("forward", "backward")]
 PARTS = {"forward": FwdParams, "backward": BwdParams}
-(FLASH,) = (x for x in implementations() if x.op == "flash_attention")
+(FLASH,) = implementations()
 
 
 def record(length, size=128, **options):

@@ -11,13 +11,13 @@ from ejkernel.types.sparse_masks import CausalMask
 from ejkernel_pallas.tpu.tiled_attention import implementations
 
 CHIP = DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite")
-(FLASH, SPARSE, _) = implementations()
+(IMPLEMENTATION,) = implementations()
 
 
-def reasons(implementation=FLASH, length=256, size=64, dtype="bfloat16", device=CHIP, **fields):
+def reasons(length=256, size=64, dtype="bfloat16", device=CHIP, **fields):
     array = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype))
     record = TiledAttention(query=array, key=array, value=array, softmax_scale=0.1, **fields)
-    return list(refusals(FAMILY, implementation, record, device, "auto", "forward", frozenset()))
+    return list(refusals(FAMILY, IMPLEMENTATION, record, device, "auto", "forward", frozenset()))
 
 
 def test_a_plain_call_is_served():
@@ -35,7 +35,7 @@ def test_a_plain_call_is_served():
         ({"length": 2**20}, "1048576 tile pairs are more than the 131072 that scalar memory lists"),
         ({"device": DeviceInfo(platform="cpu")}, "needs tpu, this is cpu"),
         (
-            {"implementation": SPARSE, "pattern": CausalMask((300, 300))},
+            {"pattern": CausalMask((300, 300))},
             "pattern of 300 queries has no even parts of 256 queries and 2 heads",
         ),
     ],

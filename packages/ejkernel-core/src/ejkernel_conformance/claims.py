@@ -13,35 +13,67 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import refusals
 from ejkernel.ops.model import Case, Implementation, Op
+from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_same_shapes, close
 from ejkernel_conformance.shards import abstract_last_shard, last_shard
 from ejkernel_conformance.subjects import NONE, abstract_record, lowered, tolerance
 
+Cases = Iterable[tuple[Op, Case]]
+"""Cases of the operations that an implementation is registered for."""
 
-def check_serves_some_case(op: Op, implementation: Implementation, cases: Iterable[Case]) -> None:
+
+def check_serves_some_case(implementation: Implementation, cases: Cases) -> None:
     """It serves at least one case on a device it is made for: what refuses everything passes every other test."""
-    verdicts = {case.name: record_refusals(op, implementation, abstract_record(op, case)) for case in cases}
-    if all(verdicts.values()):
-        lines = [f"  {name}: {'; '.join(reasons)}" for name, reasons in verdicts.items()]
-        raise AssertionError("\n".join([f"{implementation.name} serves no case of {op.name}", *lines]))
+    lines: list[str] = []
+    for op, case in cases:
+        reasons = record_refusals(op, implementation, abstract_record(op, case))
+        if not reasons:
+            return
+        lines.append(f"  {op.name}, {case.name}: {'; '.join(reasons)}")
+    raise AssertionError("\n".join([f"{implementation.name} serves no case of {implementation.family}", *lines]))
 
 
-def check_claim(op: Op, implementation: Implementation, name: str, cases: Iterable[Case]) -> None:
+def check_claim(implementation: Implementation, name: str, cases: Cases) -> None:
     """Some case that it serves gives the named argument, and would have another answer without it.
 
     The case's other tests then show that the implementation honours the argument. `lax.Precision` arguments are advice
     on rounding, which the reference always does best: for them, being given is enough.
     """
-    for case in cases:
+    for op, case in cases:
         for record in evidence(op, case, name):
             if not record_refusals(op, implementation, record) and matters(op, case, name):
                 return
     raise AssertionError(
-        f"{implementation.name} claims to handle {name}, and no case of {op.name} that it serves has another answer "
-        f"without it: the claim is untested"
+        f"{implementation.name} claims to handle {name}, and no case of {implementation.family} that it serves has "
+        f"another answer without it: the claim is untested"
     )
+
+
+def check_sharding_fields(op: Op, implementation: Implementation, case: Case) -> None:
+    """What only sharding gives a record is handled by whoever serves the whole call.
+
+    Such a field is no argument of any operation: a refusal of it would leave the call served on one device and refused,
+    or served by another kernel, on two.
+    """
+    record = abstract_record(op, case)
+    added = set(given_fields(abstract_last_shard(op.family, record))) - set(given_fields(record))
+    unclaimed = sorted((added & sharding_fields(op.family.name)) - implementation.requires.handles)
+    if unclaimed:
+        raise AssertionError(
+            f"{implementation.name} serves {op.name} on {case.name} and does not handle {', '.join(unclaimed)}, which "
+            f"shards of that call have"
+        )
+
+
+@functools.cache
+def sharding_fields(family: str) -> frozenset[str]:
+    """The fields of a family's record that shards of some case have and that no case gives."""
+    cases = [(op, case) for op in registry().ops.values() if op.family.name == family for case in op.cases]
+    given = {name for op, case in cases for name in given_fields(abstract_record(op, case))}
+    shards = (abstract_last_shard(op.family, abstract_record(op, case)) for op, case in cases)
+    return frozenset(name for shard in shards for name in given_fields(shard)) - given
 
 
 def check_gradient_claim(op: Op, implementation: Implementation, name: str, case: Case) -> None:
@@ -52,22 +84,23 @@ def check_gradient_claim(op: Op, implementation: Implementation, name: str, case
     assert_same_shapes(got, {name: getattr(record, name)}, f"{implementation.name} on {case.name}, gradients")
 
 
-def gradient_case(op: Op, implementation: Implementation, name: str, cases: Iterable[Case]) -> Case:
-    """A case in which an implementation says it gives the gradient of a field.
+def gradient_case(implementation: Implementation, name: str, cases: Cases) -> tuple[Op, Case]:
+    """A case in which an implementation says it gives the gradient of a field, with its operation.
 
     Raises:
         AssertionError: There is none, or it cannot be meant.
     """
-    if name not in op.family.differentiable:
-        raise AssertionError(f"{implementation.name} claims a gradient of {name}, which {op.family.name} does not have")
     if implementation.backward is None:
         raise AssertionError(f"{implementation.name} claims a gradient of {name} and has no backward")
-    for case in cases:
+    for op, case in cases:
+        if name not in op.family.differentiable:
+            raise AssertionError(f"{implementation.name} claims a gradient of {name}, which {op.family.name} has not")
         record = abstract_record(op, case)
         wanted = claimed_gradients(implementation, record)
         if name in wanted and not record_refusals(op, implementation, record, "backward", wanted):
-            return case
-    raise AssertionError(f"{implementation.name} claims a gradient of {name}, and serves no case of {op.name} with it")
+            return op, case
+    family = implementation.family
+    raise AssertionError(f"{implementation.name} claims a gradient of {name}, and serves no case of {family} with it")
 
 
 def claimed_gradients(implementation: Implementation, record: Any) -> frozenset[str]:

@@ -39,7 +39,7 @@ def check_padding_gradients(subject: Subject) -> None:
     _, poisoned = run(poison_record(family, record), poison_output(family, record, cotangent))
     assert_gradients_close(poisoned, clean, subject.tolerance, f"{subject}, NaN in padding")
     for name, gradient in poisoned.items():
-        _assert_zero(gradient, _padding(family, record, family.axes[name]), f"{subject}, gradient of {name}")
+        _assert_zero(gradient, _padding(family, record, family.axes_of(record)[name]), f"{subject}, gradient of {name}")
 
 
 def has_segments(record: Any) -> bool:
@@ -60,13 +60,14 @@ def _with_padding(ids: np.ndarray) -> np.ndarray:
 
 def poison_record(family: Family, record: Any) -> Any:
     """The record with NaN in the padding of its floating fields."""
-    poisoned = {name: _poison(family, record, family.axes[name], x) for name, x in array_fields(record).items()}
+    axes = family.axes_of(record)
+    poisoned = {name: _poison(family, record, axes[name], x) for name, x in array_fields(record).items()}
     return dataclasses.replace(record, **poisoned)
 
 
 def poison_output(family: Family, record: Any, output: Any) -> Any:
     """A cotangent with NaN for every output of padding."""
-    return jax.tree.map(lambda axes, x: _poison(family, record, axes, x), family.axes["output"], output)
+    return jax.tree.map(lambda axes, x: _poison(family, record, axes, x), family.axes_of(record)["output"], output)
 
 
 def _poison(family: Family, record: Any, axes: str, x: Any) -> Any:
@@ -79,7 +80,7 @@ def _poison(family: Family, record: Any, axes: str, x: Any) -> Any:
 def _padding(family: Family, record: Any, axes: str) -> np.ndarray | None:
     """Which tokens are padding, for arrays with these axes; None for arrays that are not made of tokens."""
     for name, ids in array_fields(record).items():
-        if name.endswith(SUFFIX) and axes.split()[: ids.ndim] == family.axes[name].split():
+        if name.endswith(SUFFIX) and axes.split()[: ids.ndim] == family.axes_of(record)[name].split():
             return np.asarray(ids) < 0
     return None
 
@@ -90,7 +91,7 @@ def _over(padding: np.ndarray, x: Any) -> np.ndarray:
 
 def _assert_zero_outputs(subject: Subject, record: Any, output: Any) -> None:
     family = subject.op.family
-    leaves = zip(jax.tree.leaves(family.axes["output"]), jax.tree.leaves(output), strict=True)
+    leaves = zip(jax.tree.leaves(family.axes_of(record)["output"]), jax.tree.leaves(output), strict=True)
     for axes, x in leaves:
         _assert_zero(x, _padding(family, record, axes), f"{subject}, output")
 

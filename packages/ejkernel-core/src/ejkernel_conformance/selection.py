@@ -15,34 +15,46 @@ from ejkernel.ops.plugins import registry
 from ejkernel_conformance.claims import record_refusals
 from ejkernel_conformance.padding import has_segments
 from ejkernel_conformance.running import is_floating
-from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, differentiable_fields, of_case
+from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, differentiable_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An implementation with the cases it is tested on, and for some tests one of its claims.
+    """An implementation with the cases of one operation that it is tested on.
 
     Attributes:
         op: The operation.
         implementation: The implementation.
-        cases: The selected cases of the operation.
-        name: The claimed argument or gradient.
+        cases: The selected cases of the operation, and the implementation's own.
     """
 
     op: Op
     implementation: Implementation
     cases: tuple[Case, ...]
-    name: str = ""
-
-    def __str__(self) -> str:
-        return "-".join(filter(None, (self.op.name, self.implementation.name, self.name)))
 
     @property
     def subjects(self) -> list[Subject]:
         """The implementation on each of its cases."""
-        return [
-            Subject(op=of_case(self.op, case), implementation=self.implementation, case=case) for case in self.cases
-        ]
+        return [Subject(op=self.op, implementation=self.implementation, case=case) for case in self.cases]
+
+
+@dataclasses.dataclass(frozen=True)
+class FamilyTarget:
+    """An implementation with the cases of all operations of its family, and for some tests one of its claims.
+
+    Attributes:
+        implementation: The implementation.
+        cases: The cases with the selected tag, whichever operations were selected: a claim holds for the family.
+        name: The claimed argument or gradient.
+    """
+
+    implementation: Implementation
+    cases: tuple[tuple[Op, Case], ...]
+    name: str = ""
+
+    def __str__(self) -> str:
+        of_family = (self.implementation.family, self.implementation.name)
+        return "-".join(filter(None, (*of_family, *sorted(self.implementation.only or ()), self.name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +95,7 @@ class Selection:
             "ejk_kernel_indexed": lambda: filter(_is_kernel_with_integers, subjects),
             "ejk_padded": lambda: filter(_can_be_padded, subjects),
             "ejk_padded_differentiable": lambda: filter(_can_be_differentiated, filter(_can_be_padded, subjects)),
-            "ejk_implementation": lambda: _targets(self),
+            "ejk_implementation": lambda: _family_targets(self),
             "ejk_claim": lambda: _claims(self, lambda i: i.requires.handles),
             "ejk_gradient": lambda: _claims(self, lambda i: i.gradients),
             "ejk_candidates": lambda: _tunables(self),
@@ -95,7 +107,7 @@ class Selection:
 def _targets(selection: Selection) -> tuple[Target, ...]:
     found = registry()
     return tuple(
-        Target(op, implementation, _cases(op, selection.tag))
+        Target(op, implementation, _cases(op, selection.tag, implementation))
         for op in sorted(found.ops.values(), key=lambda op: op.name)
         if not selection.ops or op.name in selection.ops
         for implementation in found.implementations.get(op.name, ())
@@ -104,9 +116,31 @@ def _targets(selection: Selection) -> tuple[Target, ...]:
 
 
 @functools.cache
-def _cases(op: Op, tag: str) -> tuple[Case, ...]:
-    """The operation's cases with a tag; where the host has enabled x64, those of float32 also in float64."""
-    tagged = tuple(case for case in op.cases if tag in case.tags)
+def _family_targets(selection: Selection) -> tuple[FamilyTarget, ...]:
+    """The selected implementations, each once, with the cases of every operation that they are registered for."""
+    found = registry()
+    selected = {id(target.implementation): target.implementation for target in _targets(selection)}
+    return tuple(
+        FamilyTarget(
+            implementation,
+            tuple(
+                (op, case)
+                for op in sorted(found.ops.values(), key=lambda op: op.name)
+                if implementation in found.implementations.get(op.name, ())
+                for case in _cases(op, selection.tag, implementation)
+            ),
+        )
+        for implementation in selected.values()
+    )
+
+
+@functools.cache
+def _cases(op: Op, tag: str, implementation: Implementation) -> tuple[Case, ...]:
+    """The cases of an operation, and the implementation's own, with a tag.
+
+    Where the host has enabled x64, those of float32 are there in float64 as well.
+    """
+    tagged = tuple(case for case in (*op.cases, *implementation.cases_of(op)) if tag in case.tags)
     if jnp.result_type(float) != jnp.float64 or "float64" not in op.tolerance:
         return tagged
     single = (case for case in tagged if op.family.dtype(abstract_record(op, case)) == jnp.float32)
@@ -140,8 +174,8 @@ def _can_be_differentiated(subject: Subject) -> bool:
     return bool(differentiable_fields(subject.op.family, abstract_record(subject.op, subject.case)))
 
 
-def _claims(selection: Selection, names: Callable[[Implementation], Iterable[str]]) -> Iterator[Target]:
-    for target in _targets(selection):
+def _claims(selection: Selection, names: Callable[[Implementation], Iterable[str]]) -> Iterator[FamilyTarget]:
+    for target in _family_targets(selection):
         for name in sorted(names(target.implementation)):
             yield dataclasses.replace(target, name=name)
 

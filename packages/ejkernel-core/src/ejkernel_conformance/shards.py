@@ -26,14 +26,14 @@ def check_shard(subject: Subject) -> None:
     got = running.on_records(subject)(jax.jit(lambda record: last_shard(family, record))(record))
     whole, _ = running.family_answer(subject.op, subject.case)
     starts = cuts(family, record)
-    want = jax.tree.map(lambda axes, x: _tail(np.asarray(x), axes, starts), family.axes["output"], whole)
+    want = jax.tree.map(lambda axes, x: _tail(np.asarray(x), axes, starts), family.axes_of(record)["output"], whole)
     assert_close(got, want, subject.tolerance, f"{subject}, last shard")
 
 
 def last_shard(family: Family, record: Any) -> Any:
     """The record of the last shard; the record itself where nothing can be cut."""
-    starts = cuts(family, record)
-    parts = {name: _tail(x, family.axes[name], starts) for name, x in array_fields(record).items()}
+    starts, letters = cuts(family, record), family.axes_of(record)
+    parts = {name: _tail(x, letters[name], starts) for name, x in array_fields(record).items()}
     offsets = {letter: jnp.int32(start) for letter, start in starts.items()}
     return family.localise(dataclasses.replace(record, **parts), offsets)
 
@@ -45,13 +45,14 @@ def abstract_last_shard(family: Family, record: Any) -> Any:
 
 def cuts(family: Family, record: Any) -> dict[str, int]:
     """Where the last shard begins, for every axis letter that is cut."""
+    axes, shardable = family.axes_of(record), family.shardable_of(record)
     sizes = {
         letter: size
         for name, x in array_fields(record).items()
-        for letter, size in zip(family.axes[name].split(), x.shape, strict=True)
-        if size > 1 and letter in family.shardable
+        for letter, size in zip(axes[name].split(), x.shape, strict=True)
+        if size > 1 and letter in shardable
     }
-    for pair in family.aligned:
+    for pair in family.aligned_of(record):
         aligned = [letter for letter in pair if letter in sizes]
         if any(sizes[letter] % 2 for letter in aligned):
             sizes = {letter: size for letter, size in sizes.items() if letter not in pair}

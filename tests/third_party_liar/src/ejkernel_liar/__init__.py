@@ -15,7 +15,7 @@ def ignores_window(record: TiledAttention, params: Any) -> tuple[Any, SoftmaxRes
 
 def _declare(name: str, *handles: str, **requires: Any) -> Implementation:
     return Implementation(
-        op="flash_attention",
+        family="tiled_attention",
         name=name,
         platform=name,
         backend="any",
@@ -41,6 +41,6 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
     return (
         _declare("liar", "causal", "sliding_window"),
         _declare("vacuous", extra=lambda record: ("it is not a good day for attention",)),
-        # No case of flash attention can show this: it is no argument of the operation.
+        # No case can show this: it is no field of the record.
         _declare("boaster", "causal", "telepathy"),
     )

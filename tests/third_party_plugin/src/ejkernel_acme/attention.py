@@ -22,7 +22,7 @@ def _nothing_to_tune(record: Any, device: Any, direction: Any) -> tuple[FwdParam
 
 
 IMPLEMENTATION = Implementation(
-    op="flash_attention",
+    family="tiled_attention",
     name="acme",
     platform="acme",
     backend="any",

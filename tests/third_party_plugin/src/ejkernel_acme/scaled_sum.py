@@ -169,7 +169,7 @@ OP = Op(
 )
 
 IMPLEMENTATION = Implementation(
-    op=NAME,
+    family=FAMILY.name,
     name="acme",
     platform="acme",
     backend="any",

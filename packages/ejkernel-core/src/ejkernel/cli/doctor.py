@@ -59,7 +59,13 @@ def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], troub
 
 
 def _print_plugins(out: Console, found: Registry) -> None:
-    provided = collections.Counter(found.providers.values())
+    # An implementation counts once, however many operations its family has.
+    declared = {
+        (found.providers[op, one.name], one.family, one.name, one.only)
+        for op, implementations in found.implementations.items()
+        for one in implementations
+    }
+    provided = collections.Counter(plugin for plugin, *_ in declared)
     rows = [
         (p.name, p.distribution, provided[p.name], (p.error, "red") if p.error else ("loaded", "green"))
         for p in found.plugins

@@ -1,11 +1,14 @@
 """`ejkernel ops`: what every implementation of every operation serves, made from the registry."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import click
+import jax
 
-from ejkernel.ops.arguments import optional_fields
-from ejkernel.ops.model import Implementation, Op, Requires
+from ejkernel.ops.arguments import given_fields, optional_fields
+from ejkernel.ops.dispatch import made_for
+from ejkernel.ops.model import Case, Implementation, Op, Requires
 from ejkernel.ops.plugins import Registry, registry
 
 INTRODUCTION = """\
@@ -31,8 +34,19 @@ def support_matrix(found: Registry) -> str:
     Args:
         found: What the plugins declared.
     """
-    every = [(found.ops[name], found.implementations.get(name, ())) for name in sorted(found.ops)]
+    every = [(found.ops[name], _serving(found, name)) for name in sorted(found.ops)]
     return "\n".join([INTRODUCTION, *_overview(every), *(line for row in every for line in _section(*row))])
+
+
+def _serving(found: Registry, name: str) -> tuple[Implementation, ...]:
+    """The implementations that serve some case of an operation on the devices that they are for."""
+    op = found.ops[name]
+    records = [_record(op, case) for case in op.cases]
+    return tuple(
+        implementation
+        for implementation in found.implementations.get(name, ())
+        if any(made_for(op.family, implementation, record, "forward") for record in records)
+    )
 
 
 def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterator[str]:
@@ -65,12 +79,19 @@ def _section(op: Op, implementations: tuple[Implementation, ...]) -> Iterator[st
 def splits(op: Op) -> list[str]:
     """The axis letters of an operation's arguments that may be split over devices, in public order."""
     letters = dict.fromkeys(letter for axes in op.axes.values() for letter in axes.split())
-    return [letter for letter in letters if letter in op.family.shardable]
+    shardable = op.family.shardable_of(_record(op, op.cases[0]))
+    return [letter for letter in letters if letter in shardable]
+
+
+def _record(op: Op, case: Case) -> Any:
+    """The shapes of a case's family record; nothing is computed."""
+    return jax.eval_shape(lambda key: op.lower(case.make(key)), jax.random.key(0))
 
 
 def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
-    """The fields of the family's record that tell implementations apart: optional ones, and those with a gradient."""
-    served = {name for one in implementations for name in one.requires.handles}
+    """The fields of an operation's records that tell implementations apart: optional, or with a gradient."""
+    given = {name for case in op.cases for name in given_fields(_record(op, case))}
+    served = given & {name for one in implementations for name in one.requires.handles}
     optional = [name for name in optional_fields(op.family.record) if name in served]
     return [*(name for name in op.family.differentiable if name not in optional_fields(op.family.record)), *optional]
 

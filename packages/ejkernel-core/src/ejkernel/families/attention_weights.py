@@ -31,7 +31,7 @@ def reference(record: TiledAttention) -> tuple[Output, SoftmaxResiduals]:
 
 FAMILY = dataclasses.replace(
     tiled_attention.FAMILY,
-    name="softmax attention with its weights",
-    axes={**tiled_attention.FAMILY.axes, "output": ("b t h v", "b h t s")},
+    name="attention_weights",
+    axes={**tiled_attention.AXES, "output": ("b t h v", "b h t s")},
     reference=reference,
 )

@@ -125,26 +125,29 @@ def localise(record: GroupedMatmul, offsets: Mapping[str, jax.Array]) -> Grouped
     return dataclasses.replace(record, group_sizes=jnp.diff(local, prepend=0).astype(jnp.int32))
 
 
-FAMILY = Family(
-    name="grouped matmul",
-    record=GroupedMatmul,
-    differentiable=("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias"),
-    dtype=lambda record: record.lhs.dtype,
-    head_dims=lambda record: (record.lhs.shape[-1], columns(record)),
-    axes={
+def axes(record: GroupedMatmul) -> dict[str, str]:
+    """Axis letters of a record's fields and of its output."""
+    return {
         "lhs": "m k",
-        "rhs": "e k n",
+        "rhs": "e n k" if record.transpose_rhs else "e k n",
         "group_sizes": "g",
         "group_offset": "",
         "existing_out": "m n",
         "rhs_scale": "e q c n",
         "rhs_bias": "e c n",
         "output": "m n",
-    },
+    }
+
+
+FAMILY = Family(
+    name="grouped_matmul",
+    record=GroupedMatmul,
+    differentiable=("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias"),
+    dtype=lambda record: record.lhs.dtype,
+    head_dims=lambda record: (record.lhs.shape[-1], columns(record)),
+    axes=axes,
     shardable="mn",
     aligned=(),
     localise=localise,
     reference=reference,
 )
-TRANSPOSED = dataclasses.replace(FAMILY, axes={**FAMILY.axes, "rhs": "e n k"})
-"""For matrices that lie with their columns first."""

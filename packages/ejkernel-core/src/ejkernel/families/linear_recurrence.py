@@ -16,7 +16,6 @@ Qin et al. 2024, arXiv:2401.04658 (constant decay); Dao & Gu 2024, arXiv:2405.21
 Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (decay per channel in it).
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,16 +166,16 @@ def localise(record: LinearRecurrence, offsets: Mapping[str, jax.Array]) -> Line
     return record
 
 
-FAMILY = Family(
-    name="chunked linear recurrence",
-    record=LinearRecurrence,
-    differentiable=(*TOKEN_FIELDS, "initial_state", "sequence_state"),
-    dtype=lambda record: record.query.dtype,
-    head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
-    axes={
-        "query": "b t h k",
+def axes(record: LinearRecurrence) -> dict[str, Any]:
+    """Axis letters of a record's fields and of its outputs: h counts the heads that have a state, g those they share.
+
+    Either queries have a head each and share keys and values, or values have one each and share queries and keys.
+    """
+    shared_queries = record.query.shape[2] < record.value.shape[2]
+    return {
+        "query": "b t g k" if shared_queries else "b t h k",
         "key": "b t g k",
-        "value": "b t g v",
+        "value": "b t h v" if shared_queries else "b t g v",
         "decay": "b t h k",
         "value_decay": "b t h v",
         "beta": "b t h",
@@ -188,17 +187,18 @@ FAMILY = Family(
         "segment_ids": "b t",
         # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
         "output": ("b t h v", "b h k v"),
-    },
+    }
+
+
+FAMILY = Family(
+    name="linear_recurrence",
+    record=LinearRecurrence,
+    differentiable=(*TOKEN_FIELDS, "initial_state", "sequence_state"),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
+    axes=axes,
     shardable="bhg",
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,
 )
-"""For operations whose queries have a head each: query head h reads key and value head `h // (H // Hk)`."""
-
-GROUPED = dataclasses.replace(
-    FAMILY,
-    name="chunked linear recurrence, grouped",
-    axes={**FAMILY.axes, "query": "b t g k", "key": "b t g k", "value": "b t h v"},
-)
-"""For operations whose values have a head each, and queries and keys are shared by groups of them."""

@@ -21,7 +21,6 @@ Sources: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelsh
 2022, arXiv:2108.12409 (alibi); Xiao et al. 2023, arXiv:2309.17453 (sinks).
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -178,67 +177,54 @@ def as_computed(x: jax.Array, record: PagedAttention) -> jax.Array:
     return x if record.compute_dtype is None else rounded(x, record.compute_dtype)
 
 
-def _localise(axes: str, record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
+def localise(record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
     """One shard's record: heads are independent, and so are sequences; nothing in it is global.
 
     Raises:
-        ValueError: The heads cannot be split the way the cache lies.
+        ValueError: The cache has heads that only pad it, which cannot be told from the others in a part of them.
     """
-    if "g" in offsets or "h" in offsets:
-        if axes.split().index("g") != record.kv_layout.index("h"):
-            raise ValueError(
-                f"in_specs: heads of a cache with layout {record.kv_layout!r} cannot be split over devices"
-            )
-        if record.kv_heads is not None:
-            raise ValueError(f"in_specs: a cache with padded heads cannot be split by its {record.kv_heads} KV heads")
+    if ("g" in offsets or "h" in offsets) and record.kv_heads is not None:
+        raise ValueError(f"in_specs: a cache with padded heads cannot be split by its {record.kv_heads} KV heads")
     return record
 
 
-_AXES: dict[str, Any] = {
-    "query": "t h d",
-    "key_pages": "p s g d",
-    "value_pages": "p s g v",
-    "block_tables": "r k",
-    "kv_lens": "r",
-    "query_start": "n",
-    "kv_starts": "r",
-    "num_seqs": "",
-    "softmax_aux": "h",
-    "alibi_slopes": "h",
-    "qq_bias": "i j",
-    "new_keys": "t g d",
-    "new_values": "t g v",
-    "output": ("t h v", "t h"),
-}
+def axes(record: PagedAttention) -> dict[str, Any]:
+    """Axis letters of a record's fields and of its outputs: the cache's follow from its layout.
+
+    r counts sequences; without `query_start` they have a query row each. Without `block_tables` each has its own page.
+    """
+    rows = "r" if record.query_start is None else "t"
+    pages = record.kv_layout.replace("h", "g")
+    pages = " ".join(pages if record.block_tables is not None else pages.replace("p", "r"))
+    values = pages.replace("d", "v")
+    written = () if record.new_keys is None else (pages,) if record.value_pages is None else (pages, values)
+    return {
+        "query": f"{rows} h d",
+        "key_pages": pages,
+        "value_pages": values,
+        "block_tables": "r k",
+        "kv_lens": "r",
+        "query_start": "n",
+        "kv_starts": "r",
+        "num_seqs": "",
+        "softmax_aux": "h",
+        "alibi_slopes": "h",
+        "qq_bias": "i j",
+        "new_keys": "t g d",
+        "new_values": "t g v",
+        "output": (f"{rows} h v", f"{rows} h", *written),
+    }
 
 
-def _family(name: str, shardable: str = "hg", **axes: Any) -> Family:
-    """The family for one way in which the arrays of a record lie; the meaning is the same for all."""
-    axes = {**_AXES, **axes}
-    return Family(
-        name=name,
-        record=PagedAttention,
-        differentiable=(),
-        dtype=lambda record: record.query.dtype,
-        head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
-        axes=axes,
-        shardable=shardable,
-        aligned=(("h", "g"),),
-        localise=functools.partial(_localise, axes["key_pages"]),
-        reference=reference,
-    )
-
-
-PACKED = _family("paged attention")
-HEAD_MAJOR = _family("paged attention, heads first", key_pages="g p s d", value_pages="g p s v")
-COMBINED = _family("paged attention, keys and values together", key_pages="p s g c d")
-DECODE = _family("paged decoding", "rhg", query="r h d", output=("r h v", "r h"))
-DENSE = _family(
-    "dense decoding", "rhg", query="r h d", key_pages="r s g d", value_pages="r s g v", output=("r h v", "r h")
-)
-WRITING = _family("paged attention with writing", output=("t h v", "t h", "p s g d", "p s g v"))
-COMBINED_WRITING = _family(
-    "paged attention with writing, keys and values together",
-    key_pages="p s g c d",
-    output=("t h v", "t h", "p s g c d"),
+FAMILY = Family(
+    name="paged_attention",
+    record=PagedAttention,
+    differentiable=(),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
+    axes=axes,
+    shardable=lambda record: "rhg" if record.query_start is None else "hg",
+    aligned=(("h", "g"),),
+    localise=localise,
+    reference=reference,
 )

@@ -18,7 +18,6 @@ Sources: Elman 1990; Cho et al. 2014, arXiv:1406.1078, with the reset gate behin
 Schmidhuber 1997 with the forget gate of Gers et al. 2000.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -227,8 +226,25 @@ def localise(record: RecurrentNetwork, offsets: Mapping[str, jax.Array]) -> Recu
     return record
 
 
+def axes(record: RecurrentNetwork) -> dict[str, Any]:
+    """Axis letters of a record's fields and of its outputs, which end in the cells of a network that has them."""
+    states = ("s b u", "s b u") if record.cell == "lstm" else ("s b u",)
+    return {
+        "x": "b t f",
+        "weight_ih": "r g f",
+        "weight_hh": "l r g u",
+        "weight_ih_deep": "k r g w",
+        "bias_ih": "l r g",
+        "bias_hh": "l r g",
+        "initial_hidden": "s b u",
+        "initial_cell": "s b u",
+        "seq_lengths": "b",
+        "output": ("b t w", *states),
+    }
+
+
 FAMILY = Family(
-    name="recurrent network",
+    name="recurrent_network",
     record=RecurrentNetwork,
     differentiable=(
         "x",
@@ -242,22 +258,9 @@ FAMILY = Family(
     ),
     dtype=lambda record: record.x.dtype,
     head_dims=lambda record: (record.weight_hh.shape[3],),
-    axes={
-        "x": "b t f",
-        "weight_ih": "r g f",
-        "weight_hh": "l r g u",
-        "weight_ih_deep": "k r g w",
-        "bias_ih": "l r g",
-        "bias_hh": "l r g",
-        "initial_hidden": "s b u",
-        "initial_cell": "s b u",
-        "seq_lengths": "b",
-        "output": ("b t w", "s b u"),
-    },
+    axes=axes,
     shardable="b",
     aligned=(),
     localise=localise,
     reference=reference,
 )
-LSTM = dataclasses.replace(FAMILY, axes={**FAMILY.axes, "output": ("b t w", "s b u", "s b u")})
-"""For networks whose states have cells."""

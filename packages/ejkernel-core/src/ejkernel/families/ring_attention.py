@@ -108,7 +108,7 @@ def gathered(record: RingAttention) -> RingAttention:
 
 
 FAMILY = Family(
-    name="ring attention",
+    name="ring_attention",
     record=RingAttention,
     differentiable=("query", "key", "value", "bias", "softmax_aux"),
     dtype=lambda record: record.query.dtype,
@@ -126,12 +126,9 @@ FAMILY = Family(
         "softmax_aux": "h",
         "output": "b t h v",
     },
-    shardable="bthg",
-    aligned=(("h", "g"),),
+    # Along a ring's axis, queries and keys are split alike; on one device the keys are all there.
+    shardable=lambda record: "bthg" if record.axis_name is None else "bthgs",
+    aligned=(("h", "g"), ("t", "s")),
     localise=localise,
     reference=reference,
 )
-"""The family on one device, which may hold some of the queries of a call."""
-
-SPREAD = dataclasses.replace(FAMILY, shardable="bthgs", aligned=(("h", "g"), ("t", "s")))
-"""The family over an axis: queries and keys are split alike, over that axis."""

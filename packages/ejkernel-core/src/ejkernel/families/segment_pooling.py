@@ -102,7 +102,7 @@ def localise(record: SegmentPooling, offsets: Mapping[str, jax.Array]) -> Segmen
 
 
 FAMILY = Family(
-    name="segment pooling",
+    name="segment_pooling",
     record=SegmentPooling,
     differentiable=("values",),
     dtype=lambda record: record.values.dtype,

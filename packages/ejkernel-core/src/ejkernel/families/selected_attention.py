@@ -196,7 +196,7 @@ def localise(record: SelectedAttention, offsets: Mapping[str, jax.Array]) -> Sel
 
 
 FAMILY = Family(
-    name="selected attention",
+    name="selected_attention",
     record=SelectedAttention,
     differentiable=("query", "key", "value", "compressed_key", "compressed_value", "g_slc", "g_cmp", "g_swa"),
     dtype=lambda record: record.query.dtype,

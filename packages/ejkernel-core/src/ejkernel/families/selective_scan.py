@@ -99,7 +99,7 @@ def localise(record: SelectiveScan, offsets: Mapping[str, jax.Array]) -> Selecti
 
 
 FAMILY = Family(
-    name="selective scan",
+    name="selective_scan",
     record=SelectiveScan,
     differentiable=("x", "step", "decay", "write", "read", "skip", "initial_state"),
     dtype=lambda record: record.x.dtype,

@@ -254,27 +254,29 @@ def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
+AXES = {
+    "query": "b t h d",
+    "key": "b s g d",
+    "value": "b s g v",
+    "bias": "b h t s",
+    "mask": "b h t s",
+    "q_segment_ids": "b t",
+    "kv_segment_ids": "b s",
+    "q_positions": "b t",
+    "kv_positions": "b s",
+    "softmax_aux": "h",
+    "dropout_seed": "",
+    "dropout_origin": "c",
+    "output": "b t h v",
+}
+
 FAMILY = Family(
-    name="tiled softmax attention",
+    name="tiled_attention",
     record=TiledAttention,
     differentiable=("query", "key", "value", "bias", "softmax_aux"),
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
-    axes={
-        "query": "b t h d",
-        "key": "b s g d",
-        "value": "b s g v",
-        "bias": "b h t s",
-        "mask": "b h t s",
-        "q_segment_ids": "b t",
-        "kv_segment_ids": "b s",
-        "q_positions": "b t",
-        "kv_positions": "b s",
-        "softmax_aux": "h",
-        "dropout_seed": "",
-        "dropout_origin": "c",
-        "output": "b t h v",
-    },
+    axes=AXES,
     shardable="bthg",
     aligned=(("h", "g"),),
     localise=localise,

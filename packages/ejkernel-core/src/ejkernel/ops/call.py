@@ -98,7 +98,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     cfg = op.configure(args, cfg)
     chosen = platform or (cfg.platform if cfg is not None else "auto")
     _check_platform(op, chosen)
-    return Plan(op=op.of(args), device=_device_of(args), platform=chosen, cfg=cfg, chain=chain)
+    return Plan(op=op, device=_device_of(args), platform=chosen, cfg=cfg, chain=chain)
 
 
 def decide(op: Op, args: Any, **options: Any) -> Decision:

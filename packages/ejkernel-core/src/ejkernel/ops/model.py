@@ -15,18 +15,20 @@ CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A record type that several operations lower to and that backends implement.
+    """A contract that several operations lower to and that backends implement: record, output and residuals.
+
+    An operation that needs other outputs or residuals is another family, though its record may be the same.
 
     Attributes:
-        name: Readable name.
+        name: What implementations name it by, unique among the registered operations' families.
         record: The `@arguments` class.
         differentiable: Record fields that have a gradient.
         dtype: The dtype `Requires.dtypes` is about.
         head_dims: The sizes `Requires.head_dims` is about.
-        axes: Axis letters of every array field of the record, and of `"output"`: `{"query": "b t h d", ...}`. A tuple
-            of letters where the output is a tuple.
-        shardable: Letters that may be split over mesh axes.
-        aligned: Pairs of letters that must be split alike (query heads with KV heads).
+        axes: Axis letters of every array field of the record, and of `"output"`: `{"query": "b t h d", ...}`, with a
+            tuple of letters where the output is a tuple. A function of the record where they follow from it.
+        shardable: Letters that may be split over mesh axes; likewise.
+        aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
         localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
             `offsets` maps each letter to the global index of the shard's first element.
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
@@ -37,11 +39,24 @@ class Family:
     differentiable: tuple[str, ...]
     dtype: Callable[[Any], Any]
     head_dims: Callable[[Any], tuple[int, ...]]
-    axes: Mapping[str, Any]
-    shardable: str
+    axes: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
+    shardable: str | Callable[[Any], str]
     aligned: tuple[tuple[str, str], ...]
     localise: Callable[[Any, Mapping[str, Any]], Any]
     reference: Callable[[Any], tuple[Any, Any]]
+
+    def axes_of(self, record: Any) -> Mapping[str, Any]:
+        """The axis letters of a record's fields and of `"output"`."""
+        return self.axes(record) if callable(self.axes) else self.axes
+
+    def shardable_of(self, record: Any) -> str:
+        """The letters of a record that may be split."""
+        return self.shardable(record) if callable(self.shardable) else self.shardable
+
+    def aligned_of(self, record: Any) -> tuple[tuple[str, str], ...]:
+        """The pairs of letters of a record that must be split alike."""
+        letters = self.shardable_of(record)
+        return tuple(pair for pair in self.aligned if pair[0] in letters and pair[1] in letters)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,12 +106,12 @@ class Op:
         tolerance: dtype name -> accepted error of outputs and gradients.
         make_inputs: (argument record of `jax.ShapeDtypeStruct`, PRNG key) -> valid concrete argument record.
         axes: Axis letters of the positional arguments, in public order, in the family's letters.
+        axes_of: Argument record -> those letters that differ from `axes` for such calls, `"output"` among them; None
+            where they never do.
         finish: (argument record, family output) -> what the public function returns.
         output: Axis letters of what the public function returns; None where they are the family's.
         configure: (argument record, `cfg=` or None) -> the call's own configuration, with what arguments that only
             tune the call ask for. Raises ValueError where the two disagree.
-        variant: Argument record -> the operation as it is for such calls, where letters or family depend on their
-            ranks; None where they never do.
         route: (argument record, call options) -> the operation, the record and the options that carry the call out,
             where those are not its own; None where they always are.
         version: Raised when the meaning of a stored configuration changes.
@@ -117,8 +132,8 @@ class Op:
     finish: Callable[[Any, Any], Any] = _as_it_is
     output: str | tuple[str, ...] | None = None
     configure: Callable[[Any, Any], Any] = _as_it_is
-    variant: Callable[[Any], "Op"] | None = None
     route: "Callable[[Any, dict[str, Any]], tuple[Op, Any, dict[str, Any]]] | None" = None
+    axes_of: Callable[[Any], Mapping[str, Any]] | None = None
     version: str = "1"
 
     @functools.cached_property
@@ -126,9 +141,11 @@ class Op:
         """Of the public function."""
         return inspect.signature(self.function)
 
-    def of(self, args: Any) -> "Op":
-        """The operation as it is for a call with these arguments."""
-        return self if self.variant is None else self.variant(args)
+    def letters(self, args: Any) -> tuple[dict[str, str], str | tuple[str, ...] | None]:
+        """Axis letters of a call's positional arguments, and of what it returns where they are not the family's."""
+        special = {} if self.axes_of is None else dict(self.axes_of(args))
+        output = special.pop("output", self.output)
+        return {**self.axes, **special}, output
 
     def routed(self, args: Any, options: Mapping[str, Any]) -> "tuple[Op, Any, dict[str, Any]]":
         """The operation, the record and the call options, each of them, that carry a call out."""
@@ -197,11 +214,11 @@ class ConfigSpace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One way to compute an operation.
+    """One way to compute the calls of a family, whichever operation they are of.
 
     Attributes:
-        op: The operation's name.
-        name: Unique among the implementations of the operation.
+        family: The family's name; the registry lists the implementation for every operation that lowers to it.
+        name: Unique among the implementations of an operation.
         platform: Toolchain: `"triton"`, `"pallas"`, `"cuda"` or `"xla"`, or a third party's own word.
         backend: Device kind it is made for: `"gpu"`, `"tpu"`, `"cpu"` or `"any"`.
         forward: `"module:function"`, called as `(record, config_part) -> (output, residuals)`.
@@ -213,9 +230,13 @@ class Implementation:
         backward_requires: What the backward pass needs, where that differs.
         priority: Higher is tried first; ties go by name.
         tuned: `"package:folder"` of shipped tables, `<device kind>/<op>.json` in it.
+        only: Names of the operations it serves; None for all of the family. For exceptions: what a call cannot be
+            served for belongs in `requires`.
+        cases: `"module:function"` that returns further conformance cases by operation, `{"flash_attention": (...)}`;
+            None where those of the operations show all that the kernels do.
     """
 
-    op: str
+    family: str
     name: str
     platform: str
     backend: str
@@ -227,6 +248,16 @@ class Implementation:
     backward_requires: Requires | None = None
     priority: int = 0
     tuned: str | None = None
+    only: frozenset[str] | None = None
+    cases: str | None = None
+
+    def serves(self, op: Op) -> bool:
+        """Whether it is registered for the calls of an operation."""
+        return op.family.name == self.family and (self.only is None or op.name in self.only)
+
+    def cases_of(self, op: Op) -> tuple[Case, ...]:
+        """Its own conformance cases of an operation, beside the operation's."""
+        return () if self.cases is None else tuple(load_object(self.cases)().get(op.name, ()))
 
     def requires_for(self, direction: Direction) -> Requires:
         """The requirements of one direction."""
@@ -236,7 +267,7 @@ class Implementation:
         """Imports and returns the function of one direction."""
         path = self.backward if direction == "backward" else self.forward
         if path is None:
-            raise ValueError(f"implementation {self.name!r} of {self.op} has no {direction} function")
+            raise ValueError(f"implementation {self.name!r} of {self.family} has no {direction} function")
         return load_object(path)
 
 

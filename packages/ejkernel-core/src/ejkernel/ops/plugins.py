@@ -106,15 +106,22 @@ def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
     return collected.registry()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Declared:
+    """An implementation with the plugin that declared it."""
+
+    implementation: Implementation
+    plugin: str
+    version: str
+
+
 class _Collected:
-    """Accumulates what the plugins declare and orders it at the end."""
+    """Accumulates what the plugins declare; orders it and lists it by operation at the end."""
 
     def __init__(self, ops: dict[str, Op]) -> None:
         self.ops = ops
         self.plugins: list[Plugin] = []
-        self.found: dict[tuple[str, str], Implementation] = {}
-        self.versions: dict[tuple[str, str], str] = {}
-        self.providers: dict[tuple[str, str], str] = {}
+        self.declared: list[_Declared] = []
 
     def add(self, entry_point: importlib.metadata.EntryPoint) -> str | None:
         """Takes in one plugin; returns what was wrong with it."""
@@ -122,23 +129,63 @@ class _Collected:
             ops, implementations = _declarations(entry_point)
         except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
             return f"{type(error).__name__}: {error}"
-        problems = [f"operation {op.name!r} is already declared" for op in ops if op.name in self.ops]
-        self.ops |= {op.name: op for op in ops if op.name not in self.ops}
+        problems: list[str] = []
+        for op in ops:
+            problem = self._problem(op)
+            if problem is None:
+                self.ops[op.name] = op
+            else:
+                problems.append(problem)
         version = entry_point.dist.version if entry_point.dist else "unknown"
-        for implementation in implementations:
-            key = (implementation.op, implementation.name)
-            if key in self.found:
-                problems.append(f"implementation {key[1]!r} of {key[0]} is already declared")
-                continue
-            self.found[key] = implementation
-            self.versions[key] = version
-            self.providers[key] = entry_point.name
+        self.declared += [_Declared(implementation, entry_point.name, version) for implementation in implementations]
         return "; ".join(problems) or None
 
+    def _problem(self, op: Op) -> str | None:
+        if op.name in self.ops:
+            return f"operation {op.name!r} is already declared"
+        if any(op.family.name == other.family.name and op.family is not other.family for other in self.ops.values()):
+            return f"operation {op.name!r} has a family of its own that is named {op.family.name!r} as another's is"
+        return None
+
     def registry(self) -> Registry:
-        ranked = sorted(self.found.values(), key=lambda i: (-i.priority, i.name))
-        by_op = {name: tuple(i for i in ranked if i.op == name) for name in {i.op for i in ranked} | set(self.ops)}
-        return Registry(self.ops, by_op, tuple(self.plugins), self.versions, self.providers)
+        """Lists every implementation for the operations of its family; the first plugin to give a name has it."""
+        by_op: dict[str, dict[str, _Declared]] = {name: {} for name in self.ops}
+        problems: dict[str, list[str]] = {}
+        for declared in self.declared:
+            implementation = declared.implementation
+            served = [op.name for op in self.ops.values() if implementation.serves(op)]
+            taken = [name for name in served if implementation.name in by_op[name]]
+            noted = problems.setdefault(declared.plugin, [])
+            noted += [f"implementation {implementation.name!r} of {name} is already declared" for name in taken]
+            noted += self._unserved(implementation, served)
+            for name in served:
+                by_op[name].setdefault(implementation.name, declared)
+        plugins = tuple(_with_problems(plugin, problems.get(plugin.name, [])) for plugin in self.plugins)
+        found = {(name, declared.implementation.name): declared for name in by_op for declared in by_op[name].values()}
+        return Registry(
+            ops=self.ops,
+            implementations={name: _ranked(declared.values()) for name, declared in by_op.items()},
+            plugins=plugins,
+            versions={key: declared.version for key, declared in found.items()},
+            providers={key: declared.plugin for key, declared in found.items()},
+        )
+
+    def _unserved(self, implementation: Implementation, served: list[str]) -> list[str]:
+        """What an implementation names that there is not."""
+        if all(op.family.name != implementation.family for op in self.ops.values()):
+            return [f"implementation {implementation.name!r}: no operation has the family {implementation.family!r}"]
+        missing = ", ".join(sorted((implementation.only or frozenset()) - set(served)))
+        return [f"implementation {implementation.name!r}: {implementation.family} has no {missing}"] if missing else []
+
+
+def _ranked(declared: Iterable[_Declared]) -> tuple[Implementation, ...]:
+    return tuple(sorted((d.implementation for d in declared), key=lambda i: (-i.priority, i.name)))
+
+
+def _with_problems(plugin: Plugin, problems: list[str]) -> Plugin:
+    if plugin.error is not None and not problems:
+        return plugin
+    return dataclasses.replace(plugin, error="; ".join([*filter(None, [plugin.error]), *problems]) or None)
 
 
 def _declarations(entry_point: importlib.metadata.EntryPoint) -> tuple[list[Op], list[Implementation]]:

@@ -5,6 +5,7 @@ the problem (batch, heads, queries, ...); from that every array of the lowered r
 own, so that a replicated bias is cut where the queries are cut and nothing is read twice or misaligned.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,23 +20,61 @@ from ejkernel.ops.model import Op
 MeshAxes = tuple[str, ...]
 
 
-def split_axes(op: Op, in_specs: tuple[Any, ...], mesh: Any) -> dict[str, MeshAxes]:
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Letters:
+    """The axis letters of one call.
+
+    Attributes:
+        op: The operation.
+        arguments: Letters of the positional arguments, in public order.
+        record: Letters of the lowered record's fields and of the family's `"output"`.
+        outputs: Letters of what the public function returns.
+        shardable: Letters that may be split.
+        aligned: Pairs of letters that must be split alike.
+    """
+
+    op: Op
+    arguments: Mapping[str, str]
+    record: Mapping[str, Any]
+    outputs: tuple[str, ...]
+    shardable: str
+    aligned: tuple[tuple[str, str], ...]
+
+
+def letters_of(op: Op, args: Any) -> Letters:
+    """The axis letters of a call, from the shapes of its arguments."""
+    untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    record = jax.eval_shape(op.lower, untyped)
+    axes = op.family.axes_of(record)
+    arguments, output = op.letters(args)
+    outputs = axes["output"] if output is None else output
+    return Letters(
+        op=op,
+        arguments=arguments,
+        record=axes,
+        outputs=(outputs,) if isinstance(outputs, str) else outputs,
+        shardable=op.family.shardable_of(record),
+        aligned=op.family.aligned_of(record),
+    )
+
+
+def split_axes(letters: Letters, in_specs: tuple[Any, ...], mesh: Any) -> dict[str, MeshAxes]:
     """Which mesh axes split which letter of the operation's axes.
 
     Raises:
         ValueError: Fewer specs than required arguments, or more than arguments; something that is no spec; an unknown
             mesh axis; two specs that disagree about a letter; a letter that cannot be split.
     """
-    _check_specs(op, in_specs)
+    _check_specs(letters, in_specs)
     split: dict[str, tuple[MeshAxes, str]] = {}
-    for (argument, letters), spec in zip(op.axes.items(), in_specs, strict=False):
+    for (argument, own), spec in zip(letters.arguments.items(), in_specs, strict=False):
         if spec is None:
             continue
         entries = [_mesh_axes(entry) for entry in spec]
-        if len(entries) > len(letters.split()):
-            raise ValueError(f"in_specs: {argument} has axes {letters!r}, got {spec} with {len(entries)} entries")
-        for letter, axes in zip(letters.split(), entries, strict=False):
-            _check_entry(op, argument, letter, axes, mesh)
+        if len(entries) > len(own.split()):
+            raise ValueError(f"in_specs: {argument} has axes {own!r}, got {spec} with {len(entries)} entries")
+        for letter, axes in zip(own.split(), entries, strict=False):
+            _check_entry(letters, argument, letter, axes, mesh)
             known = split.setdefault(letter, (axes, argument)) if axes else split.get(letter, ((), argument))
             if axes and known[0] != axes:
                 raise ValueError(
@@ -58,7 +97,7 @@ def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
     return mesh, tuple(jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else None for x in arrays)
 
 
-def record_specs(op: Op, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
+def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
     """A record of partition specs, one for every leaf of `record`.
 
     Raises:
@@ -67,47 +106,47 @@ def record_specs(op: Op, record: Any, split: Mapping[str, MeshAxes], mesh: Any) 
     specs: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for name, value in array_fields(record).items():
-        letters = op.family.axes[name].split()
-        for letter, size in zip(letters, value.shape, strict=True):
+        own = letters.record[name].split()
+        for letter, size in zip(own, value.shape, strict=True):
             if size != 1:
                 sizes[letter] = size
         specs[name] = PartitionSpec(
-            *(_entry(split.get(letter, ()), size) for letter, size in zip(letters, value.shape, strict=True))
+            *(_entry(split.get(letter, ()), size) for letter, size in zip(own, value.shape, strict=True))
         )
     for letter, axes in split.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
         size = sizes.get(letter, 1)
         if size % parts:
             raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
-    for one, other in op.family.aligned:
+    for one, other in letters.aligned:
         if split.get(one, ()) != split.get(other, ()) and sizes.get(other, 1) > 1:
             raise ValueError(
-                f"in_specs: axes {one!r} and {other!r} of {op.name} must be split alike, got "
+                f"in_specs: axes {one!r} and {other!r} of {letters.op.name} must be split alike, got "
                 f"{split.get(one, ())} and {split.get(other, ())}"
             )
     leaves, structure = jax.tree.flatten(record)
     return jax.tree.unflatten(structure, [specs[name] for name in array_fields(record)] if leaves else [])
 
 
-def check_output(op: Op, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
+def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
     """Checks the caller's idea of how the output is split.
 
     Raises:
         ValueError: `out_specs` disagrees with how the inputs are split.
     """
-    outputs = _output_letters(op)
+    outputs = letters.outputs
     several = isinstance(out_specs, tuple | list) and not isinstance(out_specs, PartitionSpec)
     specs: tuple[Any, ...] = tuple(out_specs) if several else (out_specs,)
     # As with arguments, trailing specs may be left out: which results a call returns can depend on its arguments.
     if len(specs) > len(outputs):
-        raise ValueError(f"out_specs: got {len(specs)} specs, {op.name} returns at most {len(outputs)} arrays")
-    for letters, spec in zip(outputs, specs, strict=False):
+        raise ValueError(f"out_specs: got {len(specs)} specs, {letters.op.name} returns at most {len(outputs)} arrays")
+    for own, spec in zip(outputs, specs, strict=False):
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
-        wanted = [split.get(letter, ()) for letter in letters.split()]
+        wanted = [split.get(letter, ()) for letter in own.split()]
         given = [_mesh_axes(entry) for entry in spec or ()]
         if given + [()] * (len(wanted) - len(given)) != wanted:
-            raise ValueError(f"out_specs: the inputs' specs make the output {_spec(letters, split)}, got {spec}")
+            raise ValueError(f"out_specs: the inputs' specs make the output {_spec(own, split)}, got {spec}")
 
 
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
@@ -115,51 +154,53 @@ def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: 
 
     Without `out_specs` the specs are those of types, and the output is split as follows from the inputs.
     """
-    split = _checked_split(op, mesh, in_specs, out_specs)
-    parts = jax.tree.map(lambda letters: _spec(letters, split), op.family.axes["output"])
+    letters = letters_of(op, args)
+    split = _checked_split(letters, mesh, in_specs, out_specs)
+    parts = jax.tree.map(lambda own: _spec(own, split), letters.record["output"])
 
     def whole(mesh: Any, args: Any) -> Any:
-        return op.finish(args, _mapped(op, op.lower(args), mesh, split, parts, run))
+        return op.finish(args, _mapped(letters, op.lower(args), mesh, split, parts, run))
 
     def shardings() -> Any:
         untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         structure = jax.tree.structure(jax.eval_shape(op.reference, untyped))
-        letters = _output_letters(op)[: structure.num_leaves]  # which results there are can depend on the arguments
-        return jax.tree.unflatten(structure, [NamedSharding(mesh, _spec(some, split)) for some in letters])
+        outputs = letters.outputs[: structure.num_leaves]  # which results there are can depend on the arguments
+        return jax.tree.unflatten(structure, [NamedSharding(mesh, _spec(own, split)) for own in outputs])
 
     return _with_automatic_axes(whole, mesh, args, shardings)
 
 
 def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
     """Calls `note(record)` with one shard's record, for what it learns; the result means nothing."""
-    split = _checked_split(op, mesh, in_specs, out_specs)
+    letters = letters_of(op, args)
+    split = _checked_split(letters, mesh, in_specs, out_specs)
 
     def run(local: Any) -> Any:
         note(local)
         return jnp.zeros(())
 
     def whole(mesh: Any, args: Any) -> Any:
-        return _mapped(op, op.lower(args), mesh, split, PartitionSpec(), run)
+        return _mapped(letters, op.lower(args), mesh, split, PartitionSpec(), run)
 
     return _with_automatic_axes(whole, mesh, args, lambda: NamedSharding(mesh, PartitionSpec()))
 
 
-def _checked_split(op: Op, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
+def _checked_split(letters: Letters, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
     if out_specs is not None:
-        split = split_axes(op, in_specs, mesh)
-        check_output(op, split, out_specs)
+        split = split_axes(letters, in_specs, mesh)
+        check_output(letters, split, out_specs)
         return split
     try:
-        return split_axes(op, in_specs, mesh)
+        return split_axes(letters, in_specs, mesh)
     except ValueError as error:
         raise ValueError(f"{error}; without mesh=, in_specs are the shardings in the arrays' types") from error
 
 
-def _mapped(op: Op, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any) -> Any:
-    specs = record_specs(op, record, split, mesh)
+def _mapped(letters: Letters, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any) -> Any:
+    specs = record_specs(letters, record, split, mesh)
 
     def body(local: Any) -> Any:
-        return run(op.family.localise(local, _offsets(op, local, split, mesh)))
+        return run(letters.op.family.localise(local, _offsets(letters, local, split, mesh)))
 
     # Kernels are opaque to varying-axes inference; the specs above are derived, so there is nothing left to infer.
     return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(record)
@@ -184,12 +225,12 @@ def _with_automatic_axes(run: Any, mesh: Any, args: Any, shardings: Any) -> Any:
     return jax.sharding.auto_axes(automatic, out_sharding=shardings())(args)
 
 
-def _offsets(op: Op, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> dict[str, Any]:
+def _offsets(letters: Letters, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> dict[str, Any]:
     """Global index of the shard's first element, for every letter that is split."""
     sizes = {
         letter: size
         for name, value in array_fields(local).items()
-        for letter, size in zip(op.family.axes[name].split(), value.shape, strict=True)
+        for letter, size in zip(letters.record[name].split(), value.shape, strict=True)
         if size != 1 or letter not in split
     }
     offsets = {}
@@ -201,28 +242,23 @@ def _offsets(op: Op, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> di
     return offsets
 
 
-def _check_specs(op: Op, in_specs: tuple[Any, ...]) -> None:
-    optional = optional_fields(op.arguments)
-    least = sum(name not in optional for name in op.axes)
-    if not least <= len(in_specs) <= len(op.axes):
-        wants = f"{least} to {len(op.axes)}, of {', '.join(op.axes)}"
+def _check_specs(letters: Letters, in_specs: tuple[Any, ...]) -> None:
+    optional, names = optional_fields(letters.op.arguments), letters.arguments
+    least = sum(name not in optional for name in names)
+    if not least <= len(in_specs) <= len(names):
+        wants = f"{least} to {len(names)}, of {', '.join(names)}"
         raise ValueError(f"in_specs: got {len(in_specs)} specs, wants {wants}")
-    for argument, spec in zip(op.axes, in_specs, strict=False):
+    for argument, spec in zip(names, in_specs, strict=False):
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"in_specs: got {spec!r} for {argument}, wants a PartitionSpec or None")
 
 
-def _check_entry(op: Op, argument: str, letter: str, axes: MeshAxes, mesh: Any) -> None:
+def _check_entry(letters: Letters, argument: str, letter: str, axes: MeshAxes, mesh: Any) -> None:
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown:
         raise ValueError(f"in_specs: {argument} names mesh axis {unknown[0]!r}, the mesh has {tuple(mesh.shape)}")
-    if axes and letter not in op.family.shardable:
-        raise ValueError(f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {op.name}")
-
-
-def _output_letters(op: Op) -> tuple[str, ...]:
-    outputs = op.family.axes["output"] if op.output is None else op.output
-    return (outputs,) if isinstance(outputs, str) else outputs
+    if axes and letter not in letters.shardable:
+        raise ValueError(f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {letters.op.name}")
 
 
 def _spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:

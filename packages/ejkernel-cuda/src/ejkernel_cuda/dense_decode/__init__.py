@@ -24,7 +24,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 IMPLEMENTATIONS = (
     Implementation(
-        op="ragged_decode_attention",
+        family="paged_attention",
         name="cuda",
         platform="cuda",
         backend="gpu",

@@ -71,11 +71,11 @@ _REQUIRES = Requires(
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """cuDNN for flash attention; with its backward pass where that is deterministic."""
+    """cuDNN; with its backward pass where that is deterministic."""
     backward = deterministic()
     return (
         Implementation(
-            op="flash_attention",
+            family="tiled_attention",
             name="cudnn",
             platform="cuda",
             backend="gpu",

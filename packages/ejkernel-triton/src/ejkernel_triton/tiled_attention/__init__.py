@@ -9,10 +9,8 @@ from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.tiled_attention import tiles
 
-OPS: dict[str, frozenset[str]] = {
-    "flash_attention": MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias"},
-}
-"""For every operation, the optional fields that its records can have and the kernels honour."""
+HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias"}
+"""Optional fields that the kernels honour."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -24,26 +22,26 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation for every operation; for the CPU too where Triton's interpreter is switched on."""
-    return tuple(_implementation(op, handles, interpreting()) for op, handles in OPS.items())
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    return (_implementation(interpreting()),)
 
 
-def _implementation(op: str, handles: frozenset[str], interpreted: bool) -> Implementation:
+def _implementation(interpreted: bool) -> Implementation:
     return Implementation(
-        op=op,
+        family="tiled_attention",
         name="triton",
         platform="triton",
         backend="gpu",
         forward="ejkernel_triton.tiled_attention.forward:forward",
         backward="ejkernel_triton.tiled_attention.backward:backward",
-        gradients=frozenset(FAMILY.differentiable) & (handles | {"query", "key", "value"}),
+        gradients=frozenset(FAMILY.differentiable),
         requires=Requires(
             devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
             modules=("triton",) if interpreted else ("triton", "jax_triton"),
             min_compute_capability=8.0,
             dtypes=frozenset({"float16", "bfloat16", "float32"}),
             head_dims=range(1, 257),
-            handles=handles,
+            handles=HANDLES,
             extra=_reasons,
         ),
         config=ConfigSpace(

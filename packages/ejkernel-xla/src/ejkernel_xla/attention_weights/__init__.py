@@ -6,7 +6,7 @@ from ejkernel_xla.attention_weights import tiles
 
 IMPLEMENTATIONS = (
     Implementation(
-        op="attention",
+        family="attention_weights",
         name="xla",
         platform="xla",
         backend="any",

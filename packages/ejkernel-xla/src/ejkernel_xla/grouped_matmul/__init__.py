@@ -7,7 +7,7 @@ OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_
 
 IMPLEMENTATIONS = (
     Implementation(
-        op="grouped_matmul",
+        family="grouped_matmul",
         name="xla",
         platform="xla",
         backend="any",

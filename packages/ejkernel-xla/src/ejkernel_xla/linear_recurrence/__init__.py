@@ -27,7 +27,8 @@ DIFFERENTIABLE = frozenset({"decay", "value_decay", "beta", "dt", "skip", "initi
 
 def _implementation(op: str, config: type[configs.BaseOperationConfig], handles: frozenset[str]) -> Implementation:
     return Implementation(
-        op=op,
+        family="linear_recurrence",
+        only=frozenset({op}),
         name="xla",
         platform="xla",
         backend="any",

@@ -28,7 +28,8 @@ OPS: dict[str, tuple[type, frozenset[str]]] = {
 
 def _implementation(op: str, config: type, handles: frozenset[str]) -> Implementation:
     return Implementation(
-        op=op,
+        family="paged_attention",
+        only=frozenset({op}),
         name="xla",
         platform="xla",
         backend="any",

@@ -9,7 +9,8 @@ WEIGHTS = ("weight_ih_deep", "bias_ih", "bias_hh")
 
 IMPLEMENTATIONS = tuple(
     Implementation(
-        op=op,
+        family="recurrent_network",
+        only=frozenset({op}),
         name="xla",
         platform="xla",
         backend="any",

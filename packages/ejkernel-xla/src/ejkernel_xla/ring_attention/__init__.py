@@ -5,7 +5,7 @@ from ejkernel_xla.ring_attention import tiles
 
 IMPLEMENTATIONS = (
     Implementation(
-        op="ring_attention",
+        family="ring_attention",
         name="xla",
         platform="xla",
         backend="any",

@@ -5,7 +5,7 @@ from ejkernel_xla.segment_pooling import tiles
 
 IMPLEMENTATIONS = (
     Implementation(
-        op="mean_pooling",
+        family="segment_pooling",
         name="xla",
         platform="xla",
         backend="any",

@@ -8,7 +8,7 @@ COMPRESSED = frozenset({"compressed_key", "compressed_value"})
 
 IMPLEMENTATIONS = (
     Implementation(
-        op="native_sparse_attention",
+        family="selected_attention",
         name="xla",
         platform="xla",
         backend="any",

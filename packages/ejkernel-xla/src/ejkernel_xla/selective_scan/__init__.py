@@ -5,7 +5,7 @@ from ejkernel_xla.selective_scan import tiles
 
 IMPLEMENTATIONS = (
     Implementation(
-        op="state_space_v1",
+        family="selective_scan",
         name="xla",
         platform="xla",
         backend="any",

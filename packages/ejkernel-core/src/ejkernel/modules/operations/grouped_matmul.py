@@ -1,6 +1,5 @@
 """Grouped matmul: rows that come in groups, each group times a matrix of its own."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -168,9 +167,9 @@ def lower(args: GroupedMatmulArguments) -> Record:
     )
 
 
-def variant(args: GroupedMatmulArguments) -> Op:
-    """The operation with the axis letters of rhs."""
-    return TRANSPOSED if args.transpose_rhs else OP
+def axes_of(args: GroupedMatmulArguments) -> dict[str, str]:
+    """The axis letters of rhs where its columns come first."""
+    return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 
 def reference(args: GroupedMatmulArguments) -> jax.Array:
@@ -200,7 +199,6 @@ OP = Op(
     },
     make_inputs=cases.make_inputs,
     axes={"lhs": "m k", "rhs": "e k n", "group_sizes": "g", "group_offset": "c", "existing_out": "m n"},
-    variant=variant,
+    axes_of=axes_of,
 )
-TRANSPOSED = dataclasses.replace(OP, family=family.TRANSPOSED, axes={**OP.axes, "rhs": "e n k"})
 GroupedMatmul.op = OP

@@ -102,7 +102,7 @@ OP = Op(
     name="lstm",
     function=lstm,
     arguments=LSTMArguments,
-    family=recurrent_network.LSTM,
+    family=recurrent_network.FAMILY,
     config=LSTMConfig,
     validate=functools.partial(recurrent_networks.validate, cell="lstm"),
     lower=functools.partial(recurrent_networks.lower, cell="lstm"),

@@ -1,7 +1,6 @@
 """Mean pooling: the mean of every sequence, or of every chunk of it."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -144,19 +143,14 @@ def finish(args: MeanPoolingArguments, output: jax.Array) -> jax.Array:
     return output[:, 0] if _chunk_size(args) is None else output
 
 
-def variant(args: MeanPoolingArguments) -> Op:
-    """The operation with the axis letters of x and of what comes back."""
+def axes_of(args: MeanPoolingArguments) -> dict[str, str]:
+    """The axis letters of x and of what comes back."""
     if getattr(args.x, "ndim", None) not in (2, 3):
-        return OP
+        return {}
     whole = _chunk_size(args) is None
     if args.x.ndim == 2 or (whole and _packed(args)):
-        return _with_axes("t d" if args.x.ndim == 2 else "b t d", "p d")
-    return _with_axes("b t d", "b d" if whole else "b p d")
-
-
-@functools.cache
-def _with_axes(x: str, output: str) -> Op:
-    return dataclasses.replace(OP, axes={**OP.axes, "x": x}, output=output)
+        return {"x": "t d" if args.x.ndim == 2 else "b t d", "output": "p d"}
+    return {"x": "b t d", "output": "b d" if whole else "b p d"}
 
 
 def _with_heads(x: jax.Array) -> jax.Array:
@@ -201,6 +195,6 @@ OP = Op(
     make_inputs=cases.make_inputs,
     axes={"x": "b t h d", "cu_seqlens": "n"},
     finish=finish,
-    variant=variant,
+    axes_of=axes_of,
 )
 MeanPooling.op = OP

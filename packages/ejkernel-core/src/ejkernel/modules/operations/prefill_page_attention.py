@@ -18,6 +18,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_mask_value,
     as_newest,
     as_scale,
+    cache_axes,
     check_caches,
     check_ints,
     check_query,
@@ -168,7 +169,7 @@ OP = Op(
     name="prefill_page_attention",
     function=prefill_page_attention,
     arguments=PrefillPageAttentionArguments,
-    family=paged_attention.HEAD_MAJOR,
+    family=paged_attention.FAMILY,
     config=PrefillPageAttentionConfig,
     validate=validate,
     lower=lower,
@@ -184,6 +185,7 @@ OP = Op(
         "page_indices": "k",
     },
     finish=finish,
+    axes_of=lambda args: cache_axes(args.kv_layout),
     output="t h v",
 )
 PrefillPageAttention.op = OP

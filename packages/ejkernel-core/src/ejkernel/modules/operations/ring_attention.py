@@ -275,10 +275,6 @@ def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, A
     return OP, args, {**options, **placement(args, *given)}
 
 
-def _variant(args: RingAttentionArguments) -> Op:
-    return OP if args.axis_name is None else _SPREAD
-
-
 OP = Op(
     name="ring_attention",
     function=ring_attention,
@@ -298,8 +294,6 @@ OP = Op(
         "softmax_aux": "h n",
         "bias": "b h t k",
     },
-    variant=_variant,
     route=_route,
 )
-_SPREAD = dataclasses.replace(OP, family=family.SPREAD)
 RingAttention.op = OP

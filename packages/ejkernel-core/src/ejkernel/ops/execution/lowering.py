@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.model import Op
-from ejkernel.ops.sharding import record_specs, split_axes
+from ejkernel.ops.sharding import letters_of, record_specs, split_axes
 
 
 def lowered(op: Op, args: Any, mesh: Any = None, in_specs: Any = None) -> Any:
@@ -26,12 +26,13 @@ def lowered(op: Op, args: Any, mesh: Any = None, in_specs: Any = None) -> Any:
     record = op.lower(args)
     if mesh is None:
         return record
-    split = split_axes(op, tuple(in_specs), mesh)
+    letters = letters_of(op, args)
+    split = split_axes(letters, tuple(in_specs), mesh)
 
     def first_shard(x: Any, spec: Any) -> Any:
         names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
         parts = [math.prod(mesh.shape[name] for name in entry) for entry in names] + [1] * (x.ndim - len(names))
         return x[tuple(slice(size // part) for size, part in zip(x.shape, parts, strict=True))]
 
-    local = jax.tree.map(first_shard, record, record_specs(op, record, split, mesh))
+    local = jax.tree.map(first_shard, record, record_specs(letters, record, split, mesh))
     return op.family.localise(local, {letter: jnp.int32(0) for letter in split})

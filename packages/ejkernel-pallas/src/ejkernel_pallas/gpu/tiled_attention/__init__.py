@@ -15,8 +15,6 @@ from ejkernel_pallas.gpu.tiled_attention import tiles
 HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window"}) | SOFTMAX | DROPOUT
 """Optional fields that the kernels honour."""
 
-OPS = ("flash_attention",)
-
 
 def _reasons(record: Any) -> Iterable[str]:
     """What `Requires` has no word for."""
@@ -43,24 +41,22 @@ def _requires(sizes: tuple[int, ...]) -> Requires:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation for every operation."""
-    return tuple(_implementation(op) for op in OPS)
-
-
-def _implementation(op: str) -> Implementation:
-    return Implementation(
-        op=op,
-        name="mosaic_gpu",
-        platform="pallas",
-        backend="gpu",
-        forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
-        backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
-        gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-        requires=_requires(tuple(tiles.FORWARD)),
-        backward_requires=_requires(tuple(tiles.BACKWARD)),
-        config=ConfigSpace(
-            reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+    """One implementation."""
+    return (
+        Implementation(
+            family="tiled_attention",
+            name="mosaic_gpu",
+            platform="pallas",
+            backend="gpu",
+            forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
+            backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
+            gradients=frozenset({"query", "key", "value", "softmax_aux"}),
+            requires=_requires(tuple(tiles.FORWARD)),
+            backward_requires=_requires(tuple(tiles.BACKWARD)),
+            config=ConfigSpace(
+                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+            ),
+            priority=20,
+            tuned="ejkernel_pallas:tuned",
         ),
-        priority=20,
-        tuned="ejkernel_pallas:tuned",
     )

@@ -34,10 +34,10 @@ def _dtype(array: Any) -> Any:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation for every operation."""
+    """One implementation."""
     return (
         Implementation(
-            op="grouped_matmul",
+            family="grouped_matmul",
             name="pallas_tpu",
             platform="pallas",
             backend="tpu",

@@ -43,7 +43,8 @@ def implementations() -> tuple[Implementation, ...]:
 
 def _implementation(op: str, config: type, handles: frozenset[str]) -> Implementation:
     return Implementation(
-        op=op,
+        family="paged_attention",
+        only=frozenset({op}),
         name="pallas_tpu",
         platform="pallas",
         backend="tpu",

@@ -20,7 +20,7 @@ def implementations() -> tuple[Implementation, ...]:
     """What this package registers for `ring_attention`."""
     return (
         Implementation(
-            op="ring_attention",
+            family="ring_attention",
             name="pallas_tpu",
             platform="pallas",
             backend="tpu",

@@ -11,12 +11,8 @@ from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.tiled_attention import patterns, tiles
 
-OPS: dict[str, frozenset[str]] = {
-    "flash_attention": MASKS | SOFTMAX | DROPOUT | {"bias", "precision"},
-    "blocksparse_attention": MASKS | SOFTMAX | {"bias", "pattern", "dropout_origin"},
-    "scaled_dot_product_attention": MASKS | {"bias"},
-}
-"""For every operation, the optional fields that its records can have and the kernels honour."""
+HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision"}
+"""Optional fields that the kernels honour."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -29,27 +25,27 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation for every operation."""
-    return tuple(_implementation(op, handles) for op, handles in OPS.items())
-
-
-def _implementation(op: str, handles: frozenset[str]) -> Implementation:
-    return Implementation(
-        op=op,
-        name="pallas_tpu",
-        platform="pallas",
-        backend="tpu",
-        forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
-        backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
-        gradients=frozenset(FAMILY.differentiable) & (handles | {"query", "key", "value"}),
-        requires=Requires(
-            devices=devices(),
-            dtypes=frozenset({"bfloat16", "float32"}),
-            head_dims=range(1, 257),
-            handles=handles,
-            extra=_reasons,
+    """One implementation."""
+    return (
+        Implementation(
+            family="tiled_attention",
+            name="pallas_tpu",
+            platform="pallas",
+            backend="tpu",
+            forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
+            backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
+            gradients=frozenset(FAMILY.differentiable),
+            requires=Requires(
+                devices=devices(),
+                dtypes=frozenset({"bfloat16", "float32"}),
+                head_dims=range(1, 257),
+                handles=HANDLES,
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind
+            ),
+            priority=10,
+            tuned="ejkernel_pallas:tuned",
         ),
-        config=ConfigSpace(reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind),
-        priority=10,
-        tuned="ejkernel_pallas:tuned",
     )

@@ -30,6 +30,12 @@ TOLERANCE = {
 LETTERS = {"p": "P", "s": "S", "h": "Hk"}
 
 
+def cache_axes(kv_layout: str) -> dict[str, str]:
+    """The axis letters of `key_cache` and `value_cache` in a layout."""
+    letters = " ".join(kv_layout.replace("h", "g"))
+    return {"key_cache": letters, "value_cache": letters.replace("d", "v")}
+
+
 def settle(record: Any, **values: Any) -> None:
     """Gives fields of a record that is being made their canonical values."""
     for name, value in values.items():
