@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+import ejkernel.modules.operations.flash_attention as flash
 from ejkernel import _compat
 from ejkernel.families import ring_attention as family
 from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
-from ejkernel.modules.operations import flash_attention as flash
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
 from ejkernel.modules.operations.shared.ring_placement import placement
