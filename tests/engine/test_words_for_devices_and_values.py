@@ -53,7 +53,7 @@ def test_the_registry_can_be_read():
     assert {"xla", "triton"} <= {spec.platform for spec in specs}
     assert kernel_registry.get("flash_attention", platform=Platform.XLA)(X, X, X).shape == X.shape
     assert kernel_registry.get("flash_attention") is flash_attention
-    with pytest.raises(ValueError, match="no implementation of 'mean_pooling' fits .*cuda"):
+    with pytest.raises(ValueError, match=r"no implementation of 'mean_pooling' fits .*cuda"):
         kernel_registry.get("mean_pooling", platform="cuda")
     with pytest.raises(ValueError, match="no operation 'flush'"):
         kernel_registry.get("flush")
