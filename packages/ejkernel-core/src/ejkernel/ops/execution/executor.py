@@ -89,7 +89,8 @@ class Executor:
         config = self.choose_config(kernel, *example_args, **kwargs)
 
         def run(*args: Any, **again: Any) -> Out:
-            return self(kernel, *args, **{**kwargs, **again, "cfg": config})
+            given: dict[str, Any] = {**kwargs, **again, "cfg": config}
+            return self(kernel, *args, **given)
 
         return jax.jit(run)
 

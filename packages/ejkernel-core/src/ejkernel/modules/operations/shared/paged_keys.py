@@ -33,6 +33,7 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
     full = np.full(tables.shape[:1], tables.shape[1] * args.key.shape[1], np.int32)
     starts = np.arange(batch + 1, dtype=np.int32) * tokens if args.cum_seqlens_q is None else args.cum_seqlens_q
     window = args.sliding_window
+    given: dict[str, Any] = {"softmax_scale": args.softmax_scale, "logits_soft_cap": args.logits_soft_cap}
     record = UnifiedAttentionArguments(
         queries=args.query.reshape(batch * tokens, heads, size),
         key_cache=args.key,
@@ -41,9 +42,8 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
         block_tables=tables,
         query_start_loc=starts,
         softmax_aux=args.softmax_aux,
-        softmax_scale=args.softmax_scale,
         sliding_window=None if window is None else (window[0], 0),
-        logits_soft_cap=args.logits_soft_cap,
+        **given,
     )
     return _with_rows(batch, tokens), record, options
 
