@@ -107,9 +107,10 @@ def ring_attention(
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
 
-    There are four ways to call it. With `mesh`, `in_specs` and `out_specs`, or with `axis_name` alone where a mesh is
-    set, arrays are those of the whole call. Where `axis_name` is bound, in a function under `jax.shard_map` or
-    `jax.pmap`, they are the calling device's part, device i having the i-th. With neither, one device has everything.
+    There are four ways to call it. With `axis_name` and `mesh`, or `axis_name` alone where a mesh is set, arrays are
+    those of the whole call, in `jax.jit` too; `in_specs` and `out_specs` beside them say how batch and heads are split.
+    Where `axis_name` is bound, in a function under `jax.shard_map` or `jax.pmap`, they are the calling device's part,
+    device i having the i-th. With neither, one device has everything.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
@@ -134,7 +135,8 @@ def ring_attention(
             implementation here works that way in any case.
         platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
         cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
+        mesh: Run under `shard_map`, with the meaning of the unsharded call. With `axis_name` and no specs, the
+            sequence is split over that axis, and batch and heads as the arrays are known to be.
         in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
             from the others. Queries and keys are split over `axis_name`, batch and heads over any other axes.
         out_specs: Partition spec of the output; must follow from the inputs'.
