@@ -237,7 +237,7 @@ def main() -> None:
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax-cuda13-plugin", "nvidia-nccl-cu13"))
     text = [
         _report.heading(),
-        f"{mesh.size} GPUs of one host; {packages}; causal, bfloat16, {HEADS} query and {KV_HEADS} KV heads of {SIZE}\n",
+        f"{mesh.size} GPUs of one host; {packages}; causal, bfloat16, {HEADS}/{KV_HEADS} heads of {SIZE}\n",
         _report.markdown_table(COLUMNS, found),
         "\nRelative errors against float32 at 4096 tokens, outputs and gradients, the largest:\n",
         *(f"- {line}" for line in checks),
