@@ -38,7 +38,7 @@ def _biased(key: jax.Array) -> dict[str, Any]:
 
 def _packed(key: jax.Array) -> dict[str, Any]:
     rows = [[0] * 50 + [1] * 70 + [-1] * 9, [0] * 20 + [1] * 109]
-    options = {"causal": True, "sliding_window": (40, 0), "logits_soft_cap": 1.5}
+    options = {"causal": True, "sliding_window": (40, 5), "logits_soft_cap": 1.5}
     info = MaskInfo.from_segments(jnp.array(rows, jnp.int32))
     return {"mask_info": info, "softmax_aux": jax.random.normal(key, (4, 2)), **options}
 
