@@ -37,8 +37,8 @@ def ran() -> list[tuple[str, str]]:
 
 
 def compiled(function, *args) -> list[tuple[str, str]]:
-    """(implementation, direction) of the kernels in a program, each once; JAX traces some that it leaves out."""
-    text = jax.jit(function).lower(*args).as_text(debug_info=True)
+    """(implementation, direction) of the kernels in a program, each once, which is lowered anew."""
+    text = jax.jit(lambda *args: function(*args)).lower(*args).as_text(debug_info=True)
     found = re.findall(r"ejkernel\.toy\.(forward|backward)\.(\w+)", text)
     return sorted({(name, direction) for direction, name in found}, reverse=True)
 
