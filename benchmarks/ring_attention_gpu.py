@@ -57,9 +57,15 @@ class Side:
     graded: Any
     spec: P
 
-    def arrays(self, mesh: Mesh, values: Sequence[Any]) -> list[jax.Array]:
-        """The same numbers, placed for this side."""
-        return [jax.device_put(x, NamedSharding(mesh, self.spec)) for x in values]
+    def arrays(self, mesh: Mesh, length: int) -> list[jax.Array]:
+        """Query, key, value and cotangent, the same numbers for all sides, placed for this one."""
+        sizes = [x.shape for x in shapes(length, HEADS, KV_HEADS, None, P())]
+
+        def make() -> list[jax.Array]:
+            keys = jax.random.split(jax.random.key(0), len(sizes))
+            return [jax.random.normal(k, size, jnp.bfloat16) for k, size in zip(keys, sizes, strict=True)]
+
+        return jax.jit(make, out_shardings=NamedSharding(mesh, self.spec))()
 
 
 def memory(compiled: Any) -> float:
@@ -175,8 +181,8 @@ def transfers(compiled: Any) -> list[str]:
 
 def rows(mesh: Mesh, length: int, compiled: dict[str, Side], one: tuple[Any, Any]) -> list[list[str]]:
     """Lines of the table for a length."""
-    values, lines = numbers(length, HEADS, KV_HEADS), []
-    arrays = {name: side.arrays(mesh, values) for name, side in compiled.items()}
+    arrays = {name: side.arrays(mesh, length) for name, side in compiled.items()}
+    lines: list[list[str]] = []
     for which, factor in (("forward", 1.0), ("graded", 3.5)):
         runs = {
             name: functools.partial(getattr(side, which), *arrays[name][: 3 if which == "forward" else 4])
@@ -224,11 +230,12 @@ def compiled_sides(mesh: Mesh, lengths: Sequence[int]) -> dict[int, tuple[dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ring attention against flash attention with heads split, on GPUs.")
     parser.add_argument("--quick", action="store_true", help="one short sequence")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 131072], help="lengths of the sequence")
     parser.add_argument("--output", type=Path, help="folder to write the table to")
     options = parser.parse_args()
     mesh = jax.make_mesh((jax.device_count(),), ("gpus",), (AxisType.Auto,))
     begin = time.perf_counter()
-    lengths = (16384,) if options.quick else (65536, 131072)
+    lengths = [16384] if options.quick else options.tokens
     made = compiled_sides(mesh, lengths)
     print(f"<!-- compiled after {time.perf_counter() - begin:.0f} s -->", flush=True)
     checks = check(mesh)
