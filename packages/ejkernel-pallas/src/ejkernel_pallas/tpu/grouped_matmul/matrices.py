@@ -23,9 +23,9 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import (
     zero_outside,
 )
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, by_matrices, visit
-from ejkernel_pallas.tpu.loops import loop
-from ejkernel_pallas.tpu.places import apart
-from ejkernel_pallas.tpu.quotients import quotient
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
 
 Refs = dict[str, Any]
 GROUP = 64
@@ -169,7 +169,7 @@ def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
         return carry
 
     # A loop and not conditions, which a compiler may turn into products whose results are not used.
-    loop(quotient(v.low, deep), quotient(v.high + (deep - 1), deep), some, np.int32(0))
+    loop(divide(v.low, deep), divide(v.high + (deep - 1), deep), some, np.int32(0))
 
 
 def _copy_own(refs: Refs, v: Visit, row: Any, rows: int) -> None:
@@ -205,8 +205,8 @@ def _add_products(refs: Refs, rows: Any, cotangent: Any, some: tuple[int, int], 
         for column in range(0, width, spec.strip):
             columns = slice(column, min(width, column + spec.strip))
             refs["sum"][parts, columns] += lax.dot_general(
-                left[pl.ds(apart(row, column, zero), deep), parts].astype(spec.operand),
-                right[pl.ds(apart(row, part, zero), deep), columns].astype(spec.operand),
+                left[pl.ds(opaque_offset(row, column, zero), deep), parts].astype(spec.operand),
+                right[pl.ds(opaque_offset(row, part, zero), deep), columns].astype(spec.operand),
                 (((0,), (0,)), ((), ())),
                 precision=spec.precision,
                 preferred_element_type=jnp.float32,

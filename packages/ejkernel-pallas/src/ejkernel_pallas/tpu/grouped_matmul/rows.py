@@ -14,9 +14,9 @@ from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
 from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, LANES, SUBLANES, Spec, factors, padded_scales, zero_outside
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, by_rows, visit
-from ejkernel_pallas.tpu.loops import loop
-from ejkernel_pallas.tpu.places import apart
-from ejkernel_pallas.tpu.quotients import quotient
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
 
 Refs = dict[str, Any]
 
@@ -166,7 +166,7 @@ def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
         _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
-    loop(quotient(v.low, rows), quotient(v.high + (rows - 1), rows), some, np.int32(0))
+    loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), some, np.int32(0))
 
 
 def _add(refs: Refs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
@@ -174,7 +174,7 @@ def _add(refs: Refs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
     for start, size in spec.pieces:
         product = _product(refs, at, part, spec, (start, size), cut)
         if start == 0 and spec.steps == 1:
-            row = apart(part.row, SUBLANES, at.zero) if spec.hides_first else part.row
+            row = opaque_offset(part.row, SUBLANES, at.zero) if spec.hides_first else part.row
             refs["sum"][pl.ds(row, part.rows), part.c] = product
             continue
         if spec.notes_last and (start, size) == spec.pieces[-1]:
@@ -190,7 +190,7 @@ def _product(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, in
     inner = slice(start, start + size)
     row = part.row
     if spec.sums_in_memory:  # on their way there they need the registers in which rows would wait for other columns
-        row = apart(row, part.column, at.zero)
+        row = opaque_offset(row, part.column, at.zero)
     rows = refs["rows"][pl.ds(row, part.rows), inner]
     matrix = refs["matrices"][part.c, inner] if spec.transposed else refs["matrices"][inner, part.c]
     if "scales" in refs and not spec.scales_products:
@@ -207,7 +207,7 @@ def _product(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, in
         preferred_element_type=jnp.float32,
     )
     if spec.scales_products and not spec.scales_sum:
-        block = quotient(at.k * spec.blocks.contracted + start, spec.per_scale)
+        block = divide(at.k * spec.blocks.contracted + start, spec.per_scale)
         product = product * refs["scales"][pl.ds(block, 1), part.c]
     return product
 
@@ -256,5 +256,5 @@ def _own_rows(refs: Refs, at: Place, part: Part, spec: Spec, v: Visit) -> jax.Ar
     if part.column == 0:
         row = part.row + lax.broadcasted_iota(jnp.int32, own.shape, 0)
         own[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
-    noted = own[pl.ds(apart(0, part.column, at.zero), part.rows)]
+    noted = own[pl.ds(opaque_offset(0, part.column, at.zero), part.rows)]
     return jnp.concatenate([noted] * -(-part.columns // LANES), axis=1)[:, : part.columns] != 0
