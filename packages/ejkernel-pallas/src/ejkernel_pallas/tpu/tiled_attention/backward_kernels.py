@@ -153,7 +153,8 @@ def _add_to_bias(refs: BackwardRefs, at: Chunk) -> None:
     elif refs.bias_of_keys is not None:
         refs.dbias_acc[:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
     else:
-        refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, lane_groups(dscores))
+        by_lane = lane_groups(dscores)
+        refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, by_lane)
 
 
 def _recompute_weights(refs: BackwardRefs, query: jax.Array, at: Chunk) -> tuple[jax.Array | None, jax.Array | None]:
