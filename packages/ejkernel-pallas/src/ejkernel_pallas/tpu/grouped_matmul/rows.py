@@ -217,7 +217,7 @@ def _product(refs: RowsRefs, at: Place, part: Part, spec: Spec, piece: tuple[int
         matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
     pair = rows.astype(spec.operand), matrix.astype(spec.operand)
     found = product(*pair, (1, 1 if spec.transposed else 0), spec.precision)
-    if spec.scales_products and not spec.scales_sum:
+    if refs.scales is not None and spec.scales_products and not spec.scales_sum:
         block = divide(at.k * spec.blocks.contracted + start, spec.per_scale)
         found = found * refs.scales[pl.ds(block, 1), part.c]
     return found

@@ -21,6 +21,7 @@ hears it: it is in the same kernel by then.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,8 +157,8 @@ class Route:
             here = load.at(slot)
             work(number, here)
             if cargo is not None:
-                _when(later, lambda: _receive(cargo, slot))
-                _when(later & more, lambda: make_room(cargo))
+                _when(later, functools.partial(_receive, cargo, slot))
+                _when(later & more, functools.partial(make_room, cargo))
                 collect(number, {**here, **cargo.at(slot)})
                 _send(cargo, slot, more, later)
             # The slot is written next by the device before: not while this device still sends from it.
