@@ -135,7 +135,7 @@ def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
     assert forward.implementation is not None  # `plan.forward` has run it
     if backward.implementation is not forward.implementation:
         pocket = None  # nobody else's backward may read it, so that it is not kept either
-    # The output that the caller gets is the named one: with another, a layer that reads it would have it computed again.
+    # The caller gets the named output: a layer that read another would have the kernel run again.
     output, residuals, pocket = _named(Results(output, residuals, pocket))
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted, pocket=pocket)
     config = forward.config if forward.implementation.paired else None
