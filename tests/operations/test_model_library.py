@@ -14,6 +14,8 @@ import pytest
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_every_name_is_imported_and_called_in_the_form_that_models_use(devices):
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"

@@ -30,8 +30,8 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
     _check(args, options)
     batch, tokens, heads, size = args.query.shape
     tables = args.block_tables
-    full = np.full(tables.shape[:1], tables.shape[1] * args.key.shape[1], np.int32)
-    starts = np.arange(batch + 1, dtype=np.int32) * tokens if args.cum_seqlens_q is None else args.cum_seqlens_q
+    full: Any = np.full(tables.shape[:1], tables.shape[1] * args.key.shape[1], np.int32)
+    starts: Any = np.arange(batch + 1, dtype=np.int32) * tokens if args.cum_seqlens_q is None else args.cum_seqlens_q
     window = args.sliding_window
     given: dict[str, Any] = {"softmax_scale": args.softmax_scale, "logits_soft_cap": args.logits_soft_cap}
     record = UnifiedAttentionArguments(
