@@ -24,6 +24,9 @@ POINTERS = {
     "int32": "*i32",
     "uint32": "*u32",
     "bool": "*i1",
+    "int8": "*i8",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
 }
 
 SHARED_MEMORY = {
