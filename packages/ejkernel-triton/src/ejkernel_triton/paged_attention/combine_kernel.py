@@ -28,6 +28,7 @@ def combine_kernel(
 
     `output` and `lse` are `output_so_far` and `lse_so_far`: the same memory, of which only shared rows are written.
     """
+    BV: tl.constexpr = spec.BV
     row_program = tl.program_id(0)
     m = row_program % spec.M
     program = (row_program // spec.M) % spec.PROGRAMS
@@ -49,7 +50,7 @@ def combine_kernel(
         # The program before this one has the item's first tiles; it began with the item, or came to it.
         row_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, spec.BV], tl.float32)
+        acc = tl.zeros([1, BV], tl.float32)
         count = 1 + (item + tiles - begin + share - 1) // share
         for part in tl.range(0, count, PARTS):
             number = part + tl.arange(0, PARTS)
@@ -59,7 +60,7 @@ def combine_kernel(
             at = tl.cast(slot * spec.M + m, tl.int64)
             maxima = tl.load(row_maxima + at, mask=there, other=float("-inf"))
             sums = tl.load(row_sums + at, mask=there, other=0.0)
-            dv = tl.arange(0, spec.BV)
+            dv = tl.arange(0, BV)
             accs = tl.load(parts + at[:, None] * spec.BV + dv[None, :], mask=there[:, None], other=0.0)
             new_max = tl.maximum(row_max, tl.max(maxima, 0))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -32,14 +32,15 @@ from ejkernel_triton.paged_attention.paged_tile import (
     SEQUENCE,
     START,
     TILES,
-    as_operand,
     at_batch,
+    key_operand,
     load_queries,
     pages_of,
     plan_of,
     scores_of,
     slopes_of,
     store_rows,
+    value_operand,
 )
 
 
@@ -64,12 +65,14 @@ def attend(
     """
     sequence, position, context = tl.load(work + SEQUENCE), tl.load(work + POSITION), tl.load(work + CONTEXT)
     low, high = tl.load(work + LOW), tl.load(work + HIGH)
-    m = tl.arange(0, spec.M)
+    M: tl.constexpr = spec.M
+    BV: tl.constexpr = spec.BV
+    m = tl.arange(0, M)
     d = tl.arange(0, spec.BD)
-    dv = tl.arange(0, spec.BV)
-    row_max = tl.full([spec.M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([spec.M], tl.float32)
-    acc = tl.zeros([spec.M, spec.BV], tl.float32)
+    dv = tl.arange(0, BV)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BV], tl.float32)
     k_head = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
     v_head = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
     begin = low // spec.BLOCK_KV + first
@@ -83,7 +86,7 @@ def attend(
         at = page * spec.KEY_STRIDES[0] + slot * spec.KEY_STRIDES[1]
         # Pages outside of the sequence are never read: whatever lies there, NaN too, is not of this call.
         k_tile = tl.load(k_head + at[:, None] + d[None, :], mask=there[:, None] & (d < spec.D)[None, :], other=0.0)
-        products = tl.dot(q, tl.trans(as_operand(k_tile, spec.OPERAND, spec)), input_precision=spec.PRECISION)
+        products = tl.dot(q, tl.trans(key_operand(k_tile, spec)), input_precision=spec.PRECISION)
         scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
         allowed = there[None, :] & (m < spec.M)[:, None]
         if spec.RIGHT is not None:
@@ -98,7 +101,7 @@ def attend(
         row_sum = row_sum * alpha + tl.sum(p, 1)
         at = page * spec.VALUE_STRIDES[0] + slot * spec.VALUE_STRIDES[1]
         v_tile = tl.load(v_head + at[:, None] + dv[None, :], mask=there[:, None] & (dv < spec.DV)[None, :], other=0.0)
-        v_tile = as_operand(v_tile, spec.VALUE, spec)
+        v_tile = value_operand(v_tile, spec)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=spec.PRECISION)
         row_max = new_max
     return acc, row_max, row_sum
@@ -156,7 +159,7 @@ def paged_kernel(
         head = (at - start) // tiles
         first = (at - start) % tiles
         count = tl.minimum(tiles - first, end - at)
-        q = as_operand(load_queries(query, row, rows, head, spec), spec.OPERAND, spec)
+        q = key_operand(load_queries(query, row, rows, head, spec), spec)
         acc, row_max, row_sum = attend(
             q, keys, values, tables, own, head, first, count, slopes_of(slopes, head, spec), qq_bias, spec
         )

@@ -22,27 +22,37 @@ FIELDS = tl.constexpr(9)
 
 
 @triton.jit
-def rounded(x, NAME: tl.constexpr):
-    """Floats rounded to a narrower dtype, to the nearest with ties to even, as float32."""
-    x = x.to(tl.float32)
-    if NAME == "bfloat16":
+def rounded(x, spec: tl.constexpr):
+    """A tile rounded to `compute_dtype`, to the nearest with ties to even; as it is where there is none."""
+    if spec.ROUND == "bfloat16":
         # Not every way of running Triton rounds a conversion to the nearest.
-        bits = x.to(tl.uint32, bitcast=True)
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
-    if NAME == "float16":
-        x = x.to(tl.float16).to(tl.float32)
+    if spec.ROUND == "float16":
+        x = x.to(tl.float16)
     return x
 
 
 @triton.jit
-def as_operand(x, NAME: tl.constexpr, spec: tl.constexpr):
-    """A tile as a matrix product takes it: rounded to `compute_dtype`, in the named dtype."""
-    if spec.ROUND is not None:
-        x = rounded(x, spec.ROUND)
-    if spec.WIDEN or NAME == "float32":
+def key_operand(x, spec: tl.constexpr):
+    """A tile of queries or keys in the dtype in which they meet."""
+    x = rounded(x, spec)
+    if spec.WIDEN or spec.OPERAND == "float32":
         return x.to(tl.float32)
-    elif NAME == "bfloat16":
+    elif spec.OPERAND == "bfloat16":
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float16)
+
+
+@triton.jit
+def value_operand(x, spec: tl.constexpr):
+    """A tile of values in the dtype in which they meet weights."""
+    x = rounded(x, spec)
+    if spec.WIDEN or spec.VALUE == "float32":
+        return x.to(tl.float32)
+    elif spec.VALUE == "bfloat16":
         return x.to(tl.bfloat16)
     else:
         return x.to(tl.float16)
@@ -94,11 +104,12 @@ def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.const
 @triton.jit
 def slopes_of(slopes, head, spec: tl.constexpr):
     """Slopes [M] of an item's rows."""
-    m = tl.arange(0, spec.M)
+    M: tl.constexpr = spec.M
+    m = tl.arange(0, M)
     if spec.ALIBI:
         return tl.load(slopes + head * spec.G + m % spec.G).to(tl.float32)
     else:
-        return tl.zeros([spec.M], tl.float32)
+        return tl.zeros([M], tl.float32)
 
 
 @triton.jit
