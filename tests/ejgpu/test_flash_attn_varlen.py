@@ -136,8 +136,12 @@ def test_dropout_takes_its_seed_from_the_call():
         assert not row.any() or np.allclose(row, 2 * value, **CLOSE)
     mean = np.mean([dropped(seed) for seed in range(200)], axis=0)
     np.testing.assert_allclose(mean, traced(q, k, v, CU_Q, CU_K, causal=True), atol=0.5)
-    with pytest.raises(ValueError, match="dropout_seed: got None with dropout_prob > 0"):
-        ejgpu.flash_attn_varlen(q[None], k[None], v[None], dropout_p=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:dropout_seed")
+def test_no_seed_is_seed_0():
+    one, other = (traced(*arrays(), CU_Q, CU_K, dropout_p=0.5, dropout_seed=seed) for seed in (None, 0))
+    np.testing.assert_array_equal(one, other)
 
 
 def test_vmap_over_packed_rows():

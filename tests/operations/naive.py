@@ -80,7 +80,10 @@ def _row(call: Call, b: int, h: int, i: int) -> np.ndarray:
 def _sinks(call: Call, h: int) -> Any:
     if call.softmax_aux is None:
         return ()
-    return call.softmax_aux if call.softmax_aux.ndim == 1 else call.softmax_aux[h]
+    if call.softmax_aux.shape == call.query.shape[2:3]:
+        return call.softmax_aux[h : h + 1]
+    shared = call.softmax_aux.ndim == 1
+    return call.softmax_aux if shared else call.softmax_aux[h % len(call.softmax_aux)]
 
 
 def _score(call: Call, b: int, h: int, i: int, j: int, kv_head: int) -> float:

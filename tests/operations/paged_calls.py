@@ -193,8 +193,6 @@ def keywords(op: str, paged: Paged, options: dict[str, Any]) -> tuple[list[Any],
     slots = {"unified_attention": ("alibi", "qq_bias", "sinks"), "chunked_prefill_paged_decode": ("alibi", "sinks")}
     if op in ("page_attention", "decode_attention", "prefill_page_attention"):
         return [], {**given, **({"softmax_aux": extra["sinks"]} if extra else {})}
-    if op == "ragged_decode_attention" and extra:
-        extra["sinks"] = extra["sinks"][:, None]
     return [extra.get(name) for name in slots.get(op, ("sinks",))], given
 
 

@@ -128,13 +128,6 @@ def test_without_a_pattern_it_is_causal_flash_attention_with_heads_first():
     close(got, want.swapaxes(1, 2))
 
 
-def test_t12_one_row_of_sinks_is_shared_by_all_heads_even_where_there_is_one_for_each():
-    sinks = jnp.arange(H) / 2
-    shared = blocksparse_attention(QUERY, KEY, VALUE, sinks, cfg=TILES)
-    close(shared, blocksparse_attention(QUERY, KEY, VALUE, jnp.broadcast_to(sinks, (H, H)), cfg=TILES))
-    assert not np.allclose(shared, blocksparse_attention(QUERY, KEY, VALUE, sinks[:, None], cfg=TILES), atol=1e-3)
-
-
 def reached(**options):
     """Which pairs have weight, [H, T, S], from values of which each key has its own."""
     unit = jnp.broadcast_to(jnp.eye(S), (B, G, S, S))

@@ -43,7 +43,7 @@ def test_positional_arguments_are_the_promised_ones():
         "scaled_dot_product_attention": "query key value bias cum_seqlens_q cum_seqlens_k",
     }
     for name, op in OPS.items():
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if "sparse" in name else inspect.Parameter.POSITIONAL_ONLY
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         found = [n for n, p in op.signature.parameters.items() if p.kind is kind]
         assert found == promised[name].split() == list(op.axes)
         assert getattr(configs, op.config.__name__) is op.config

@@ -98,7 +98,6 @@ MISTAKES = {
     "infinite cap": ({"logits_soft_cap": float("inf")}, ["logits_soft_cap", "inf", "finite"]),
     "dropout of 1": ({"dropout_prob": 1.0, "dropout_seed": 1}, ["dropout_prob", "1.0", ">= 0 and < 1"]),
     "dropout below 0": ({"dropout_prob": -0.1, "dropout_seed": 1}, ["dropout_prob", "-0.1", ">= 0 and < 1"]),
-    "dropout without seed": ({"dropout_prob": 0.1}, ["dropout_seed", "None", "an integer"]),
     "floating seed": ({"dropout_prob": 0.1, "dropout_seed": 1.5}, ["dropout_seed", "an integer"]),
     "seed of an old key": (
         {"dropout_prob": 0.1, "dropout_seed": jax.random.PRNGKey(0)},

@@ -114,15 +114,6 @@ def test_transforms_with_traced_lengths_and_seed():
     transformed.check_no_new_compilations(call, values, others)
 
 
-def test_t12_a_vector_of_sinks_is_shared_by_the_heads_whatever_its_length():
-    arrays, _ = make("b, multi-query", np.float32)
-    sinks = jnp.array([0.5, -1.0, 2.0, 0.1])  # as many as there are heads
-    got = run(arrays, {"softmax_aux": sinks})
-    want = run(arrays, {"softmax_aux": jnp.broadcast_to(sinks, (4, 4))})
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert not np.allclose(got, run(arrays, {"softmax_aux": sinks[:, None]}), atol=1e-3)  # one a head
-
-
 def test_t13_a_window_counts_keys_on_both_sides():
     arrays, _ = make("b, multi-query", np.float32)
     for window in (3, (3, 3)):
@@ -254,7 +245,6 @@ Q, KV, WK, WV, BK = (jnp.ones(s) for s in ((2, 8, 4, 6), (2, 8, 5), (5, 2, 6), (
         ((Q, KV, WK, WV), {"attention_mask": jnp.ones((2, 1, 8, 8))}, "attention_mask: got dtype float32"),
         ((Q, KV, WK, WV), {"bias": jnp.ones((2, 3, 8, 8))}, r"bias: got shape \(2, 3, 8, 8\)"),
         ((Q, KV, WK, WV), {"softmax_aux": jnp.ones((3, 2))}, r"softmax_aux: got shape \(3, 2\)"),
-        ((Q, KV, WK, WV), {"dropout_prob": 0.1, "deterministic": False}, "dropout_rng: got None"),
         ((Q, KV, WK, WV), {"dropout_rng": 0.5}, "dropout_rng: got"),
         ((Q, KV, WK, WV), {"dropout_rng": jax.random.split(jax.random.key(0))}, "dropout_rng: got"),
         ((Q, KV, WK, WV), {"softmax_dtype": jnp.int32}, "softmax_dtype: got"),

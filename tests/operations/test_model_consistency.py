@@ -51,7 +51,7 @@ def logits(tokens: Sequences, attend: Attend) -> Sequences:
 
 
 def trained(window=None, sinks=None, cap=None) -> Sequences:
-    aux = None if sinks is None else jnp.asarray(sinks, jnp.float32)[:, None]
+    aux = None if sinks is None else jnp.asarray(sinks, jnp.float32)
     band = None if window is None else (window - 1, 0)
 
     @jax.jit

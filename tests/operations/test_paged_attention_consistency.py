@@ -26,7 +26,7 @@ OPTIONS = {
 def trained(window=None, sinks=None, cap=None):
     """Flash attention as in training. Its int window would be another: w keys before the query's own."""
     tokens = (jnp.asarray(x[0], jnp.float32)[None] for x in (WHOLE.queries, WHOLE.keys, WHOLE.values))
-    aux = None if sinks is None else jnp.asarray(sinks)[:, None]  # a vector would be shared by all heads
+    aux = None if sinks is None else jnp.asarray(sinks)
     band = None if window is None else (window - 1, 0)
     given = {"causal": True, "sliding_window": band, "logits_soft_cap": cap}
     return np.asarray(jax.jit(lambda *x: flash_attention(*x, None, None, None, aux, **given))(*tokens)[0])

@@ -43,10 +43,10 @@ def test_t10_each_head_has_its_own_sink_and_counts_it_once_however_many_tiles(op
     close(got, paged_loop.packed(batch_for(op), sinks=SINKS))
 
 
-def test_t12_dense_decoding_shares_a_vector_of_sinks_between_heads_and_takes_a_matrix_by_head():
+def test_t12_dense_decoding_shares_a_row_of_sinks_between_heads_and_takes_a_matrix_by_head():
     args = paged_calls.arguments("ragged_decode_attention", Paged(DECODE))
     joined = np.full(4, np.log(np.exp(SINKS).sum()))
-    close(quickly(ragged_decode_attention, *args, jnp.asarray(SINKS)), paged_loop.packed(DECODE, sinks=joined))
+    close(quickly(ragged_decode_attention, *args, jnp.asarray(SINKS)[None]), paged_loop.packed(DECODE, sinks=joined))
     two = np.stack((SINKS, SINKS - 1), axis=1)
     close(
         quickly(ragged_decode_attention, *args, jnp.asarray(two)), paged_loop.packed(DECODE, sinks=np.logaddexp(*two.T))

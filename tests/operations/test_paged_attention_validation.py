@@ -108,7 +108,7 @@ def test_wrong_values(name):
 @pytest.mark.parametrize("name", ["softmax_aux", "alibi_slopes", "qq_bias"])
 def test_wrong_optional_arrays(name):
     position = {"alibi_slopes": 0, "qq_bias": 1, "softmax_aux": 2}[name]
-    wrong = jnp.ones((2, 3)) if name == "qq_bias" else jnp.ones(2)
+    wrong = jnp.ones(2) if name == "alibi_slopes" else jnp.ones((2, 3))
     optional = [None] * position + [wrong]
     with pytest.raises(ValueError, match=f"^{name}: got shape"):
         ej.unified_attention(*ARRAYS["unified_attention"], *optional)

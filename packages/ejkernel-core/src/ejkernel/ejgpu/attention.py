@@ -85,7 +85,7 @@ def flash_attn_varlen(
         max_seqlens_q: Bound of the query lengths, which is checked where they can be read; None looks them up where it
             is needed, for which they must not be traced.
         max_seqlens_k: Likewise for keys.
-        dropout_seed: Integer, may be traced; needed with `dropout_p > 0`. Equal seeds drop alike.
+        dropout_seed: Integer, may be traced; None means 0. Equal seeds drop alike.
 
     Returns:
         q's shape with v's last size, in q's dtype.
@@ -150,7 +150,7 @@ def flash_attention(
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         dropout_prob: Probability in [0, 1) of dropping a weight.
         causal: As above.
-        dropout_seed: Integer, may be traced; needed with `dropout_prob > 0`. Equal seeds drop alike.
+        dropout_seed: Integer, may be traced; None means 0. Equal seeds drop alike.
         varlen_mode: Whether a mask [B, S] is about queries too, of which there are as many then: those that are padding
             give 0. Otherwise it is about keys alone.
 

@@ -17,6 +17,7 @@ from ejkernel.ops.execution.offline import autotune_recorded, tune_abstract
 from ejkernel.ops.execution.tuner import Measurement, Tuner, TunerError, TuningResult
 from ejkernel.ops.explain import explain
 from ejkernel.ops.model import Case, ConfigSpace, Family, Implementation, Op, Requires, Tolerance
+from ejkernel.ops.operation import operation
 from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
@@ -64,6 +65,7 @@ __all__ = [
     "explain",
     "get_recorded",
     "hookimpl",
+    "operation",
     "overlay_cache",
     "policy_override",
     "record_calls",

@@ -16,7 +16,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import Plan, differentiable_call
-from ejkernel.ops.model import Op
+from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
 
@@ -69,6 +69,10 @@ def call(
         NoImplementationError: No implementation serves it.
     """
     chain = default_chain() if chain is None else chain
+    if op.route is not None:
+        given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+        op, args, given = op.routed(args, given)
+        platform, cfg, mesh, in_specs, out_specs = (given[name] for name in CALL_OPTIONS)
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
     specs = None if in_specs is None else _as_specs(in_specs)
@@ -106,6 +110,7 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
         **options: As for `call`. Under a mesh the decision is the one made for a shard.
     """
     chain = options.get("chain") or default_chain()
+    op, args, options = op.routed(args, options)
     plan = make_plan(op, args, options.get("platform"), options.get("cfg"), chain)
     mesh, in_specs, out_specs = (options.get(name) for name in ("mesh", "in_specs", "out_specs"))
     _check_mesh(mesh, in_specs, out_specs)

@@ -112,6 +112,8 @@ class Op:
         output: Axis letters of what the public function returns; None where they are the family's.
         configure: (argument record, `cfg=` or None) -> the call's own configuration, with what arguments that only
             tune the call ask for. Raises ValueError where the two disagree.
+        route: (argument record, call options) -> the operation, the record and the options that carry the call out,
+            where those are not its own; None where they always are.
         version: Raised when the meaning of a stored configuration changes.
     """
 
@@ -130,6 +132,7 @@ class Op:
     finish: Callable[[Any, Any], Any] = _as_it_is
     output: str | tuple[str, ...] | None = None
     configure: Callable[[Any, Any], Any] = _as_it_is
+    route: "Callable[[Any, dict[str, Any]], tuple[Op, Any, dict[str, Any]]] | None" = None
     axes_of: Callable[[Any], Mapping[str, Any]] | None = None
     version: str = "1"
 
@@ -143,6 +146,11 @@ class Op:
         special = {} if self.axes_of is None else dict(self.axes_of(args))
         output = special.pop("output", self.output)
         return {**self.axes, **special}, output
+
+    def routed(self, args: Any, options: Mapping[str, Any]) -> "tuple[Op, Any, dict[str, Any]]":
+        """The operation, the record and the call options, each of them, that carry a call out."""
+        given = {name: options.get(name) for name in CALL_OPTIONS}
+        return (self, args, given) if self.route is None else self.route(args, given)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Splits a call of the public function into its argument record and its call options.

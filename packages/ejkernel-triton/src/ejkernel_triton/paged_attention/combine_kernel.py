@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import finite
 from ejkernel_triton.paged_attention.paged_tile import FIELDS, ROW, ROWS, START, TILES, at_batch, plan_of, store_rows
 
 
@@ -55,15 +56,15 @@ def combine_kernel(
         for part in tl.range(0, count, PARTS):
             number = part + tl.arange(0, PARTS)
             there = number < count
-            slot = (program - 1 + number) * 2
-            slot = tl.where((number == 0) & (before < item), slot + 1, slot)
+            # The first part is in the second slot of its program, unless the program began with the item.
+            slot = (program - 1 + number) * 2 + tl.where((number == 0) & (before < item), 1, 0)
             at = tl.cast(slot * spec.M + m, tl.int64)
             maxima = tl.load(row_maxima + at, mask=there, other=float("-inf"))
             sums = tl.load(row_sums + at, mask=there, other=0.0)
             dv = tl.arange(0, BV)
             accs = tl.load(parts + at[:, None] * spec.BV + dv[None, :], mask=there[:, None], other=0.0)
             new_max = tl.maximum(row_max, tl.max(maxima, 0))
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            shift = finite(new_max)
             weights = tl.exp2(maxima - shift)
             alpha = tl.exp2(row_max - shift)
             row_sum = row_sum * alpha + tl.sum(sums * weights, 0)

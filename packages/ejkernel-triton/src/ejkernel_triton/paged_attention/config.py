@@ -6,6 +6,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
+from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
 
@@ -32,34 +33,40 @@ SCORE_ROWS = 64
 """Rows of a tile of scores where sequences have many query rows."""
 
 PROGRAMS_PER_SM = 2
-
-STREAMING_MULTIPROCESSORS = {7.0: 80, 8.0: 108, 8.6: 84, 8.9: 142, 9.0: 132, 10.0: 148, 12.0: 170}
-"""By compute capability; of chips that are not here, that of Hopper's."""
+"""As many as registers have room for."""
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
     """Tile sizes for a record on a device: many rows a tile where sequences have many, else as few as can be."""
-    return _sized(record, device, 64 if record.query.shape[-1] <= 128 else 32, 4, 3)
+    wide = record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
+    if _query_rows(record) == 1 and not wide:
+        # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
+        # and values are in flight where four warps have one.
+        return _sized(record, device, 64, 2, 3)
+    return _sized(record, device, 32 if wide else 64, 4, 2 if wide else 3)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
     """Tile sizes worth measuring for a record on a device."""
-    options = ((32, 4, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 3))
+    options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
     return tuple(dict.fromkeys(_sized(record, device, *option) for option in options))
 
 
-def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
+def _query_rows(record: PagedAttention) -> int:
+    """Query rows of a tile."""
     rows, heads, _ = record.query.shape
     group = heads // paged_cache.kv_heads(record)
     average = 1 if record.query_start is None else -(-rows // max(1, record.kv_lens.shape[0]))
     wanted = min(average, max(1, SCORE_ROWS // group))
-    if interpreting():
-        block_kv, programs = min(block_kv, 16), 3
-    else:
-        programs = PROGRAMS_PER_SM * STREAMING_MULTIPROCESSORS.get(device.compute_capability or 9.0, 132)
+    return 1 << (wanted - 1).bit_length()
+
+
+def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
+    # The interpreter runs programs one after the other: a few, so that rows are shared and merged there too.
+    programs = 3 if interpreting() else PROGRAMS_PER_SM * chip_of(device).multiprocessors
     return PagedForward(
-        block_q=1 << (wanted - 1).bit_length(),
-        block_kv=block_kv,
+        block_q=_query_rows(record),
+        block_kv=min(block_kv, 16) if interpreting() else block_kv,
         num_programs=programs,
         num_warps=warps,
         num_stages=stages,

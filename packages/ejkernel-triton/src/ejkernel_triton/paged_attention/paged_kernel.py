@@ -21,6 +21,7 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Kwon et al. 2023, arXiv:230
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import add_dot, dot, finite
 from ejkernel_triton.paged_attention.paged_tile import (
     CONTEXT,
     FIELDS,
@@ -86,7 +87,7 @@ def attend(
         at = page * spec.KEY_STRIDES[0] + slot * spec.KEY_STRIDES[1]
         # Pages outside of the sequence are never read: whatever lies there, NaN too, is not of this call.
         k_tile = tl.load(k_head + at[:, None] + d[None, :], mask=there[:, None] & (d < spec.D)[None, :], other=0.0)
-        products = tl.dot(q, tl.trans(key_operand(k_tile, spec)), input_precision=spec.PRECISION)
+        products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
         scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
         allowed = there[None, :] & (m < spec.M)[:, None]
         if spec.RIGHT is not None:
@@ -95,14 +96,14 @@ def attend(
             allowed = allowed & (k[None, :] >= (position + m // spec.G - spec.LEFT)[:, None])
         scores = tl.where(allowed, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shift = finite(new_max)
         p = tl.exp2(scores - shift[:, None])
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         at = page * spec.VALUE_STRIDES[0] + slot * spec.VALUE_STRIDES[1]
         v_tile = tl.load(v_head + at[:, None] + dv[None, :], mask=there[:, None] & (dv < spec.DV)[None, :], other=0.0)
         v_tile = value_operand(v_tile, spec)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=spec.PRECISION)
+        acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
         row_max = new_max
     return acc, row_max, row_sum
 

@@ -5,8 +5,7 @@
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from ejkernel_triton.blocks import LN2, LOG2E, finite, round_bfloat16, tanh
 
 # Fields of a work entry.
 SEQUENCE = tl.constexpr(0)
@@ -25,10 +24,7 @@ FIELDS = tl.constexpr(9)
 def rounded(x, spec: tl.constexpr):
     """A tile rounded to `compute_dtype`, to the nearest with ties to even; as it is where there is none."""
     if spec.ROUND == "bfloat16":
-        # Not every way of running Triton rounds a conversion to the nearest.
-        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = bits.to(tl.float32, bitcast=True)
+        x = round_bfloat16(x.to(tl.float32))
     if spec.ROUND == "float16":
         x = x.to(tl.float16)
     return x
@@ -38,7 +34,7 @@ def rounded(x, spec: tl.constexpr):
 def key_operand(x, spec: tl.constexpr):
     """A tile of queries or keys in the dtype in which they meet."""
     x = rounded(x, spec)
-    if spec.WIDEN or spec.OPERAND == "float32":
+    if spec.OPERAND == "float32":
         return x.to(tl.float32)
     elif spec.OPERAND == "bfloat16":
         return x.to(tl.bfloat16)
@@ -50,7 +46,7 @@ def key_operand(x, spec: tl.constexpr):
 def value_operand(x, spec: tl.constexpr):
     """A tile of values in the dtype in which they meet weights."""
     x = rounded(x, spec)
-    if spec.WIDEN or spec.VALUE == "float32":
+    if spec.VALUE == "float32":
         return x.to(tl.float32)
     elif spec.VALUE == "bfloat16":
         return x.to(tl.bfloat16)
@@ -96,8 +92,7 @@ def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.const
             inside = ((row >= 0) & (row < spec.QQ))[:, None] & ((column >= 0) & (column < spec.QQ))[None, :]
             scores += tl.load(qq_bias + row[:, None] * spec.QQ + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if spec.CAP is not None:
-            # tanh through one exponential; the exponential of a large score is inf, and the quotient 0.
-            scores = spec.CAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / spec.CAP)) + 1.0))
+            scores = spec.CAP * tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
         return scores * LOG2E
 
 
@@ -116,12 +111,11 @@ def slopes_of(slopes, head, spec: tl.constexpr):
 def store_rows(output, lse, acc, row_max, row_sum, row, rows, head, sinks, m, spec: tl.constexpr):
     """Takes the sink into the denominator, normalises, and stores rows m of an item's output and lse."""
     keep = m < rows * spec.G
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    base = finite(row_max)
     factor = tl.full(m.shape, 1.0, tl.float32)
     if spec.SINKS:
         sink = tl.load(sinks + head * spec.G + m % spec.G) * LOG2E
-        base = tl.maximum(row_max, sink)
-        base = tl.where(base == float("-inf"), 0.0, base)
+        base = finite(tl.maximum(row_max, sink))
         factor = tl.exp2(row_max - base)
         row_sum = row_sum * factor + tl.exp2(sink - base)
     some = tl.where(row_sum > 0.0, row_sum, 1.0)

@@ -47,6 +47,7 @@ class PagedSpec:
         PROGRAMS: Programs the key tiles are dealt to.
         FACTOR: softmax_scale, times log2(e) where nothing comes between the product and the exponential.
         CAP: Soft cap, or None.
+        FAST_TANH: Whether the device's approximate tanh is precise enough and there.
         LEFT: `p - LEFT <= k`; None is open.
         RIGHT: `k <= p + RIGHT`; None is open.
         ALIBI: Whether there are slopes.
@@ -85,6 +86,7 @@ class PagedSpec:
     PROGRAMS: int
     FACTOR: float
     CAP: float | None
+    FAST_TANH: bool
     LEFT: int | None
     RIGHT: int | None
     ALIBI: bool
@@ -114,6 +116,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int) -> Pag
     plain = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None
     operand = record.compute_dtype or promoted(record.query.dtype, record.key_pages.dtype)
     key_strides, value_strides, offset = _strides(record)
+    nvidia = current_device().vendor == "nvidia"
     return PagedSpec(
         ROWS=rows,
         SEQUENCES=record.kv_lens.shape[0],
@@ -139,6 +142,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int) -> Pag
         PROGRAMS=config.num_programs,
         FACTOR=record.softmax_scale * (LOG2E if plain else 1.0),
         CAP=record.logits_soft_cap,
+        FAST_TANH=nvidia and record.query.dtype != jnp.float32 and not interpreting(),
         LEFT=left,
         RIGHT=right,
         ALIBI=record.alibi_slopes is not None,
@@ -149,7 +153,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int) -> Pag
         ROUND=None if record.compute_dtype is None else jnp.dtype(record.compute_dtype).name,
         OPERAND=jnp.dtype(operand).name,
         VALUE=promoted(record.query.dtype, stored.dtype).name,
-        PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
+        PRECISION="tf32x3" if nvidia else "ieee",
         WIDEN=interpreting(),
     )
 

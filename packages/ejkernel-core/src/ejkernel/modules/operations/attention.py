@@ -8,28 +8,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import attention_weights
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import attention as cases
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
+from ejkernel.modules.operations.configs import BwdParams, FlashAttentionConfig, FwdParams
 from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
 from ejkernel.modules.operations.shared.shapes import (
+    as_drawn_seed,
     as_flag,
     as_float_dtype,
     as_number,
-    as_seed,
     as_window,
     check_dtype,
     check_shape,
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.types import MaskInfo
 
 
@@ -53,12 +54,12 @@ class AttentionArguments:
     dropout_prob: float = static(0.0)
     causal: bool = static(False)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    return_weights: bool = static(True)
 
     def __post_init__(self) -> None:
         scale, cap, dtype, softmax_dtype = self.softmax_scale, self.logits_soft_cap, self.dtype, self.softmax_dtype
         canonical = {
             "bias": made_bias(self.bias, self.init_bias),
-            "dropout_rng": as_seed(self.dropout_rng),
             "init_bias": None,  # a new lambda a call would compile every call
             "deterministic": as_flag("deterministic", self.deterministic),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
@@ -68,9 +69,11 @@ class AttentionArguments:
             "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
             "causal": as_flag("causal", self.causal),
             "sliding_window": as_window("sliding_window", self.sliding_window),
+            "return_weights": as_flag("return_weights", self.return_weights),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "dropout_rng", as_drawn_seed("dropout_rng", self.dropout_rng, self.drops))
 
     @property
     def drops(self) -> bool:
@@ -78,14 +81,14 @@ class AttentionArguments:
         return self.dropout_prob > 0 and not self.deterministic
 
 
+@operation(lambda: OP)
 def attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
     value: Float[Array, "b s g v"],
     bias: Float[Array, "#b heads #t #s"] | None = None,
     dropout_rng: int | PRNGKeyArray | Integer[Array, ""] | Integer[Array, " words"] | None = None,
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
-    /,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
     init_bias: Callable[[], Array] | None = None,
@@ -97,17 +100,20 @@ def attention(
     dropout_prob: float = 0.0,
     causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    return_weights: bool = True,
     platform: str | None = None,
-    cfg: AttentionConfig | None = None,
+    cfg: AttentionConfig | FlashAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "b t h v"], Float[Array, "b h t s"]]:
+) -> tuple[Float[Array, "b t h v"], Float[Array, "b h t s"]] | Float[Array, "b t h v"]:
     """Softmax attention that also returns its weights (Vaswani et al. 2017, arXiv:1706.03762).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`. The weights have
-    T * S numbers a head, so memory is quadratic in the lengths; `flash_attention` computes the same output without.
+    T * S numbers a head, so memory is quadratic in the lengths; without them the call is one of `flash_attention`.
+
+    Over devices, batch, heads and queries can be split; keys and head size cannot.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
@@ -115,10 +121,10 @@ def attention(
         value: [B, S, Hk, V], likewise.
         bias: [B|1, H|Hk|1, T|1, S|1] floating, added to the scaled scores, before the soft cap; one for a KV head
             counts for all query heads that read it. Differentiable. Applies together with masks.
-        dropout_rng: JAX key, or integer of which the low 32 bits count; may be traced. Needed when weights are dropped.
-            The same one drops the same weights on every backend, in both passes.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value. Differentiable.
+        dropout_rng: JAX key, or integer of which the low 32 bits count; may be traced. None means 0, with one
+            warning a process. The same one drops the same weights on every backend, in both passes.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         mask_info: Mask, segments and positions; applies together with everything else.
         init_bias: Called without arguments for the bias where `bias` is None, when the call is made or traced.
         deterministic: True drops nothing, whatever `dropout_prob`.
@@ -133,16 +139,12 @@ def attention(
             unless `mask_info` gives them.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and queries can be split, keys and head size cannot.
-        out_specs: Partition specs of output and weights; must follow from the inputs'.
+        return_weights: False leaves the weights out, and hands the call to the kernels of `flash_attention`.
 
     Returns:
         The output [B, T, H, V] and the weights [B, H, T, S] that made it, after dropout; the weights of a row sum to at
-        most 1 before it. Rows with nothing to attend are 0, and so is their gradient.
+        most 1 before it. The output alone without `return_weights`. Rows with nothing to attend are 0, and so is
+        their gradient.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -159,37 +161,22 @@ def attention(
         assert jnp.allclose(weights.sum(axis=-1), 1, atol=1e-6)
         ```
     """
-    args = AttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        dropout_rng=dropout_rng,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-        init_bias=init_bias,
-        deterministic=deterministic,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        dtype=dtype,
-        softmax_dtype=softmax_dtype,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        sliding_window=sliding_window,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: AttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    _check_own(args)
+    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
+
+
+def _check_own(args: AttentionArguments) -> None:
+    """What the call of `flash_attention` cannot be made without."""
     for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
         check_shape(name, getattr(args, name), axes, {})
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
-    if args.drops and args.dropout_rng is None:
-        raise ValueError("dropout_rng: got None with dropout_prob > 0 and deterministic=False, wants a key or an int")
     if args.dropout_rng is not None:
         _check_rng(args.dropout_rng)
-    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
 
 
 def _check_rng(rng: Any) -> None:
@@ -243,6 +230,35 @@ def reference(args: AttentionArguments) -> tuple[jax.Array, jax.Array]:
     return attention_weights.reference(lower(args))[0]
 
 
+def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
+    """The configuration of `flash_attention` that has the tiles of the output, in both passes.
+
+    Raises:
+        ValueError: It has tiles of weights.
+    """
+    for name in ("weights_block_q", "weights_block_k"):
+        if getattr(cfg, name) is not None:
+            raise ValueError(f"cfg: got {name}={getattr(cfg, name)} with return_weights=False, wants None")
+    tiles: Any = {"q_blocksize": cfg.block_q, "kv_blocksize": cfg.block_k}
+    tiles |= {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
+    given = any(value is not None for value in tiles.values())
+    parts = {"fwd_params": FwdParams(**tiles), "bwd_params": BwdParams(**tiles)} if given else {}
+    return FlashAttentionConfig(platform=cfg.platform, backend=cfg.backend, **parts)
+
+
+def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """Without weights, a call of `flash_attention`."""
+    if args.return_weights:
+        return OP, args, options
+    _check_own(args)
+    cfg, specs = options["cfg"], options["in_specs"]
+    if isinstance(cfg, AttentionConfig):
+        cfg = _tiles_of_output(cfg)
+    if isinstance(specs, tuple | list) and len(specs) > 4 and not isinstance(specs, jax.sharding.PartitionSpec):
+        specs = (*specs[:4], None, None, *specs[5:])  # cumulative lengths for the key of dropout
+    return flash_attention.OP, _as_flash(args), {**options, "cfg": cfg, "in_specs": specs}
+
+
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """As `flash_attention_cases.make_inputs`."""
     made = flash_attention_cases.make_inputs(dataclasses.replace(args, dropout_rng=None), key)
@@ -253,7 +269,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     return dataclasses.replace(made, dropout_rng=jax.random.key(0) if is_key else jnp.zeros(rng.shape, rng.dtype))
 
 
-class Attention(Kernel[AttentionConfig, tuple[Array, Array]]):
+class Attention(Kernel[AttentionConfig, Any]):
     """`attention` as an object."""
 
 
@@ -269,6 +285,7 @@ OP = Op(
     cases=cases.cases(AttentionArguments),
     tolerance=flash_attention.OP.tolerance,
     make_inputs=make_inputs,
+    route=_route,
     axes={
         "query": "b t h d",
         "key": "b s g d",

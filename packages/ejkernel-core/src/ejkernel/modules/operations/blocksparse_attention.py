@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import blocksparse_attention as cases
 from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
@@ -26,9 +26,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
@@ -111,11 +111,12 @@ def _as_mask(made: Any, heads: int) -> Mask:
     return made
 
 
+@operation(lambda: OP)
 def blocksparse_attention(
     query: Float[Array, "b h t d"],
     key: Float[Array, "b g s d"],
     value: Float[Array, "b g s v"],
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     bias: Float[Array, "#b #h #t #s"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
@@ -146,12 +147,14 @@ def blocksparse_attention(
     Everything that restricts pairs applies together: `mask_builder`, `mask_info`, `attention_mask`, `causal`,
     `sliding_window` and `chunk_size`.
 
+    Over devices, batch, heads and queries can be split; keys and head size cannot.
+
     Args:
         query: [B, H, T, D] float16, bfloat16, float32 or float64.
         key: [B, Hk, S, D], dtype of query; H is a multiple of Hk.
         value: [B, Hk, S, V], dtype of query.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value. Differentiable.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable.
         mask_info: Mask, segments and positions.
         attention_mask: [B|1, H|1, T|1, S|1], True (or nonzero) attends; every head of it counts.
@@ -169,12 +172,6 @@ def blocksparse_attention(
             first token of each side (top-left), unless `mask_info` gives them; then indices restrict nothing.
         fused_backward: Whether one sweep computes all gradients. Every implementation here does so either way.
         purify: Whether rows of padding are set to 0. They are either way.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of query, key, value, softmax_aux and bias; trailing ones may be left out and then
-            follow from the others. Batch, heads and queries can be split, keys and head size cannot.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, H, T, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -200,26 +197,7 @@ def blocksparse_attention(
         assert output.shape == (1, 4, 256, 32)
         ```
     """
-    args = BlockSparseAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        softmax_aux=softmax_aux,
-        bias=bias,
-        mask_info=mask_info,
-        attention_mask=attention_mask,
-        sequence_parallelism_mesh_axis_name=sequence_parallelism_mesh_axis_name,
-        logits_soft_cap=logits_soft_cap,
-        qkv_layouts=qkv_layouts,
-        softmax_scale=softmax_scale,
-        mask_builder=mask_builder,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        causal=causal,
-        fused_backward=fused_backward,
-        purify=purify,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: BlockSparseAttentionArguments) -> None:

@@ -25,10 +25,11 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -62,6 +63,7 @@ class ChunkedPrefillPagedDecodeArguments:
         )
 
 
+@operation(lambda: OP)
 def chunked_prefill_paged_decode(
     queries: Float[Array, "t h d"],
     keys: Float[Array, "t g d"],
@@ -72,8 +74,7 @@ def chunked_prefill_paged_decode(
     block_tables: Integer[Array, "r k"],
     query_start_loc: Integer[Array, " n"],
     alibi_slopes: Float[Array, " h"] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
-    /,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -93,6 +94,8 @@ def chunked_prefill_paged_decode(
     slots is written. Call under `jax.jit` with `donate_argnums` for both caches and use the returned ones: the update
     is then in place. A call outside of jit copies the caches. Not differentiable.
 
+    Over devices, heads can be split.
+
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         keys: [T, Hk, D] new keys, dtype of key_cache.
@@ -105,19 +108,13 @@ def chunked_prefill_paged_decode(
             written to it.
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no rows.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its new ones.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         causal: Key position at most query position.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied to the score with its alibi term.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
-            split.
-        out_specs: Partition specs of output, key cache and value cache; must follow from the inputs'.
 
     Returns:
         [T, H, Dv] in queries' dtype, where rows that belong to no sequence are 0; the key cache and the value cache.
@@ -141,24 +138,7 @@ def chunked_prefill_paged_decode(
         assert output.shape == (8, 4, 64)
         ```
     """
-    args = ChunkedPrefillPagedDecodeArguments(
-        queries=queries,
-        keys=keys,
-        values=values,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        alibi_slopes=alibi_slopes,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        seq_threshold_3d=seq_threshold_3d,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
@@ -171,7 +151,7 @@ def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
     check_same_dtype({"key_cache": args.key_cache, "keys": args.keys, "values": args.values})
     check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
     check_per_head("alibi_slopes", args.alibi_slopes, sizes)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
@@ -188,7 +168,7 @@ def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
         kv_heads=None,
         new_keys=args.keys,
         new_values=args.values,
-        softmax_aux=per_head(args.softmax_aux, args.queries),
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         alibi_slopes=per_head(args.alibi_slopes, args.queries),
         causal=args.causal,
         sliding_window=as_newest("sliding_window", args.sliding_window),
@@ -239,7 +219,7 @@ OP = Op(
         "block_tables": "r k",
         "query_start_loc": "n",
         "alibi_slopes": "h",
-        "softmax_aux": "h",
+        "softmax_aux": "h sinks",
     },
     finish=finish,
     output=("t h v", "p s g d", "p s g v"),

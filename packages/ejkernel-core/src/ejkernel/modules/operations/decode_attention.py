@@ -18,17 +18,16 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_scale,
     check_groups,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -59,20 +58,20 @@ class DecodeAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def decode_attention(
     query: Float[Array, "r h d"],
     key_buffer: Float[Array, "total g d"],
     value_buffer: Float[Array, "total g v"],
     req_to_tokens: Integer[Array, "r k"],
     seq_lens: Integer[Array, " r"],
-    /,
     *,
     softmax_scale: float | None = None,
     num_kv_splits: int | None = None,
     page_size: int = 1,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     platform: str | None = None,
     cfg: DecodeAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -84,6 +83,8 @@ def decode_attention(
     Shape letters: N sequences, H query heads, Hk KV heads, D head size, Dv value size. The token at position k of
     sequence n lies in buffer row `req_to_tokens[n, k // page_size] * page_size + k % page_size`. The formula is in
     `ejkernel.families.paged_attention` (Kwon et al. 2023, arXiv:2309.06180). Not differentiable.
+
+    Over devices, sequences and heads can be split.
 
     Args:
         query: [N, H, D] float16, bfloat16, float32 or float64; its position is `seq_lens[n] - 1`.
@@ -98,12 +99,7 @@ def decode_attention(
         page_size: Token rows of a page.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order. Sequences and heads can be split.
-        out_specs: Partition specs of output and lse; must follow from the inputs'.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
 
     Returns:
         [N, H, Dv] in query's dtype, and [N, H] float32 (float64 for float64) log of the softmax denominator, sink
@@ -125,20 +121,7 @@ def decode_attention(
         assert output.shape == (2, 8, 64) and lse.shape == (2, 8)
         ```
     """
-    args = DecodeAttentionArguments(
-        query=query,
-        key_buffer=key_buffer,
-        value_buffer=value_buffer,
-        req_to_tokens=req_to_tokens,
-        seq_lens=seq_lens,
-        softmax_scale=softmax_scale,
-        num_kv_splits=num_kv_splits,
-        page_size=page_size,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: DecodeAttentionArguments) -> None:
@@ -158,7 +141,7 @@ def validate(args: DecodeAttentionArguments) -> None:
     check_ints("req_to_tokens", args.req_to_tokens, "N max_pages", sizes)
     check_ints("seq_lens", args.seq_lens, "N", sizes)
     check_not_empty("seq_lens", args.seq_lens, "N", "N")
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: DecodeAttentionArguments) -> PagedAttention:
@@ -174,7 +157,7 @@ def lower(args: DecodeAttentionArguments) -> PagedAttention:
         softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout="pshd",
         kv_heads=None,
-        softmax_aux=per_head(args.softmax_aux, args.query),
+        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[-2], args.query.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
     )

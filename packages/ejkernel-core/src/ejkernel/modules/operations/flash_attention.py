@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from ejkernel.families import tiled_attention
@@ -12,11 +11,11 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
 from ejkernel.modules.operations.shared.shapes import (
+    as_drawn_seed,
     as_flag,
     as_float_dtype,
     as_number,
     as_precision,
-    as_seed,
     as_window,
     check_cumulative,
     check_dtype,
@@ -25,10 +24,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 
@@ -57,11 +57,12 @@ class FlashAttentionArguments:
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
+        dropout = as_number("dropout_prob", self.dropout_prob, least=0, below=1)
         canonical = {
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
-            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            "dropout_prob": dropout,
             "causal": as_flag("causal", self.causal),
-            "dropout_seed": as_seed(self.dropout_seed),
+            "dropout_seed": as_drawn_seed("dropout_seed", self.dropout_seed, dropout > 0),
             "sliding_window": as_window("sliding_window", self.sliding_window),
             "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
             "normalize_output": as_flag("normalize_output", self.normalize_output),
@@ -77,6 +78,7 @@ class FlashAttentionArguments:
                 check_cumulative(name, lengths, *side.shape[:2])
 
 
+@operation(lambda: OP)
 def flash_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -84,8 +86,7 @@ def flash_attention(
     bias: Float[Array, "#b #h #t #s"] | None = None,
     cum_seqlens_q: Integer[Array, " n"] | None = None,
     cum_seqlens_k: Integer[Array, " n"] | None = None,
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
-    /,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
     softmax_scale: float | None = None,
@@ -108,6 +109,8 @@ def flash_attention(
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
 
+    Over devices, batch, heads and queries can be split; keys and head size cannot.
+
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
@@ -117,15 +120,15 @@ def flash_attention(
             other and whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding.
             May be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
         cum_seqlens_k: Likewise for keys; None means those of the queries.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value. Differentiable.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         mask_info: Mask, segments and positions; applies together with everything else.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         causal: Key position at most query position. Positions count from the first token of each side (top-left),
             unless `mask_info` gives them.
-        dropout_seed: Integer, of which the low 32 bits count; may be traced. Needed when `dropout_prob > 0`. The same
-            seed drops the same weights on every backend, in both passes.
+        dropout_seed: Integer, of which the low 32 bits count; may be traced. None means 0, with one warning a process.
+            The same seed drops the same weights on every backend, in both passes.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
@@ -133,12 +136,6 @@ def flash_attention(
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
         logits_dtype: Floating dtype that scores are rounded to before the softmax; float32 and wider round nothing.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and queries can be split, keys and head size cannot.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -158,26 +155,7 @@ def flash_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    args = FlashAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        softmax_aux=softmax_aux,
-        mask_info=mask_info,
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        dropout_seed=dropout_seed,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        normalize_output=normalize_output,
-        precision=precision,
-        logits_dtype=logits_dtype,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: FlashAttentionArguments) -> None:
@@ -197,22 +175,10 @@ def validate(args: FlashAttentionArguments) -> None:
     if args.bias is not None:
         check_shape("bias", args.bias, "B H T S", sizes, broadcast="B H T S")
         check_dtype("bias", args.bias, jnp.floating, "a floating dtype")
-    _check_sinks(args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
     _check_cum_seqlens(args, sizes)
     _check_mask_info(args.mask_info, sizes)
     _check_dropout_seed(args)
-
-
-def _check_sinks(softmax_aux: Any, sizes: dict[str, int]) -> None:
-    if softmax_aux is None:
-        return
-    axes = "H num_sinks" if jnp.ndim(softmax_aux) == 2 else "num_sinks"
-    try:
-        check_shape("softmax_aux", softmax_aux, axes, dict(sizes))
-    except ValueError as error:
-        raise ValueError(f"{error} or [H={sizes['H']}, num_sinks]") from None
-    check_not_empty("softmax_aux", softmax_aux, axes, "num_sinks")
-    check_dtype("softmax_aux", softmax_aux, jnp.floating, "a floating dtype")
 
 
 def _check_cum_seqlens(args: FlashAttentionArguments, sizes: dict[str, int]) -> None:
@@ -250,8 +216,6 @@ def _check_mask_info(mask_info: Any, sizes: dict[str, int]) -> None:
 
 def _check_dropout_seed(args: FlashAttentionArguments) -> None:
     if args.dropout_seed is None:
-        if args.dropout_prob > 0:
-            raise ValueError("dropout_seed: got None with dropout_prob > 0, wants an integer; equal seeds drop alike")
         return
     wants = "an integer, in an array of shape () or not"
     if jnp.ndim(args.dropout_seed) or not hasattr(args.dropout_seed, "dtype"):
@@ -264,7 +228,6 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
     mask = args.mask_info
     q_ids, k_ids, q_positions, k_positions = _tokens(args)
     dropout = args.dropout_prob > 0
-    accumulator = jnp.promote_types(args.query.dtype, jnp.float32)
     return TiledAttention(
         query=args.query,
         key=args.key,
@@ -276,7 +239,7 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
         kv_segment_ids=k_ids,
         q_positions=q_positions,
         kv_positions=k_positions,
-        softmax_aux=None if args.softmax_aux is None else _sink_logits(args.softmax_aux.astype(accumulator), args),
+        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[2], args.query.dtype),
         dropout_seed=jnp.asarray(args.dropout_seed).astype(jnp.uint32) if dropout else None,
         dropout_prob=args.dropout_prob,
         causal=args.causal,
@@ -308,16 +271,6 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
             places = [own if x is None else x for own, x in zip((q_places, k_places), places, strict=True)]
     bounded = args.causal or args.sliding_window is not None  # otherwise nothing compares positions
     return (*ids, *(places if bounded else (None, None)))
-
-
-def _sink_logits(logits: jax.Array, args: FlashAttentionArguments) -> jax.Array:
-    """One logit a head with the mass of all its sinks, [H], from [num_sinks] or [H, num_sinks]."""
-    # As `jax.nn.logsumexp`, whose gradient is NaN where sinks are switched off with -inf.
-    peak = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    peak = jnp.where(jnp.isfinite(peak), peak, 0)
-    total = jnp.sum(jnp.exp(logits - peak), axis=-1)
-    joined = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + peak[..., 0], -jnp.inf)
-    return jnp.broadcast_to(joined, args.query.shape[2:3])
 
 
 def reference(args: FlashAttentionArguments) -> jax.Array:

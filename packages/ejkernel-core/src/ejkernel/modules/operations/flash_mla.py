@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import flash_mla as cases
 from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
 from ejkernel.modules.operations.shared.latent_inputs import (
@@ -22,9 +22,9 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     widened,
 )
 from ejkernel.modules.operations.shared.shapes import (
+    as_drawn_seed,
     as_flag,
     as_number,
-    as_seed,
     as_window,
     check_cumulative,
     check_dtype,
@@ -32,9 +32,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.types import MaskInfo
 
 
@@ -69,11 +69,11 @@ class FlashMLAArguments:
             causal=as_flag("causal", self.causal),
             logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
             deterministic=as_flag("deterministic", self.deterministic),
-            dropout_rng=as_seed(self.dropout_rng),
             dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, below=1),
             sliding_window=as_window("sliding_window", self.sliding_window),
             softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
         )
+        settle(self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.drops > 0))
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
             check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
@@ -84,6 +84,7 @@ class FlashMLAArguments:
         return 0.0 if self.deterministic else self.dropout_prob
 
 
+@operation(lambda: OP)
 def flash_mla(
     query: Float[Array, "b t h d"],
     key_value: Float[Array, "b t r"],
@@ -92,13 +93,12 @@ def flash_mla(
     b_q: Float[Array, "b t c"] | None = None,
     b_k: Float[Array, "b t c"] | None = None,
     cu_seqlens: Integer[Array, " n"] | None = None,
-    /,
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
     attention_mask: Bool[Array, "#b #h #t #t"] | Integer[Array, "#b #h #t #t"] | None = None,
     bias: Float[Array, "#b #h #t #t"] | None = None,
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     logits_soft_cap: float | None = None,
     deterministic: bool = True,
     dropout_rng: int | Integer[Array, ""] | PRNGKeyArray | None = None,
@@ -129,6 +129,8 @@ def flash_mla(
     queries as keys that costs fewer products than attending to the latent vectors themselves (the *absorbed* form),
     which is what `mla_decode` does with one query a row.
 
+    Over devices, batch, heads and the query's tokens can be split.
+
     Args:
         query: [B, T, H, Dq] float16, bfloat16, float32 or float64.
         key_value: [B, T, R] latent vectors, dtype of query.
@@ -143,23 +145,17 @@ def flash_mla(
         causal: Key position at most query position.
         attention_mask: [B|1, H|1, T|1, T|1] bool or int, True (or nonzero) attends. Applies together with the bias.
         bias: [B|1, H|1, T|1, T|1] floating, added to the scaled scores, before the soft cap. Differentiable.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value. Differentiable.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         deterministic: True drops nothing, whatever `dropout_prob` is.
-        dropout_rng: A PRNG key, or an integer of which the low 32 bits count; may be traced. Needed when weights are
-            dropped. The same one drops the same weights on every backend, in both passes.
+        dropout_rng: A PRNG key, or an integer of which the low 32 bits count; may be traced. None means 0, with one
+            warning a process. The same one drops the same weights on every backend, in both passes.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
         softmax_dtype: Floating dtype that scores are rounded to before the softmax; None, float32 and wider ones round
             nothing.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and the query's tokens can be split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, Dv] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -182,27 +178,7 @@ def flash_mla(
         assert output.shape == (1, 128, 8, 40)
         ```
     """
-    args = FlashMLAArguments(
-        query=query,
-        key_value=key_value,
-        w_kc=w_kc,
-        w_vc=w_vc,
-        b_q=b_q,
-        b_k=b_k,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        attention_mask=attention_mask,
-        bias=bias,
-        softmax_aux=softmax_aux,
-        logits_soft_cap=logits_soft_cap,
-        deterministic=deterministic,
-        dropout_rng=dropout_rng,
-        dropout_prob=dropout_prob,
-        sliding_window=sliding_window,
-        softmax_dtype=softmax_dtype,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 mla_attention = flash_mla
@@ -236,8 +212,6 @@ def validate(args: FlashMLAArguments) -> None:
 def _check_rng(args: FlashMLAArguments) -> None:
     rng = args.dropout_rng
     if rng is None:
-        if args.drops > 0:
-            raise ValueError("dropout_rng: got None with weights to drop, wants a PRNG key or an integer")
         return
     dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng)
     key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -12,12 +12,12 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating
-from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
+from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape, got
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -38,16 +38,21 @@ class GatedDeltaRuleArguments:
     def __post_init__(self) -> None:
         for name in ("use_qk_l2norm", "use_chunked", "return_state"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+        if rank(self.seg_ids) == 4:  # a state, where calls without segments have it
+            if self.initial_state is not None:
+                raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
+            object.__setattr__(self, "initial_state", self.seg_ids)
+            object.__setattr__(self, "seg_ids", None)
 
 
+@operation(lambda: OP)
 def gated_delta_rule(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
     value: Float[Array, "b t g v"],
     beta: Float[Array, "b t h"],
-    /,
     decay: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
-    seg_ids: Integer[Array, "b t"] | None = None,
+    seg_ids: Integer[Array, "b t"] | Float[Array, "b h k v"] | None = None,
     initial_state: Float[Array, "b h k v"] | None = None,
     *,
     use_qk_l2norm: bool = True,
@@ -65,6 +70,8 @@ def gated_delta_rule(
     holds for its key, `S += key (beta (value - S^T key))^T`, then reads `K ** -0.5 * S^T query`. Query head h reads
     KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 
+    Over devices, batch and heads can be split.
+
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
@@ -74,17 +81,11 @@ def gated_delta_rule(
             -inf forgets. Differentiable.
         seg_ids: [B, T] int. A token whose id differs from that of the last real token before it starts from a zero
             state; a row's first segment continues from `initial_state`. Negative ids are padding, which leaves the
-            state alone and has output 0.
+            state alone and has output 0. A floating [B, H, K, V] in its place is `initial_state`.
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
         return_state: Also return the states after the last token.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others, as does a None. Batch and heads can be split.
-        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], float32 (float64 for float64
@@ -105,19 +106,7 @@ def gated_delta_rule(
         assert output.shape == (1, 128, 4, 32) and state.shape == (1, 4, 32, 32)
         ```
     """
-    args = GatedDeltaRuleArguments(
-        query=query,
-        key=key,
-        value=value,
-        beta=beta,
-        decay=decay,
-        seg_ids=seg_ids,
-        initial_state=initial_state,
-        use_qk_l2norm=use_qk_l2norm,
-        use_chunked=use_chunked,
-        return_state=return_state,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 gdr_attention = gated_delta_rule
@@ -141,6 +130,14 @@ def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
 def reference(args: GatedDeltaRuleArguments) -> Any:
     """The operation's meaning in plain jnp."""
     return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
+
+
+def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """Six specs of a call with a state and no segments are those of a call with the state in the place of segments."""
+    specs = options["in_specs"]
+    if isinstance(specs, tuple | list) and len(specs) == 6 and args.seg_ids is None:
+        options = {**options, "in_specs": (*specs[:5], None, specs[5])}
+    return OP, args, options
 
 
 def _configure(args: GatedDeltaRuleArguments, cfg: Any) -> Any:
@@ -174,5 +171,6 @@ OP = Op(
     },
     finish=delta_rule.finish,
     configure=_configure,
+    route=_route,
 )
 GatedDeltaRule.op = OP

@@ -11,11 +11,11 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
 from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -37,11 +37,11 @@ class GLAttentionArguments:
         canonicalise(self)
 
 
+@operation(lambda: OP)
 def gated_linear_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
     value: Float[Array, "b t g v"],
-    /,
     g: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
     g_gamma: Float[Array, " h"] | Float[Array, "#b h"] | None = None,
     initial_state: Float[Array, "n h k v"] | None = None,
@@ -62,6 +62,8 @@ def gated_linear_attention(
     fade; -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Query head h
     reads KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 
+    Over devices, batch and heads can be split.
+
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
@@ -76,12 +78,6 @@ def gated_linear_attention(
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         reverse: Go from the last token of each sequence to the first.
         return_state: Also return the states after the last token taken.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others, as does a None. Batch and heads can be split.
-        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
@@ -103,23 +99,10 @@ def gated_linear_attention(
         assert output.shape == (1, 128, 4, 64)
         ```
     """
-    args = GLAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        g=g,
-        g_gamma=g_gamma,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=return_state,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 gla_attention = gated_linear_attention
-recurrent_gla = gated_linear_attention
 
 
 def _recurrent(args: GLAttentionArguments) -> RecurrentAttentionArguments:
@@ -169,3 +152,4 @@ OP = Op(
     finish=plain_recurrence.finish,
 )
 GLAttention.op = OP
+recurrent_gla = with_state(OP, "recurrent_gla")

@@ -15,9 +15,9 @@ from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -44,12 +44,12 @@ class KernelDeltaAttentionArguments:
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
 
 
+@operation(lambda: OP)
 def kernel_delta_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
     value: Float[Array, "b t g v"],
     beta: Float[Array, "b t h"],
-    /,
     decay: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
     initial_state: Float[Array, "b h k v"] | None = None,
     *,
@@ -71,6 +71,8 @@ def kernel_delta_attention(
     holds for its key, `S += key (beta (value - S^T key))^T`, then reads `softmax_scale * S^T query`. Query head h reads
     KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 
+    Over devices, batch and heads can be split.
+
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
@@ -84,12 +86,6 @@ def kernel_delta_attention(
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
         return_state: Also return the states after the last token.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others, as does a None. Batch and heads can be split.
-        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], float32 (float64 for float64
@@ -111,20 +107,7 @@ def kernel_delta_attention(
         assert output.shape == (1, 128, 4, 32)
         ```
     """
-    args = KernelDeltaAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        beta=beta,
-        decay=decay,
-        initial_state=initial_state,
-        softmax_scale=softmax_scale,
-        chunk_size=chunk_size,
-        use_qk_l2norm=use_qk_l2norm,
-        use_chunked=use_chunked,
-        return_state=return_state,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 kda_attention = kernel_delta_attention

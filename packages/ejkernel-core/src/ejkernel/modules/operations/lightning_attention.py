@@ -12,12 +12,12 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import LightningAttentionConfig
 from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, with_state
 from ejkernel.modules.operations.shared.shapes import as_count
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -41,11 +41,11 @@ class LightningAttentionArguments:
         canonicalise(self)
 
 
+@operation(lambda: OP)
 def lightning_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
     value: Float[Array, "b t g v"],
-    /,
     initial_state: Float[Array, "n h k v"] | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
@@ -66,6 +66,8 @@ def lightning_attention(
     layers fade less, and `layer_idx == num_layers` not at all. H is the number of query heads of the whole call, also
     when the heads are split over devices by `mesh`. Query head h reads KV head `h // (H // Hk)`.
 
+    Over devices, batch and heads can be split.
+
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
@@ -80,12 +82,6 @@ def lightning_attention(
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         reverse: Go from the last token of each sequence to the first.
         return_state: Also return the states after the last token taken.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others, as does a None. Batch and heads can be split.
-        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
@@ -105,22 +101,7 @@ def lightning_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    args = LightningAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=return_state,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-
-lightning_attn = lightning_attention
+    ...
 
 
 def slopes(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -177,3 +158,4 @@ OP = Op(
     finish=plain_recurrence.finish,
 )
 LightningAttention.op = OP
+lightning_attn = with_state(OP, "lightning_attn")

@@ -11,9 +11,9 @@ from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import LSTMConfig
 from ejkernel.modules.operations.shared import recurrent_networks
 from ejkernel.ops.arguments import arguments
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -31,11 +31,11 @@ class LSTMArguments:
     seq_lengths: jax.Array | None = None
 
 
+@operation(lambda: OP)
 def lstm(
     x: Float[Array, "b t f"],
     weight_ih: Float[Array, "r g f"],
     weight_hh: Float[Array, "l r g u"],
-    /,
     bias_ih: Float[Array, "l r g"] | None = None,
     bias_hh: Float[Array, "l r g"] | None = None,
     weight_ih_deep: Float[Array, "k r g w"] | None = None,
@@ -55,6 +55,8 @@ def lstm(
     size. The formula is in `ejkernel.families.recurrent_network`; the order of the gates is input, forget,
     cell, output. Products that wait for no state are taken over several tokens at once, forward and backward.
 
+    Over devices, rows can be split.
+
     Args:
         x: [B, T, F] float16, bfloat16, float32 or float64.
         weight_ih: [R, 4 * H, F] floating, of the first layer.
@@ -67,12 +69,6 @@ def lstm(
         initial_cell: [L * R, B, H] floating, the cells before the first token; None is zeros.
         seq_lengths: [B] int, tokens of each row, which padding follows; None is T. May be traced. The second direction
             starts at the last token of each row.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the arguments up to `seq_lengths`, in order; trailing ones may be left out and then
-            follow from the others. Rows can be split.
-        out_specs: Partition specs of the results, in order; must follow from the inputs'.
 
     Returns:
         Output [B, T, R * H] of the last layer in x's dtype, 0 in padding; the states after the last token
@@ -95,18 +91,7 @@ def lstm(
         assert not output[1, 7:].any() and jnp.allclose(hidden[0], output[jnp.arange(2), jnp.array([9, 6]), :5])
         ```
     """
-    args = LSTMArguments(
-        x=x,
-        weight_ih=weight_ih,
-        weight_hh=weight_hh,
-        bias_ih=bias_ih,
-        bias_hh=bias_hh,
-        weight_ih_deep=weight_ih_deep,
-        initial_hidden=initial_hidden,
-        initial_cell=initial_cell,
-        seq_lengths=seq_lengths,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 class LSTM(Kernel[LSTMConfig, tuple[Array, Array, Array]]):

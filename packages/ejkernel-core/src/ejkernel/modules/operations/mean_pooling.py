@@ -21,9 +21,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.operation import operation
 
 CHUNK_SIZE = 32
 """Tokens a chunk of values with heads, where the call does not say."""
@@ -48,10 +48,10 @@ class MeanPoolingArguments:
             check_cumulative("cu_seqlens", self.cu_seqlens, rows, tokens)
 
 
+@operation(lambda: OP)
 def mean_pooling(
     x: Float[Array, "t d"] | Float[Array, "b t d"] | Float[Array, "b t h d"],
     cu_seqlens: Integer[Array, " n"] | None = None,
-    /,
     *,
     chunk_size: int | None = None,
     platform: str | None = None,
@@ -65,17 +65,14 @@ def mean_pooling(
     Shape letters: B rows, T tokens, C or H x D channels, N sequences, M chunks. The last chunk of a sequence is the
     mean of the tokens it has. Pools without tokens are 0. The formula is in `ejkernel.families.segment_pooling`.
 
+    Over devices, rows, heads and channels can be split, tokens cannot.
+
     Args:
         x: [B, T, C], [B, T, H, D], or packed sequences [T, C]; float16, bfloat16, float32 or float64.
         cu_seqlens: Cumulative lengths, int. With one row (or none), [N + 1] for N packed sequences; with B > 1,
             [B + 1], row b holding one sequence followed by padding. May be traced; values that are not are checked,
             for which an eager call waits. Sequences may be empty.
         chunk_size: Tokens a chunk. None pools whole sequences, and chunks of 32 where x has heads.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments. Rows, heads and channels can be split, tokens cannot.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         In x's dtype. Whole sequences: [B, C], or [N, C] of packed ones. Chunks: [B, M, C] or [B, M, H, D] with
@@ -98,8 +95,7 @@ def mean_pooling(
         assert means.tolist() == [[1.0, 2.0], [0.0, 0.0], [7.0, 8.0]]
         ```
     """
-    args = MeanPoolingArguments(x=x, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: MeanPoolingArguments) -> None:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import mla_decode as cases
 from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
 from ejkernel.modules.operations.shared.latent_inputs import (
@@ -21,9 +21,9 @@ from ejkernel.modules.operations.shared.latent_inputs import (
 )
 from ejkernel.modules.operations.shared.shapes import as_number, as_window, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning.precision import product_precision
 from ejkernel.types import MaskInfo
 
@@ -56,6 +56,7 @@ class MLADecodeArguments:
             check_lengths("lengths", self.lengths, self.latent_cache.shape[1])
 
 
+@operation(lambda: OP)
 def mla_decode(
     query: Float[Array, "b h d"],
     latent_cache: Float[Array, "b s r"],
@@ -63,10 +64,9 @@ def mla_decode(
     w_kc: Float[Array, "r g n"],
     w_vc: Float[Array, "r g v"],
     lengths: Integer[Array, " b"],
-    /,
     *,
     softmax_scale: float | None = None,
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     platform: str | None = None,
@@ -90,6 +90,8 @@ def mla_decode(
     Shape letters: B batch, S tokens of a cache, H query heads, Hk KV heads, R latent size, Dn and Dr sizes of a key
     without and with rotary position, Dv value size.
 
+    Over devices, batch and query heads can be split.
+
     Args:
         query: [B, H, Dn + Dr] (Dn without rotary part) float16, bfloat16, float32 or float64.
         latent_cache: [B, S, R], dtype of query; or [B, S, R + Dr], the two caches as one array: two are joined in every
@@ -100,16 +102,11 @@ def mla_decode(
         lengths: [B] int, cached tokens of each row, 0 to S, the query's own among them: it sits at `length - 1`. May be
             traced; values that are not are checked, for which an eager call waits.
         softmax_scale: Factor on the scores; None means `(Dn + Dr) ** -0.5`.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator,
-            unscaled and unmasked, and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`, inclusive, as in `flash_mla`: keys from
             `q - left` on.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order. Batch and query heads can be split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, H, Dv] in query's dtype. Rows of length 0 are 0.
@@ -131,19 +128,7 @@ def mla_decode(
         assert output.shape == (2, 8, 40)
         ```
     """
-    args = MLADecodeArguments(
-        query=query,
-        latent_cache=latent_cache,
-        rope_cache=rope_cache,
-        w_kc=w_kc,
-        w_vc=w_vc,
-        lengths=lengths,
-        softmax_scale=softmax_scale,
-        softmax_aux=softmax_aux,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=sliding_window,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 flash_mla_decode = mla_decode

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
 from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
 from ejkernel.modules.operations.shared.latent_inputs import settle
@@ -32,9 +32,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 BLOCKS = 16
 """Blocks a query reads where the call does not say; the paper's number."""
@@ -81,6 +81,7 @@ class NativeSparseAttentionArguments:
             check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
 
 
+@operation(lambda: OP)
 def native_sparse_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b t g d"],
@@ -90,7 +91,6 @@ def native_sparse_attention(
     block_indices: Integer[Array, "b t g k"] | None = None,
     block_counts: int | Integer[Array, "b t g"] = BLOCKS,
     cu_seqlens: Integer[Array, " n"] | None = None,
-    /,
     *,
     g_swa: Float[Array, "b t h"] | None = None,
     block_size: int = 64,
@@ -120,6 +120,8 @@ def native_sparse_attention(
     The output is `g_slc * selected + g_cmp * compressed + g_swa * window`. Gates are used as they are given: a model
     passes them through its sigmoid. The paper's fixed first block and its second local block are not forced.
 
+    Over devices, batch, heads and the query's tokens can be split.
+
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, D], dtype of query; H is a multiple of Hk.
@@ -138,12 +140,6 @@ def native_sparse_attention(
         block_size: Tokens a block. Changes the answer, and so is no part of `cfg`.
         window_size: Tokens of the window.
         softmax_scale: Factor on the scores of all branches; None means `D ** -0.5`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and the query's tokens can be split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype. Padding is 0, and so is its gradient. Differentiable in query, key, value and
@@ -167,21 +163,7 @@ def native_sparse_attention(
         assert output.shape == (1, 256, 8, 64)
         ```
     """
-    args = NativeSparseAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        g_cmp=g_cmp,
-        g_slc=g_slc,
-        block_indices=block_indices,
-        block_counts=block_counts,
-        cu_seqlens=cu_seqlens,
-        g_swa=g_swa,
-        block_size=block_size,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: NativeSparseAttentionArguments) -> None:

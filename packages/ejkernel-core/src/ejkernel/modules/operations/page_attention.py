@@ -22,17 +22,16 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     cache_axes,
     check_caches,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -72,13 +71,13 @@ class PageAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def page_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
     key_cache: Float[Array, "p s g d"],
     value_cache: Float[Array, "p s g v"],
     context_lens: Integer[Array, " r"],
     block_tables: Integer[Array, "r k"],
-    /,
     *,
     attn_scale: float | None = None,
     max_context_len: int | None = None,
@@ -89,7 +88,7 @@ def page_attention(
     megacore_mode: Literal["batch", "kv_head"] | None = None,
     inline_seq_dim: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] = "pshd",
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
@@ -102,6 +101,9 @@ def page_attention(
     Shape letters: N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size. The token at
     position k of sequence n lies in page `block_tables[n, k // S]`, slot `k % S`. The formula is in
     `ejkernel.families.paged_attention`. Not differentiable.
+
+    Over devices, sequences and heads can be split, heads only with `kv_layout="pshd"`; the spec of the query is that of
+    [N, H, D].
 
     Args:
         query: [N, H, D] or [N, 1, H, D] float16, bfloat16, float32 or float64; its position is `context_lens[n] - 1`.
@@ -120,14 +122,8 @@ def page_attention(
         megacore_mode: What the two cores of a TPU divide: `"batch"` or `"kv_head"` (tuning).
         inline_seq_dim: Whether a TPU kernel walks the sequences itself (tuning).
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, of a query [N, H, D]. Sequences and heads can be split,
-            heads only with `kv_layout="pshd"`.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [N, H, Dv] in query's dtype; [N, 1, H, Dv] for a query of rank 4.
@@ -149,25 +145,7 @@ def page_attention(
         assert output.shape == (2, 1, 8, 64)
         ```
     """
-    args = PageAttentionArguments(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        attn_scale=attn_scale,
-        max_context_len=max_context_len,
-        num_splits=num_splits,
-        mask_value=mask_value,
-        attn_logits_soft_cap=attn_logits_soft_cap,
-        pages_per_compute_block=pages_per_compute_block,
-        megacore_mode=megacore_mode,
-        inline_seq_dim=inline_seq_dim,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-        kv_layout=kv_layout,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: PageAttentionArguments) -> None:
@@ -179,7 +157,7 @@ def validate(args: PageAttentionArguments) -> None:
     check_ints("context_lens", args.context_lens, "N", sizes)
     check_not_empty("context_lens", args.context_lens, "N", "N")
     check_ints("block_tables", args.block_tables, "N max_blocks", sizes)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: PageAttentionArguments) -> PagedAttention:
@@ -197,7 +175,7 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
         softmax_scale=query.shape[-1] ** -0.5 if args.attn_scale is None else args.attn_scale,
         kv_layout=args.kv_layout,
         kv_heads=None,
-        softmax_aux=per_head(args.softmax_aux, query),
+        softmax_aux=sink_logits(args.softmax_aux, query.shape[-2], query.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.attn_logits_soft_cap,
     )

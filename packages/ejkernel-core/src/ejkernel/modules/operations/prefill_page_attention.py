@@ -21,15 +21,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     cache_axes,
     check_caches,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
 )
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -59,19 +58,19 @@ class PrefillPageAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def prefill_page_attention(
     query: Float[Array, "t h d"],
     key_cache: Float[Array, "g p s d"],
     value_cache: Float[Array, "g p s v"],
     context_len: Integer[Array, " 1"],
     page_indices: Integer[Array, " k"],
-    /,
     *,
     softmax_scale: float | None = None,
     mask_value: float | None = None,
     attn_logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] = "hpsd",
     platform: str | None = None,
     cfg: PrefillPageAttentionConfig | None = None,
@@ -85,6 +84,8 @@ def prefill_page_attention(
     Row i of the query is at position `context_len[0] - C + i`. The token at position k lies in page
     `page_indices[k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 
+    Over devices, heads can be split, with `kv_layout="hpsd"`.
+
     Args:
         query: [C, H, D] float16, bfloat16, float32 or float64.
         key_cache: [Hk, P, S, D] floating, or as `kv_layout` says; holds the chunk already.
@@ -96,13 +97,8 @@ def prefill_page_attention(
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
         attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order. Heads can be split, with `kv_layout="hpsd"`.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [C, H, Dv] in query's dtype.
@@ -122,20 +118,7 @@ def prefill_page_attention(
         assert output.shape == (24, 8, 64)
         ```
     """
-    args = PrefillPageAttentionArguments(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        context_len=context_len,
-        page_indices=page_indices,
-        softmax_scale=softmax_scale,
-        mask_value=mask_value,
-        attn_logits_soft_cap=attn_logits_soft_cap,
-        sliding_window=sliding_window,
-        softmax_aux=softmax_aux,
-        kv_layout=kv_layout,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: PrefillPageAttentionArguments) -> None:
@@ -146,7 +129,7 @@ def validate(args: PrefillPageAttentionArguments) -> None:
     check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
     check_ints("context_len", args.context_len, "1", sizes)
     check_ints("page_indices", args.page_indices, "n_pages", sizes)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
@@ -162,7 +145,7 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
         softmax_scale=size**-0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout=args.kv_layout,
         kv_heads=None,
-        softmax_aux=per_head(args.softmax_aux, args.query),
+        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[-2], args.query.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.attn_logits_soft_cap,
     )

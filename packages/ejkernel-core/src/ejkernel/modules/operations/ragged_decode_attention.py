@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention
@@ -18,14 +17,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_caches,
     check_ints,
     check_query,
-    per_head,
     settle,
 )
-from ejkernel.modules.operations.shared.shapes import as_window, check_dtype, check_not_empty, check_shape, got
+from ejkernel.modules.operations.shared.shapes import as_window, check_not_empty, got
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -57,14 +56,14 @@ class RaggedDecodeAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def ragged_decode_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
     key: Float[Array, "r s g d"],
     value: Float[Array, "r s g v"],
     sequence_start: Integer[Array, " r"],
     sequence_end: Integer[Array, " r"],
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
-    /,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = None,
     sliding_window: tuple[int | None, int | None] | None = None,
@@ -81,24 +80,19 @@ def ragged_decode_attention(
     `sequence_end - 1`. The formula is in `ejkernel.families.paged_attention`, of which a batch row is a sequence with
     one page. Not differentiable.
 
+    Over devices, batch and heads can be split; the spec of the query is that of [B, H, D].
+
     Args:
         query: [B, H, D] or [B, 1, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D] floating; H is a multiple of Hk.
         value: [B, S, Hk, Dv], dtype of key.
         sequence_start: [B] int, first key of each row.
         sequence_end: [B] int, one more than the last; an empty range gives 0.
-        softmax_aux: Sink logits, [num_sinks] shared by heads or [H, num_sinks]; they join the softmax denominator and
-            carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         sliding_window: (left, right): keys from `end - 1 - left` to `end - 1 + right`, inclusive; None on a side leaves
             it open.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, of a query [B, H, D]; that of `softmax_aux` may
-            be left out. Batch and heads can be split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, H, Dv] in query's dtype; [B, 1, H, Dv] for a query of rank 4.
@@ -118,18 +112,7 @@ def ragged_decode_attention(
         assert output.shape == (2, 8, 64)
         ```
     """
-    args = RaggedDecodeAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        sequence_start=sequence_start,
-        sequence_end=sequence_end,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: RaggedDecodeAttentionArguments) -> None:
@@ -142,17 +125,12 @@ def validate(args: RaggedDecodeAttentionArguments) -> None:
     for name in ("sequence_start", "sequence_end"):
         check_ints(name, getattr(args, name), "B", sizes)
         check_not_empty(name, getattr(args, name), "B", "B")
-    if args.softmax_aux is not None:
-        axes = "H num_sinks" if args.softmax_aux.ndim == 2 else "num_sinks"
-        check_shape("softmax_aux", args.softmax_aux, axes, sizes)
-        check_not_empty("softmax_aux", args.softmax_aux, axes, "num_sinks")
-        check_dtype("softmax_aux", args.softmax_aux, jnp.floating, "a floating dtype")
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     query = args.query.reshape(args.query.shape[0], *args.query.shape[-2:])
-    sinks = per_head(args.softmax_aux, query)
     return PagedAttention(
         query=query,
         key_pages=args.key,
@@ -164,7 +142,7 @@ def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
         kv_layout="pshd",
         kv_heads=None,
         kv_starts=args.sequence_start,
-        softmax_aux=None if sinks is None else jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1), query.shape[1:2]),
+        softmax_aux=sink_logits(args.softmax_aux, query.shape[1], query.dtype),
         sliding_window=args.sliding_window,
         logits_soft_cap=args.logits_soft_cap,
     )

@@ -16,9 +16,9 @@ from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank, wide
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -45,6 +45,7 @@ class RaggedGatedDeltaRuleArguments:
             check_cumulative("query_start_loc", starts, 1, self.query.shape[0])
 
 
+@operation(lambda: OP)
 def ragged_gated_delta_rule(
     query: Float[Array, "t h k"],
     key: Float[Array, "t g k"],
@@ -68,6 +69,8 @@ def ragged_gated_delta_rule(
     Request n owns tokens `query_start_loc[n] : query_start_loc[n + 1]`. Its state is read from slot `state_indices[n]`
     and stored there afterwards. The formula is that of `gated_delta_rule`, with scale `K ** -0.5`.
 
+    Over devices, heads can be split.
+
     Args:
         query: [T, H, K] float16, bfloat16, float32 or float64.
         key: [T, Hk, K], dtype of query; H is a multiple of Hk.
@@ -81,12 +84,6 @@ def ragged_gated_delta_rule(
             means none: the request starts from zeros and its state is not kept.
         chunk_size: Tokens a chunk, in place of the configuration's; changes speed, not results.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; a None follows from the others. Heads can be
-            split.
-        out_specs: Partition specs of the output and the slots; must follow from the inputs'.
 
     Returns:
         [T, H, V] in query's dtype, and the slots with the states of the requests that had tokens, in
@@ -109,19 +106,7 @@ def ragged_gated_delta_rule(
         assert output.shape == (7, 2, 16) and not slots[2].any()
         ```
     """
-    args = RaggedGatedDeltaRuleArguments(
-        query=query,
-        key=key,
-        value=value,
-        beta=beta,
-        decay=decay,
-        recurrent_state=recurrent_state,
-        query_start_loc=query_start_loc,
-        state_indices=state_indices,
-        chunk_size=chunk_size,
-        use_qk_l2norm=use_qk_l2norm,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: RaggedGatedDeltaRuleArguments) -> None:

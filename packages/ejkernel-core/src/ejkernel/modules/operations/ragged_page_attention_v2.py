@@ -20,9 +20,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_newest,
     as_scale,
     check_packed,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
@@ -34,10 +32,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning import paged_cache
 
 
@@ -75,6 +74,7 @@ class RaggedPageAttentionv2Arguments:
         )
 
 
+@operation(lambda: OP)
 def ragged_page_attention_v2(
     queries: Float[Array, "t h d"],
     kv_pages: Float[Array, "p s 2*g d"],
@@ -82,8 +82,7 @@ def ragged_page_attention_v2(
     block_tables: Integer[Array, "r k"],
     query_start_loc: Integer[Array, " n"],
     num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
-    softmax_aux: Float[Array, " h"] | None = None,
-    /,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
@@ -105,6 +104,8 @@ def ragged_page_attention_v2(
     q is at position `context_lens[n] - q + i`. The token at position k lies in page `block_tables[n, k // S]`, slot
     `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 
+    Over devices, heads can be split: those of `queries` and the `2 * Hk` rows of `kv_pages` alike.
+
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         kv_pages: [P, S, 2 * Hk, D] floating; row 2j is the key of KV head j, row 2j + 1 its value.
@@ -113,7 +114,7 @@ def ragged_page_attention_v2(
             that is no page of the cache is a page without keys.
         query_start_loc: [N + 1] int, not decreasing up to `num_seqs`. Sequences may have no queries.
         num_seqs: How many of the N sequences are live; int, or int array of shape () or [1]. Rows of the others are 0.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         compute_dtype: Floating dtype that queries, keys and values are rounded to before the products; None for their
@@ -122,12 +123,6 @@ def ragged_page_attention_v2(
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
-            split: those of `queries` and the `2 * Hk` rows of `kv_pages` alike.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [T, H, D] in queries' dtype; rows that belong to no sequence are 0.
@@ -149,23 +144,7 @@ def ragged_page_attention_v2(
         assert output.shape == (8, 4, 64)
         ```
     """
-    args = RaggedPageAttentionv2Arguments(
-        queries=queries,
-        kv_pages=kv_pages,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        num_seqs=num_seqs,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        compute_dtype=compute_dtype,
-        optimized=optimized,
-        sliding_window=sliding_window,
-        mask_value=mask_value,
-        vmem_limit_bytes=vmem_limit_bytes,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 ragged_page_attention = ragged_page_attention_v2
@@ -186,7 +165,7 @@ def validate(args: RaggedPageAttentionv2Arguments) -> None:
         )
     check_packed("context_lens", "block_tables", "query_start_loc", args, sizes)
     check_num_seqs("num_seqs", args.num_seqs)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def check_num_seqs(name: str, value: Any) -> None:
@@ -215,7 +194,7 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
         kv_layout=paged_cache.COMBINED,
         kv_heads=None,
         num_seqs=jnp.reshape(args.num_seqs, ()),
-        softmax_aux=per_head(args.softmax_aux, args.queries),
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
         compute_dtype=args.compute_dtype,
@@ -264,7 +243,7 @@ OP = Op(
         "block_tables": "r k",
         "query_start_loc": "n",
         "num_seqs": "c",
-        "softmax_aux": "h",
+        "softmax_aux": "h sinks",
     },
     finish=finish,
     output="t h v",

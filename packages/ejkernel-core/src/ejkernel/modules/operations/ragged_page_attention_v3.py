@@ -20,9 +20,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_scale,
     check_groups,
     check_ints,
-    check_per_head,
     check_query,
-    per_head,
     settle,
     tuned,
 )
@@ -33,10 +31,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_cache import LANES, packing
 
@@ -78,6 +77,7 @@ class RaggedPageAttentionv3Arguments:
         )
 
 
+@operation(lambda: OP)
 def ragged_page_attention_v3(
     queries: Float[Array, "t h d"],
     keys: Num[Array, "t g d"],
@@ -87,8 +87,7 @@ def ragged_page_attention_v3(
     block_tables: Integer[Array, " r*k"],
     query_start_loc: Integer[Array, " n"],
     distribution: Integer[Array, " 3"],
-    softmax_aux: Float[Array, " h"] | None = None,
-    /,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = 1.0,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -119,6 +118,9 @@ def ragged_page_attention_v3(
     `"lanes"`, for D = 64: x = ceil(Hk / pack) and 128 lanes; axes 2 and 3 together are the KV heads, keys in lanes 0 to
     63, values in lanes 64 to 127. What only pads is written as 0.
 
+    Over devices, heads can be split where the cache does not pad them: those of queries, keys, values and the cache's
+    axis 2 alike.
+
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         keys: [T, Hk, D] new keys, dtype of kv_cache.
@@ -130,7 +132,7 @@ def ragged_page_attention_v3(
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): sequences 0 to i - 1 have one row each, i to j - 1 equally many, up to k - 1
             any number; k sequences are live. The first two are advice for kernels. Rows of other sequences give 0.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied after all scales.
@@ -141,12 +143,6 @@ def ragged_page_attention_v3(
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
         kv_layout: `"interleaved"` or `"lanes"`; None takes the one that the cache's shape allows, and fails where it
             allows both.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
-            split where the cache does not pad them: those of queries, keys, values and the cache's axis 2 alike.
-        out_specs: Partition specs of output and cache; must follow from the inputs'.
 
     Returns:
         [T, H, D] in queries' dtype, where rows that belong to no sequence are 0, and the cache.
@@ -171,26 +167,7 @@ def ragged_page_attention_v3(
         assert output.shape == (8, 4, 128)
         ```
     """
-    args = RaggedPageAttentionv3Arguments(
-        queries=queries,
-        keys=keys,
-        values=values,
-        kv_cache=kv_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        distribution=distribution,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        vmem_limit_bytes=vmem_limit_bytes,
-        kv_layout=kv_layout,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: RaggedPageAttentionv3Arguments) -> None:
@@ -214,7 +191,7 @@ def validate(args: RaggedPageAttentionv3Arguments) -> None:
         raise ValueError(f"block_tables: got shape ({sizes['N*K']},), wants [N * K] for N={sizes['N']} sequences")
     check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     check_ints("distribution", args.distribution, "3", {"3": 3})
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
@@ -264,7 +241,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         num_seqs=args.distribution[2],
         new_keys=args.keys,
         new_values=args.values,
-        softmax_aux=per_head(args.softmax_aux, args.queries),
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
         value_scale=1.0 if args.v_scale is None else args.v_scale,
@@ -323,7 +300,7 @@ OP = Op(
         "block_tables": "k",
         "query_start_loc": "n",
         "distribution": "c",
-        "softmax_aux": "h",
+        "softmax_aux": "h sinks",
     },
     finish=finish,
     output=("t h v", "p s g c d"),

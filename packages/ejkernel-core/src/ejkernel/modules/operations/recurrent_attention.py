@@ -9,17 +9,17 @@ from ejkernel.families import linear_recurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, finish, lower, validate
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE
-from ejkernel.ops.call import call
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
+@operation(lambda: OP)
 def recurrent_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
     value: Float[Array, "b t g v"],
-    /,
     g: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
     g_gamma: Float[Array, " h"] | Float[Array, "#b h"] | None = None,
     gk: Float[Array, "b t h k"] | None = None,
@@ -44,6 +44,8 @@ def recurrent_attention(
     given together add up. Query head h reads KV head `h // (H // Hk)`. The formula is in
     `ejkernel.families.linear_recurrence`.
 
+    Over devices, batch and heads can be split.
+
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
@@ -61,12 +63,6 @@ def recurrent_attention(
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         reverse: Go from the last token of each sequence to the first.
         return_state: Also return the states after the last token taken.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others, as does a None. Batch and heads can be split.
-        out_specs: Partition specs of the output and the state, or of the output alone; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
@@ -88,24 +84,7 @@ def recurrent_attention(
         assert output.shape == (1, 128, 4, 64) and state.shape == (1, 4, 32, 64)
         ```
     """
-    args = RecurrentAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        g=g,
-        g_gamma=g_gamma,
-        gk=gk,
-        gv=gv,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=return_state,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-
-recurrent = recurrent_attention
+    ...
 
 
 def reference(args: RecurrentAttentionArguments) -> Any:
@@ -143,3 +122,4 @@ OP = Op(
     finish=finish,
 )
 RecurrentAttention.op = OP
+recurrent = with_state(OP, "recurrent")

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+import ejkernel.modules.operations.flash_attention as flash
 from ejkernel import _compat
 from ejkernel.families import ring_attention as family
 from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
-from ejkernel.modules.operations import flash_attention as flash
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
 from ejkernel.modules.operations.shared.ring_placement import placement
@@ -27,9 +27,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 
@@ -75,13 +75,13 @@ class RingAttentionArguments:
             object.__setattr__(self, name, value)
 
 
+@operation(lambda: OP)
 def ring_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
     value: Float[Array, "b s g v"],
-    softmax_aux: Float[Array, " sinks"] | Float[Array, "h sinks"] | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     bias: Float[Array, "#b #h #t #k"] | None = None,
-    /,
     *,
     mask_info: MaskInfo | None = None,
     mask_builder: Callable[..., Any] | None = None,
@@ -107,16 +107,20 @@ def ring_attention(
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
 
-    There are four ways to call it. With `mesh`, `in_specs` and `out_specs`, or with `axis_name` alone where a mesh is
-    set, arrays are those of the whole call. Where `axis_name` is bound, in a function under `jax.shard_map` or
-    `jax.pmap`, they are the calling device's part, device i having the i-th. With neither, one device has everything.
+    There are four ways to call it. With `axis_name` and `mesh`, or `axis_name` alone where a mesh is set, arrays are
+    those of the whole call, in `jax.jit` too; `in_specs` and `out_specs` beside them say how batch and heads are split.
+    Where `axis_name` is bound, in a function under `jax.shard_map` or `jax.pmap`, they are the calling device's part,
+    device i having the i-th. With neither, one device has everything.
+
+    Over devices, queries and keys are split over `axis_name`, batch and heads over any other axes. With `mesh` and no
+    specs, batch and heads are split as the arrays are known to be.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
         value: [B, S, Hk, V], dtype of query.
-        softmax_aux: Sink logits, [num_sinks] shared by all heads or [H, num_sinks]; they join the softmax denominator
-            once, unscaled and unmasked, and carry no value. Differentiable.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable. Where
             `axis_name` is bound its keys are those of all devices, and its queries the device's own or everyone's.
         mask_info: Mask, segments and positions; applies together with everything else. An attention mask has the shape
@@ -132,12 +136,6 @@ def ring_attention(
         axis_name: Mesh axis the sequence is spread over; None where it is not.
         fused_backward: True asks for the gradients of query, key and value in one sweep over the scores. Every
             implementation here works that way in any case.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Queries and keys are split over `axis_name`, batch and heads over any other axes.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -161,23 +159,7 @@ def ring_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    args = RingAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        softmax_aux=softmax_aux,
-        bias=bias,
-        mask_info=mask_info,
-        mask_builder=mask_builder,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        causal=causal,
-        logits_soft_cap=logits_soft_cap,
-        softmax_scale=softmax_scale,
-        axis_name=axis_name,
-        fused_backward=fused_backward,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, **placement(args, mesh, in_specs, out_specs))
+    ...
 
 
 def validate(args: RingAttentionArguments) -> None:
@@ -288,11 +270,11 @@ def reference(args: RingAttentionArguments) -> jax.Array:
 class RingAttention(Kernel[RingAttentionConfig, Array]):
     """`ring_attention` as an object."""
 
-    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Finds the mesh around the call where the call gives none."""
-        record, options = self.op.bind(args, kwargs)
-        given = (options.get(name) for name in ("mesh", "in_specs", "out_specs"))
-        return args, {**kwargs, **placement(record, *given)}
+
+def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """The call on the mesh around it, where it gives none."""
+    given = (options[name] for name in ("mesh", "in_specs", "out_specs"))
+    return OP, args, {**options, **placement(args, *given)}
 
 
 OP = Op(
@@ -314,5 +296,6 @@ OP = Op(
         "softmax_aux": "h n",
         "bias": "b h t k",
     },
+    route=_route,
 )
 RingAttention.op = OP

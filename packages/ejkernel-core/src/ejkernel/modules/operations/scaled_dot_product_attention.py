@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
 from ejkernel.modules.operations.cases import scaled_dot_product_attention as cases
 from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.shared.shapes import got
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 from ejkernel.types import MaskInfo
 
 
@@ -78,6 +78,7 @@ def _as_flash(args: ScaledDotProductAttentionArguments) -> FlashAttentionArgumen
     )
 
 
+@operation(lambda: OP)
 def scaled_dot_product_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -85,7 +86,6 @@ def scaled_dot_product_attention(
     bias: Float[Array, "#b #h #t #s"] | None = None,
     cum_seqlens_q: Integer[Array, " n"] | None = None,
     cum_seqlens_k: Integer[Array, " n"] | None = None,
-    /,
     *,
     mask_info: MaskInfo | None = None,
     init_bias: Callable[[], Array] | None = None,
@@ -105,6 +105,8 @@ def scaled_dot_product_attention(
     `ejkernel.families.tiled_attention`. Memory is linear in the lengths, as in `flash_attention`, which also has
     sinks, soft caps and dropout.
 
+    Over devices, batch, heads and queries can be split; keys and head size cannot.
+
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
@@ -122,12 +124,6 @@ def scaled_dot_product_attention(
             unless `mask_info` gives them.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others. Batch, heads and queries can be split, keys and head size cannot.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
@@ -147,20 +143,7 @@ def scaled_dot_product_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    args = ScaledDotProductAttentionArguments(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        cum_seqlens_q=cum_seqlens_q,
-        cum_seqlens_k=cum_seqlens_k,
-        mask_info=mask_info,
-        init_bias=init_bias,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: ScaledDotProductAttentionArguments) -> None:

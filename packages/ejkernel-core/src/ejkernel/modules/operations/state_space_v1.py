@@ -13,9 +13,9 @@ from ejkernel.modules.operations.cases import state_space_v1 as cases
 from ejkernel.modules.operations.configs import StateSpaceV1Config
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape, got
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.operation import operation
 
 AXES = {
     "hidden_states": "B T I",
@@ -52,6 +52,7 @@ class StateSpaceV1Arguments:
             raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
 
 
+@operation(lambda: OP)
 def state_space_v1(
     hidden_states: Float[Array, "b t i"],
     A: Float[Array, "i e"],
@@ -59,7 +60,6 @@ def state_space_v1(
     C: Float[Array, "b t e"],
     D: Float[Array, " i"],
     dt: Float[Array, "b t i"],
-    /,
     gate: Float[Array, "b t i"] | None = None,
     initial_state: Float[Array, "b i e"] | None = None,
     conv_state: Float[Array, "b i c"] | None = None,
@@ -76,6 +76,8 @@ def state_space_v1(
     Shape letters: B rows, T tokens, I channels, E numbers a state. The formula is in
     `ejkernel.families.selective_scan`. Between chunks only their states are kept, forward and backward.
 
+    Over devices, rows and channels can be split, tokens and states cannot.
+
     Args:
         hidden_states: [B, T, I] float16, bfloat16, float32 or float64: x.
         A: [I, E] floating, real and negative; a model that learns its logarithm passes `-exp(A_log)`.
@@ -89,12 +91,6 @@ def state_space_v1(
             handed back as it is, so that a layer's state is what the call returns.
         act_fn: Activation of the gate, a function of an array in the accumulator's dtype; None is `jax.nn.silu`. Goes
             with a gate. A call is traced again for every new function object.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the arguments up to `conv_state`, in order; trailing ones may be left out and then
-            follow from the others. Rows and channels can be split, tokens and states cannot.
-        out_specs: Partition specs of the results, in order; must follow from the inputs'.
 
     Returns:
         Output [B, T, I] in the dtype of hidden_states, final state [B, I, E] in float32 (float64 for float64), and
@@ -120,19 +116,7 @@ def state_space_v1(
         assert jnp.allclose(last, state, atol=1e-5)
         ```
     """
-    args = StateSpaceV1Arguments(
-        hidden_states=hidden_states,
-        A=A,
-        B=B,
-        C=C,
-        D=D,
-        dt=dt,
-        gate=gate,
-        initial_state=initial_state,
-        conv_state=conv_state,
-        act_fn=act_fn,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: StateSpaceV1Arguments) -> None:

@@ -26,9 +26,9 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -66,6 +66,7 @@ class StateSpaceV2Arguments:
             object.__setattr__(self, name, value)
 
 
+@operation(lambda: OP)
 def state_space_v2(
     x: Float[Array, "b t h p"],
     A: Float[Array, " h"],
@@ -73,7 +74,6 @@ def state_space_v2(
     C: Float[Array, "b t g e"],
     D: Float[Array, " h"],
     dt: Float[Array, "b t h"],
-    /,
     gate: Float[Array, "b t h*p"] | None = None,
     initial_state: Float[Array, "b h p e"] | None = None,
     conv_state: Float[Array, "b i c"] | None = None,
@@ -96,6 +96,8 @@ def state_space_v2(
         h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T
         y_t = h_t C_t + D x_t
 
+    Over devices, batch and heads can be split.
+
     Args:
         x: [B, T, H, P] float16, bfloat16, float32 or float64.
         A: [H] floating, real and negative: `-exp(A_log)`. Differentiable, as are all arrays here.
@@ -113,12 +115,6 @@ def state_space_v2(
         rmsnorm_eps: Added to the mean square, > 0.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; trailing ones may be left out and then follow
-            from the others, as does a None. Batch and heads can be split.
-        out_specs: Partition specs of the results, of which trailing ones may be left out; must follow from the inputs'.
 
     Returns:
         y [B, T, H * P] in x's dtype, the state after the last token [B, H, P, E], float32 (float64 for float64
@@ -140,23 +136,7 @@ def state_space_v2(
         assert y.shape == (1, 128, 128) and state.shape == (1, 8, 16, 32)
         ```
     """
-    args = StateSpaceV2Arguments(
-        x=x,
-        A=A,
-        B=B,
-        C=C,
-        D=D,
-        dt=dt,
-        gate=gate,
-        initial_state=initial_state,
-        conv_state=conv_state,
-        n_groups=n_groups,
-        act_fn=act_fn,
-        use_gated_rmsnorm=use_gated_rmsnorm,
-        rmsnorm_eps=rmsnorm_eps,
-        precision=precision,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: StateSpaceV2Arguments) -> None:

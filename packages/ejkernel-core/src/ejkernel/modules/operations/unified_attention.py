@@ -26,10 +26,11 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.call import call
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
 
 
 @arguments
@@ -62,6 +63,7 @@ class UnifiedAttentionArguments:
         )
 
 
+@operation(lambda: OP)
 def unified_attention(
     queries: Float[Array, "t h d"],
     key_cache: Float[Array, "p s g d"],
@@ -71,8 +73,7 @@ def unified_attention(
     query_start_loc: Integer[Array, " n"],
     alibi_slopes: Float[Array, " h"] | None = None,
     qq_bias: Float[Array, "i i"] | None = None,
-    softmax_aux: Float[Array, " h"] | None = None,
-    /,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -93,6 +94,8 @@ def unified_attention(
     `block_tables[n, k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`: the biases are part
     of the score that the soft cap is applied to, where vLLM's kernel adds them afterwards. Not differentiable.
 
+    Over devices, heads can be split.
+
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         key_cache: [P, S, Hk, D] floating.
@@ -103,19 +106,13 @@ def unified_attention(
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no queries.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
-        softmax_aux: [H] sink logits, one a head; they join the softmax denominator and carry no value.
+        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         causal: Key position at most query position.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
-        platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
-        cfg: Configuration for this call alone; changes speed, not results.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
-        in_specs: Partition specs of the positional arguments, in order; optional ones can be left out. Heads can be
-            split.
-        out_specs: Partition spec of the output; must follow from the inputs'.
 
     Returns:
         [T, H, Dv] in queries' dtype; rows that belong to no sequence are 0.
@@ -137,23 +134,7 @@ def unified_attention(
         assert output.shape == (8, 4, 64)
         ```
     """
-    args = UnifiedAttentionArguments(
-        queries=queries,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        alibi_slopes=alibi_slopes,
-        qq_bias=qq_bias,
-        softmax_aux=softmax_aux,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        seq_threshold_3d=seq_threshold_3d,
-    )
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    ...
 
 
 def validate(args: UnifiedAttentionArguments) -> None:
@@ -163,7 +144,7 @@ def validate(args: UnifiedAttentionArguments) -> None:
     check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
     check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
     check_per_head("alibi_slopes", args.alibi_slopes, sizes)
-    check_per_head("softmax_aux", args.softmax_aux, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
     if args.qq_bias is not None:
         check_shape("qq_bias", args.qq_bias, "Q Q", {"Q": max((0, *args.qq_bias.shape))})
         check_dtype("qq_bias", args.qq_bias, jnp.floating, "a floating dtype")
@@ -181,7 +162,7 @@ def lower(args: UnifiedAttentionArguments) -> PagedAttention:
         softmax_scale=args.queries.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout="pshd",
         kv_heads=None,
-        softmax_aux=per_head(args.softmax_aux, args.queries),
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         alibi_slopes=per_head(args.alibi_slopes, args.queries),
         qq_bias=args.qq_bias,
         causal=args.causal,
@@ -230,7 +211,7 @@ OP = Op(
         "query_start_loc": "n",
         "alibi_slopes": "h",
         "qq_bias": "i j",
-        "softmax_aux": "h",
+        "softmax_aux": "h sinks",
     },
     finish=finish,
     output="t h v",

@@ -16,6 +16,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.dispatch import Decision, NoImplementationError
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.execution.tuner import Tuner
+from ejkernel.ops.model import Op
 
 Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
 Out = TypeVar("Out")
@@ -45,7 +46,7 @@ class Executor:
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
         """What the call would do, and why."""
         with only_looking():
-            return self._decide(kernel, *args, **kwargs)
+            return self._decide(kernel, *args, **kwargs)[1]
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Cfg:
         """The configuration the call would use, both directions, for the toolchain that was asked for.
@@ -55,10 +56,10 @@ class Executor:
         Raises:
             NoImplementationError: No implementation serves the call.
         """
-        decision = self._decide(kernel, *args, **kwargs)
+        op, decision = self._decide(kernel, *args, **kwargs)
         if decision.forward.implementation is None:
             raise NoImplementationError(decision.forward)
-        config: Any = kernel.op.config.from_parts(decision.forward.config, decision.backward.config)
+        config: Any = op.config.from_parts(decision.forward.config, decision.backward.config)
         return dataclasses.replace(config, platform=decision.forward.platform)
 
     def compile(self, kernel: Kernel[Cfg, Out], *example_args: Any, **kwargs: Any) -> Callable[..., Out]:
@@ -76,10 +77,11 @@ class Executor:
 
         return jax.jit(run)
 
-    def _decide(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
+    def _decide(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> tuple[Op, Decision]:
+        """The operation that carries the call out, and what it would do."""
         args, kwargs = kernel.prepare(*args, **kwargs)
-        record, options = kernel.op.bind(args, kwargs)
-        return decide(kernel.op, record, chain=self.chooser, **options)
+        op, record, options = kernel.op.routed(*kernel.op.bind(args, kwargs))
+        return op, decide(op, record, chain=self.chooser, **options)
 
 
 def create_default_executor(

@@ -1,6 +1,7 @@
 """Shape and value checks whose messages name the argument, what it got and what it wants."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -215,6 +216,23 @@ def as_float_dtype(name: str, value: Any) -> np.dtype:
 def as_seed(value: Any) -> Any:
     """A seed with every Python int as uint32: its low 32 bits. Arrays stay as they are."""
     return np.uint32(int(value) % 2**32) if _is_int(value) else value
+
+
+def as_drawn_seed(name: str, value: Any, drops: bool) -> Any:
+    """The seed of a call that may drop weights: as `as_seed`, and 0 where none is given to a call that does.
+
+    The first such call of a process warns: without a seed, all of them drop the same pairs.
+    """
+    if value is not None or not drops:
+        return as_seed(value)
+    if not _warned:
+        _warned.add(name)
+        message = f"{name}: got None, which means 0; every call drops the same pairs until a seed is given"
+        warnings.warn(message, UserWarning, stacklevel=5)
+    return np.uint32(0)
+
+
+_warned: set[str] = set()
 
 
 def got(value: Any) -> str:
