@@ -136,10 +136,12 @@ class ConfigSelectorChain:
 
     def _explicit(self, request: Request, trail: list[str]) -> Selection | None:
         cfg = request.override
-        part = None if cfg is None else cfg.part(request.direction)
+        part = None if cfg is None else cfg.part_of(request.direction)
         if cfg is not None and part is not None:
             elsewhere = overlay.made_for(cfg, request.serves())
             remark = f" ({elsewhere})" if elsewhere else ""
+            if request.direction == "both" and cfg.part("backward") not in (None, part):
+                remark += f" (its backward part has no meaning for {request.implementation.name}, which is paired)"
             trail.append(f"override: cfg= gives {given_values(part)}{remark}{_unread(part, request)}")
             return Selection(request.completed(part), "override", tuple(trail))
         trail.append("override: none given" if cfg is None else f"override: cfg= leaves the {request.direction} open")

@@ -201,6 +201,8 @@ class Kernel(Generic[Cfg, Out]):
         return self._rule(implementations[0], record, device)
 
     def _rule(self, implementation: Implementation, record: Any, device: DeviceInfo) -> Cfg:
+        if implementation.paired:
+            return self._config(implementation, implementation.config.heuristic(record, device, "both"), None)
         directions: tuple[Direction, ...] = ("forward", "backward")
         parts = (
             implementation.config.heuristic(record, device, direction)
@@ -217,7 +219,7 @@ class Kernel(Generic[Cfg, Out]):
         for implementation in implementations:
             space, rule = implementation.config, self._rule(implementation, record, device)
             forward, backward = rule.part("forward"), rule.part("backward")
-            parts = space.candidates(record, device, "forward")
+            parts = space.candidates(record, device, "both" if implementation.paired else "forward")
             found += [rule, *(self._config(implementation, part, backward) for part in parts)]
             if backward is not None:
                 parts = space.candidates(record, device, "backward")
