@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.call import decide
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.config.params import Direction, from_parts
 from ejkernel.ops.model import Op
 from ejkernel.ops.pullback import Pullback
 from ejkernel_conformance import running
@@ -154,7 +154,7 @@ def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
     op = subject.op
     parts = (None, part) if direction == "backward" else (part, None)
     # An operation whose configuration has no parts has whole configurations as candidates.
-    cfg = part if isinstance(part, op.config) else op.config.from_parts(*parts)
+    cfg = part if isinstance(part, op.config) else from_parts(op.config, *parts)
     plan = pinned_plan(op, subject.implementation, cfg)
     output, gradients = running.expected(op, subject.case)
     if direction == "forward":

@@ -6,7 +6,7 @@ from ejkernel.ops.config.chain import ConfigSelectorChain, NoConfigError, Reques
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.memory import ConfigCache
 from ejkernel.ops.config.overlay import overlay_cache
-from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams
+from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams, KernelConfig
 from ejkernel.ops.config.persistent import PersistentCache, StoreWarning
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.device import DeviceInfo, current_device, target_device
@@ -40,6 +40,7 @@ __all__ = [
     "Implementation",
     "Invocation",
     "Kernel",
+    "KernelConfig",
     "Measurement",
     "NoConfigError",
     "NoImplementationError",

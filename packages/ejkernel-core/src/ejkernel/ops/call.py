@@ -11,7 +11,7 @@ from ejkernel import _compat
 from ejkernel.ops import recording
 from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.params import BaseOperationConfig, Platform
+from ejkernel.ops.config.params import BaseOperationConfig, KernelConfig, Platform
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
@@ -93,7 +93,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     Raises:
         ValueError: `cfg` is not the operation's configuration class, or nobody knows the platform.
     """
-    if cfg is not None and not isinstance(cfg, op.config):
+    if cfg is not None and not isinstance(cfg, (op.config, KernelConfig)):
         raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
     cfg = op.configure(args, cfg)
     chosen = platform or (cfg.platform if cfg is not None else "auto")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from ejkernel.ops.arguments import given_fields
-from ejkernel.ops.config.params import Direction, given_values
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values, is_public
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Family, Implementation, Op, Requires
 from ejkernel.ops.plugins import Plugin, registry
@@ -116,7 +116,13 @@ class NoImplementationError(NotImplementedError):
 
 
 def choose(
-    op: Op, record: Any, device: DeviceInfo, platform: str, direction: Direction, wanted: frozenset[str] = frozenset()
+    op: Op,
+    record: Any,
+    device: DeviceInfo,
+    platform: str,
+    direction: Direction,
+    wanted: frozenset[str] = frozenset(),
+    cfg: BaseOperationConfig | None = None,
 ) -> Choice:
     """Judges every registered implementation of `op` for `record` and picks the best that serves.
 
@@ -127,11 +133,13 @@ def choose(
         platform: A toolchain, or `"auto"`. An explicit one is never replaced.
         direction: Which pass.
         wanted: For backward: the record fields whose gradient is needed.
+        cfg: The call's own configuration.
     """
     found = registry()
     verdicts: list[Verdict] = []
     for implementation in found.implementations.get(op.name, ()):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
+        reasons += tuple(_config_refusals(op, implementation, cfg, direction))
         verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons))
     return Choice(
         op=op.name,
@@ -218,6 +226,25 @@ def refusals(
     requires = implementation.requires_for(direction)
     yield from _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
     yield from _record_refusals(family, requires, record)
+
+
+def _config_refusals(
+    op: Op, implementation: Implementation, cfg: BaseOperationConfig | None, direction: Direction
+) -> Iterator[str]:
+    """What a call's own configuration says that a kernel cannot be told."""
+    direction = "both" if implementation.paired else direction
+    space, part = implementation.config, None if cfg is None else cfg.part_of(direction)
+    own = space.own(direction)
+    if part is None or (own is not None and isinstance(part, own)):
+        return
+    if not is_public(part, op.config):
+        yield f"cfg: {type(part).__name__} is the configuration of another kernel"
+    elif own is not None:
+        given = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) is not None}
+        unknown = sorted(given - space.public(direction) - {"platform", "backend"})
+        if unknown:
+            has = ", ".join(sorted(space.public(direction))) or "nothing"
+            yield f"cfg: {', '.join(unknown)} means nothing to {own.__name__}, which is set by {has}"
 
 
 def made_for(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, piece
 from ejkernel.ops.device import DeviceInfo
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
@@ -194,22 +194,52 @@ class Requires:
     extra: Callable[[Any], Iterable[str]] = _no_reasons
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigSpace:
     """The configurations of an implementation.
 
+    Kernels have frozen configuration types of their own, whose fields are named for what they are. What callers write
+    in an operation's public configuration is translated: `faces` says which public field sets which of the kernel's. A
+    public field that is not there refuses the implementation, by the field's name.
+
     Attributes:
-        reads: Names of the configuration fields its kernels look at.
+        forward: Type of the forward kernel's configuration; None where it is given the public one's part.
+        backward: Likewise of the backward kernel; of a pair, both kernels are given the forward type.
+        faces: Public field -> the kernel's field, by direction.
+        reads: Names of the public fields that kernels without a type of their own look at.
         heuristic: (record, device, direction) -> complete configuration part, by rule.
         candidates: (record, device, direction) -> configuration parts worth measuring.
         kind: Record -> what it has in common with the calls that share an entry of a shipped table; None where only
             calls of the same shapes do.
     """
 
-    reads: frozenset[str]
     heuristic: Callable[[Any, DeviceInfo, Direction], Any]
     candidates: Callable[[Any, DeviceInfo, Direction], tuple[Any, ...]]
+    reads: frozenset[str] = frozenset()
     kind: Callable[[Any], str | None] = _of_no_kind
+    forward: type | None = None
+    backward: type | None = None
+    faces: Mapping[Direction, Mapping[str, str]] = dataclasses.field(default_factory=dict[Direction, Mapping[str, str]])
+
+    def own(self, direction: Direction) -> type | None:
+        """The type of one direction's kernel configuration, if it has one of its own."""
+        return self.backward if direction == "backward" else self.forward
+
+    def public(self, direction: Direction) -> frozenset[str]:
+        """The public fields that mean something to one direction's kernel."""
+        return self.reads if self.own(direction) is None else frozenset(self.faces.get(piece(direction), {}))
+
+    def translated(self, part: Any, ruled: Any, direction: Direction) -> Any:
+        """The kernel's configuration that a public part means, with what it leaves open from the rule's.
+
+        Args:
+            part: Of the public configuration; fields that `faces` does not know are passed over.
+            ruled: What the heuristic says.
+            direction: Which pass.
+        """
+        faces = self.faces.get(piece(direction), {})
+        values = {own: getattr(part, name, None) for name, own in faces.items()}
+        return dataclasses.replace(ruled, **{own: value for own, value in values.items() if value is not None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

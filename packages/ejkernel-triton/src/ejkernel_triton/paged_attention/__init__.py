@@ -62,7 +62,12 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=HANDLES,
                 extra=_reasons,
             ),
-            config=ConfigSpace(reads=frozenset(), heuristic=config.heuristic, candidates=config.candidates),
+            config=ConfigSpace(
+                forward=config.PagedForward,
+                faces={"forward": config.FACES},
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
             priority=10,
         ),
     )

@@ -29,6 +29,15 @@ class PagedForward:
     num_stages: int
 
 
+FACES = {
+    "q_blocksize": "block_q",
+    "kv_blocksize": "block_kv",
+    "block_k": "block_kv",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+}
+"""Fields of the public configurations and what they set here."""
+
 SCORE_ROWS = 64
 """Rows of a tile of scores where sequences have many query rows."""
 

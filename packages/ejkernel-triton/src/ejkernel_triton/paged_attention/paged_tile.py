@@ -27,6 +27,9 @@ def rounded(x, spec: tl.constexpr):
         x = round_bfloat16(x.to(tl.float32))
     if spec.ROUND == "float16":
         x = x.to(tl.float16)
+    if spec.BYTES == 1:
+        # Triton's interpreter converts integers to bfloat16 as the integers that hold its bits.
+        x = x.to(tl.float32)
     return x
 
 

@@ -56,6 +56,7 @@ class PagedSpec:
         PLAIN: Whether scores are products and a factor alone.
         VALUE_SCALE: Factor on the output.
         ROUND: Dtype that queries, keys and values are rounded to, or None.
+        BYTES: Of an element of the cache.
         OPERAND: Dtype in which queries meet keys.
         VALUE: Dtype in which weights meet values.
         PRECISION: Of products of float32.
@@ -95,6 +96,7 @@ class PagedSpec:
     PLAIN: bool
     VALUE_SCALE: float
     ROUND: str | None
+    BYTES: int
     OPERAND: str
     VALUE: str
     PRECISION: str
@@ -151,6 +153,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int) -> Pag
         PLAIN=plain,
         VALUE_SCALE=record.value_scale,
         ROUND=None if record.compute_dtype is None else jnp.dtype(record.compute_dtype).name,
+        BYTES=jnp.dtype(stored.dtype).itemsize,
         OPERAND=jnp.dtype(operand).name,
         VALUE=promoted(record.query.dtype, stored.dtype).name,
         PRECISION="tf32x3" if nvidia else "ieee",

@@ -214,8 +214,11 @@ class ConfigSelectorChain:
 def _unread(part: Any, request: Request) -> str:
     """A remark about fields that were set and that the chosen kernels do not have."""
     implementation = request.implementation
+    own = implementation.config.own(request.direction)
+    if own is not None and isinstance(part, own):
+        return ""
     given = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) is not None}
-    unread = sorted(given - implementation.config.reads - {"platform", "backend"})
+    unread = sorted(given - implementation.config.public(request.direction) - {"platform", "backend"})
     return f" ({', '.join(unread)} has no meaning for {implementation.name})" if unread else ""
 
 

@@ -47,7 +47,8 @@ class Request:
 
     def part_type(self) -> type:
         """Type of the configuration part of this direction."""
-        return self.op.config.part_types.get(piece(self.direction), self.op.config)
+        own = self.implementation.config.own(self.direction)
+        return own or self.op.config.part_types.get(piece(self.direction), self.op.config)
 
     def kernel(self) -> Callable[[Any, Any], Any]:
         """What is measured: (record, or `Pullback` for the backward pass or both, configuration part) -> results."""
@@ -65,8 +66,13 @@ class Request:
         return self.implementation.config.heuristic(self.record, self.device, self.direction)
 
     def completed(self, part: Any) -> Any:
-        """`part` with the fields that were left unset filled by the implementation's rule."""
+        """`part` in the kernel's type, with the fields that were left unset filled by the implementation's rule."""
+        own = self.implementation.config.own(self.direction)
+        if own is not None and isinstance(part, own):
+            return part
         ruled = self.heuristic()
+        if own is not None:
+            return self.implementation.config.translated(part, ruled, self.direction)
         unset = {f.name: getattr(ruled, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) is None}
         return dataclasses.replace(part, **unset)
 

@@ -10,7 +10,7 @@ import jax
 from ejkernel.ops.call import decide
 from ejkernel.ops.config.agreement import only_looking
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.config.params import BaseOperationConfig, from_parts
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.dispatch import Decision, NoImplementationError
@@ -59,7 +59,7 @@ class Executor:
         op, decision = self._decide(kernel, *args, **kwargs)
         if decision.forward.implementation is None:
             raise NoImplementationError(decision.forward)
-        config: Any = op.config.from_parts(decision.forward.config, decision.backward.config)
+        config: Any = from_parts(op.config, decision.forward.config, decision.backward.config)
         return dataclasses.replace(config, platform=decision.forward.platform)
 
     def compile(self, kernel: Kernel[Cfg, Out], *example_args: Any, **kwargs: Any) -> Callable[..., Out]:

@@ -10,7 +10,7 @@ import jax
 from ejkernel.ops.call import call, default_chain, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import signature
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, from_parts
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import NoImplementationError, made_for
 from ejkernel.ops.execution.lowering import lowered
@@ -227,5 +227,5 @@ class Kernel(Generic[Cfg, Out]):
         return tuple(dict.fromkeys(found))
 
     def _config(self, implementation: Implementation, forward: Any, backward: Any) -> Cfg:
-        config: Any = self.op.config.from_parts(forward, backward)
+        config: Any = from_parts(self.op.config, forward, backward)
         return dataclasses.replace(config, platform=implementation.platform, backend=implementation.backend)
