@@ -255,11 +255,11 @@ class ConfigSpace:
         own = self.own_type(direction)
         if own is None or not isinstance(part, own):
             return part
-        names = {field: face for face, field in self._faces(own).items()}
         face = config.part_types.get(direction, config)
         has = {field.name for field in dataclasses.fields(face)}
+        names = {field: name for name, field in self._faces(own).items() if name in has}
         values = _given(part)
-        shown = {names[name]: value for name, value in values.items() if names.get(name) in has}
+        shown = {names[name]: value for name, value in values.items() if name in names}
         return part if direction in config.part_types and len(shown) < len(values) else face(**shown)
 
     def _faces(self, own: type) -> dict[str, str]:
