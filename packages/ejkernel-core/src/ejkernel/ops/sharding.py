@@ -3,6 +3,9 @@
 The caller gives partition specs for the first arguments in public order. They say which mesh axes split which axis of
 the problem (batch, heads, queries, ...); from that every array of the lowered record, given a spec or not, gets its
 own, so that a replicated bias is cut where the queries are cut and nothing is read twice or misaligned.
+
+Mesh axes of size 1 split nothing: specs are compared without them, so that a mesh of one device refuses no call that is
+right without a mesh.
 """
 
 import dataclasses
@@ -31,6 +34,7 @@ class Letters:
         outputs: Letters of what the public function returns.
         shardable: Letters that may be split.
         aligned: Pairs of letters that must be split alike.
+        sizes: Size of each letter in the positional arguments.
     """
 
     op: Op
@@ -39,6 +43,7 @@ class Letters:
     outputs: tuple[str, ...]
     shardable: str
     aligned: tuple[tuple[str, str], ...]
+    sizes: Mapping[str, int]
 
 
 def letters_of(op: Op, args: Any) -> Letters:
@@ -55,6 +60,7 @@ def letters_of(op: Op, args: Any) -> Letters:
         outputs=(outputs,) if isinstance(outputs, str) else outputs,
         shardable=op.family.shardable_of(record),
         aligned=op.family.aligned_of(record),
+        sizes=_sizes(arguments, args),
     )
 
 
@@ -70,7 +76,7 @@ def split_axes(letters: Letters, in_specs: tuple[Any, ...], mesh: Any) -> dict[s
     for (argument, own), spec in zip(letters.arguments.items(), in_specs, strict=False):
         if spec is None:
             continue
-        entries = [_mesh_axes(entry) for entry in spec]
+        entries = [_mesh_axes(entry, mesh) for entry in spec]
         if len(entries) > len(own.split()):
             raise ValueError(f"in_specs: {argument} has axes {own!r}, got {spec} with {len(entries)} entries")
         for letter, axes in zip(own.split(), entries, strict=False):
@@ -80,7 +86,7 @@ def split_axes(letters: Letters, in_specs: tuple[Any, ...], mesh: Any) -> dict[s
                 raise ValueError(
                     f"in_specs: {argument} splits {letter!r} over {axes}, {known[1]} splits it over {known[0]}"
                 )
-    return {letter: axes for letter, (axes, _) in split.items()}
+    return {letter: axes for letter, (axes, _) in split.items() if axes}
 
 
 def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -115,7 +121,8 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
         )
     for letter, axes in split.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        size = sizes.get(letter, 1)
+        # Lowering can leave one where arguments have several, such as KV heads that read the same latent vectors.
+        size = sizes.get(letter, letters.sizes.get(letter, 1))
         if size % parts:
             raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
     for one, other in letters.aligned:
@@ -128,7 +135,7 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
     return jax.tree.unflatten(structure, [specs[name] for name in array_fields(record)] if leaves else [])
 
 
-def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
+def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
     """Checks the caller's idea of how the output is split.
 
     Raises:
@@ -144,7 +151,7 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
         wanted = [split.get(letter, ()) for letter in own.split()]
-        given = [_mesh_axes(entry) for entry in spec or ()]
+        given = [_mesh_axes(entry, mesh) for entry in spec or ()]
         if given + [()] * (len(wanted) - len(given)) != wanted:
             raise ValueError(f"out_specs: the inputs' specs make the output {_spec(own, split)}, got {spec}")
 
@@ -188,7 +195,7 @@ def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out
 def _checked_split(letters: Letters, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
     if out_specs is not None:
         split = split_axes(letters, in_specs, mesh)
-        check_output(letters, split, out_specs)
+        check_output(letters, split, out_specs, mesh)
         return split
     try:
         return split_axes(letters, in_specs, mesh)
@@ -265,10 +272,21 @@ def _spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:
     return PartitionSpec(*(_entry(split.get(letter, ()), 2) for letter in letters.split()))
 
 
-def _mesh_axes(entry: Any) -> MeshAxes:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+def _mesh_axes(entry: Any, mesh: Any) -> MeshAxes:
+    """The mesh axes of an entry of a spec that split something; those that the mesh does not have are kept."""
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return tuple(axis for axis in axes if mesh.shape.get(axis) != 1)
+
+
+def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
+    shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
+    pairs = [
+        pair
+        for name, own in letters.items()
+        if len(shapes[name]) == len(own.split())
+        for pair in zip(own.split(), shapes[name], strict=True)
+    ]
+    return {letter: size for letter, size in pairs if size != 1}
 
 
 def _entry(axes: MeshAxes, size: int) -> Any:
