@@ -3,9 +3,6 @@
 The caller gives partition specs for the first arguments in public order. They say which mesh axes split which axis of
 the problem (batch, heads, queries, ...); from that every array of the lowered record, given a spec or not, gets its
 own, so that a replicated bias is cut where the queries are cut and nothing is read twice or misaligned.
-
-Mesh axes of size 1 split nothing: specs are compared without them, so that a mesh of one device refuses no call that is
-right without a mesh.
 """
 
 import dataclasses
@@ -64,8 +61,16 @@ def letters_of(op: Op, args: Any) -> Letters:
     )
 
 
-def split_axes(letters: Letters, in_specs: tuple[Any, ...], mesh: Any) -> dict[str, MeshAxes]:
+def split_axes(
+    letters: Letters, in_specs: tuple[Any, ...], mesh: Any, keep_single: bool = False
+) -> dict[str, MeshAxes]:
     """Which mesh axes split which letter of the operation's axes.
+
+    Args:
+        letters: The letters of a call.
+        in_specs: Partition specs of its first arguments.
+        mesh: Whose axes they name.
+        keep_single: Whether axes of size 1, which split nothing, count too.
 
     Raises:
         ValueError: Fewer specs than required arguments, or more than arguments; something that is no spec; an unknown
@@ -76,17 +81,19 @@ def split_axes(letters: Letters, in_specs: tuple[Any, ...], mesh: Any) -> dict[s
     for (argument, own), spec in zip(letters.arguments.items(), in_specs, strict=False):
         if spec is None:
             continue
-        entries = [_mesh_axes(entry, mesh) for entry in spec]
+        entries = [_mesh_axes(entry) for entry in spec]
         if len(entries) > len(own.split()):
             raise ValueError(f"in_specs: {argument} has axes {own!r}, got {spec} with {len(entries)} entries")
         for letter, axes in zip(own.split(), entries, strict=False):
-            _check_entry(letters, argument, letter, axes, mesh)
+            _check_known(argument, axes, mesh)
+            axes = axes if keep_single else _splitting(axes, mesh)
+            _check_shardable(letters, argument, letter, axes)
             known = split.setdefault(letter, (axes, argument)) if axes else split.get(letter, ((), argument))
             if axes and known[0] != axes:
                 raise ValueError(
                     f"in_specs: {argument} splits {letter!r} over {axes}, {known[1]} splits it over {known[0]}"
                 )
-    return {letter: axes for letter, (axes, _) in split.items() if axes}
+    return {letter: axes for letter, (axes, _) in split.items()}
 
 
 def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -136,7 +143,7 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
 
 
 def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
-    """Checks the caller's idea of how the output is split.
+    """Checks the caller's idea of how the output is split; mesh axes of size 1 split nothing.
 
     Raises:
         ValueError: `out_specs` disagrees with how the inputs are split.
@@ -151,7 +158,7 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
         wanted = [split.get(letter, ()) for letter in own.split()]
-        given = [_mesh_axes(entry, mesh) for entry in spec or ()]
+        given = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
         if given + [()] * (len(wanted) - len(given)) != wanted:
             raise ValueError(f"out_specs: the inputs' specs make the output {_spec(own, split)}, got {spec}")
 
@@ -197,6 +204,10 @@ def _checked_split(letters: Letters, mesh: Any, in_specs: tuple[Any, ...], out_s
         split = split_axes(letters, in_specs, mesh)
         check_output(letters, split, out_specs, mesh)
         return split
+    try:  # where they agree, axes of size 1 stay in the types of the results
+        return split_axes(letters, in_specs, mesh, keep_single=True)
+    except ValueError:
+        pass
     try:
         return split_axes(letters, in_specs, mesh)
     except ValueError as error:
@@ -260,10 +271,18 @@ def _check_specs(letters: Letters, in_specs: tuple[Any, ...]) -> None:
             raise ValueError(f"in_specs: got {spec!r} for {argument}, wants a PartitionSpec or None")
 
 
-def _check_entry(letters: Letters, argument: str, letter: str, axes: MeshAxes, mesh: Any) -> None:
+def _check_known(argument: str, axes: MeshAxes, mesh: Any) -> None:
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown:
         raise ValueError(f"in_specs: {argument} names mesh axis {unknown[0]!r}, the mesh has {tuple(mesh.shape)}")
+
+
+def _splitting(axes: MeshAxes, mesh: Any) -> MeshAxes:
+    """Those of the axes that split anything."""
+    return tuple(axis for axis in axes if mesh.shape.get(axis) != 1)
+
+
+def _check_shardable(letters: Letters, argument: str, letter: str, axes: MeshAxes) -> None:
     if axes and letter not in letters.shardable:
         raise ValueError(f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {letters.op.name}")
 
@@ -272,20 +291,17 @@ def _spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:
     return PartitionSpec(*(_entry(split.get(letter, ()), 2) for letter in letters.split()))
 
 
-def _mesh_axes(entry: Any, mesh: Any) -> MeshAxes:
-    """The mesh axes of an entry of a spec that split something; those that the mesh does not have are kept."""
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    return tuple(axis for axis in axes if mesh.shape.get(axis) != 1)
+def _mesh_axes(entry: Any) -> MeshAxes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
+    """Size of each letter, where it is more than one."""
     shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
-    pairs = [
-        pair
-        for name, own in letters.items()
-        if len(shapes[name]) == len(own.split())
-        for pair in zip(own.split(), shapes[name], strict=True)
-    ]
+    given = [(own.split(), shapes[name]) for name, own in letters.items()]
+    pairs = [pair for own, shape in given if len(own) == len(shape) for pair in zip(own, shape, strict=True)]
     return {letter: size for letter, size in pairs if size != 1}
 
 

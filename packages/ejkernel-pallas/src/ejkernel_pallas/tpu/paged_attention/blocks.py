@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.loops import each, loop
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Item, Refs
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
 from ejkernel_pallas.tpu.paged_attention.softmax import Mask, Part, Rows, fold, masks, note_hidden
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
-from ejkernel_pallas.tpu.quotients import quotient
 
 HEADS = 4
 """Heads whose products of many rows are made together."""
@@ -49,8 +49,8 @@ def attend(refs: Refs, block: Block, ahead: Block, there: Any, side: Any, spec: 
         at_once = plain & (ahead.item.holes == 0) & (ahead.pages(spec)[0] == 0)
     size = spec.chunk * (max(1, spec.rounds // 2) if spec.pieces else spec.rounds)
     base, item = block.number * spec.block, block.item
-    first = jnp.clip(quotient(item.low - base, size), 0, spec.block // size)
-    end = jnp.clip(quotient(item.high - base + size - 1, size), first, spec.block // size)
+    first = jnp.clip(divide(item.low - base, size), 0, spec.block // size)
+    end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block // size)
 
     @pl.when(there & jnp.logical_not(at_once))
     def _() -> None:
@@ -169,7 +169,7 @@ def _many(refs: Refs, block: Block, side: Any, start: Any, spec: Spec) -> None:
 def _heads(refs: Refs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
     """Takes such keys, as many rows and heads at once as make a good product."""
     size, lead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
-    count = quotient(item.tokens * spec.group + size - 1, size)
+    count = divide(item.tokens * spec.group + size - 1, size)
     together = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs["head_keys"], refs["head_values"], operator.getitem
 

@@ -13,10 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.loops import loop
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import loop
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, Spec
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
-from ejkernel_pallas.tpu.quotients import quotient
 
 TOGETHER = 8
 """Pages whose copies are started without a branch between them."""
@@ -85,7 +85,7 @@ def start_pages(refs: Refs, block: Block, spec: Spec) -> None:
             pl.when(there)(functools.partial(_start, refs, block, number, page, spec))
         return carry
 
-    loop(quotient(first, together), quotient(end + together - 1, together), several, jnp.int32(0))
+    loop(divide(first, together), divide(end + together - 1, together), several, jnp.int32(0))
 
 
 def pieces(refs: Refs, block: Block, there: Any, count: int, spec: Spec) -> Iterator[Callable[[], None]]:
@@ -127,8 +127,8 @@ def wait_pages(refs: Refs, block: Block, keys: tuple[Any, Any], spec: Spec) -> N
     def _() -> None:
         slots, (first, end) = spec.cache.slots, block.pages(spec)
         _wait_each(refs, block, spec)
-        low = jnp.minimum(quotient(keys[0], slots), first)
-        high = jnp.maximum(quotient(keys[1] + slots - 1, slots), end)
+        low = jnp.minimum(divide(keys[0], slots), first)
+        high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
 
         def clear(k: jax.Array, carry: jax.Array) -> jax.Array:
             _clear(refs, block, jnp.where(k < first, k, k - first + end), spec)
@@ -229,7 +229,7 @@ def _query_copies(refs: Refs, item: Item, slot: Any, spec: Spec, copy: Any) -> N
             copy(pl.ds(offset, spec.grain), pl.ds(pl.multiple_of(start + offset, spec.grain), spec.grain))
             return carry
 
-        count = quotient(item.tokens * spec.group + spec.grain - 1, spec.grain)
+        count = divide(item.tokens * spec.group + spec.grain - 1, spec.grain)
         loop(jnp.int32(0), count, part, jnp.int32(0))
 
 
@@ -267,7 +267,7 @@ def start_writes(refs: Refs, item: Item, spec: Spec) -> None:
     def run(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         done, pages, singles = state
         at = position + done
-        entry = quotient(jnp.maximum(at, 0), slots)
+        entry = divide(jnp.maximum(at, 0), slots)
         number = refs["tables"][item.sequence * spec.entries + jnp.minimum(entry, spec.entries - 1)]
         there = (number >= 0) & (entry < spec.entries) & (at >= 0)
         slot = jnp.maximum(at, 0) % slots

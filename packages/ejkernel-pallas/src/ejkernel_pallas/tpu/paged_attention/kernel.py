@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.loops import each, loop
+from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.blocks import attend, by_size
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Cursor, Item, Refs

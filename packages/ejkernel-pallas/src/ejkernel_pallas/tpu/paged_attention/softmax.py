@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.loops import each, loop
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention.copies import Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order, turns
 from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, ROWS, TILE, Spec
-from ejkernel_pallas.tpu.quotients import quotient
 from ejkernel_pallas.tpu.tiled_attention import tile
 
 Refs = dict[str, Any]
@@ -146,12 +146,12 @@ def _own(rows: Rows, start: int, at: Chunk, spec: Spec) -> jax.Array:
     _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
     row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group // spec.joined
     assert head is not None  # as there are several
-    return quotient(row, group) == head
+    return divide(row, group) == head
 
 
 def _absent(refs: Refs, item: Item, at: Chunk, offset: jax.Array, spec: Spec) -> jax.Array:
     """Which keys of a chunk are in pages that are not there, int32."""
-    slots, first = spec.cache.slots, quotient(at.key, spec.cache.slots)
+    slots, first = spec.cache.slots, divide(at.key, spec.cache.slots)
 
     def page(k: jax.Array, found: jax.Array) -> jax.Array:
         number = refs["tables"][item.sequence * spec.entries + jnp.minimum(first + k, spec.entries - 1)]

@@ -1,4 +1,4 @@
-"""Loops that are laid out once."""
+"""Loops whose body is compiled once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from jax import lax
 
 
 def loop(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`lax.fori_loop`, for bounds that are traced.
+    """`lax.fori_loop` for traced bounds.
 
-    Mosaic lays a `fori_loop` with such bounds out twice, the second time for trips that unrolling would leave over. In
-    a nest of loops the innermost body then is there many times, and takes as long to compile. It does not know this
-    loop for one, as its bound is not among what is carried.
+    Mosaic emits a `fori_loop` with traced bounds twice, the second time for the remainder of an unrolled loop. A nest
+    of such loops emits its innermost body many times, and takes as long to compile. It does not recognise this loop,
+    whose bound is not carried, as a `fori_loop`.
     """
     end = jnp.int32(end)
     state = lax.while_loop(lambda x: x[0] < end, lambda x: (x[0] + 1, step(*x)), (jnp.int32(first), carry))
@@ -21,7 +21,7 @@ def loop(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> A
 
 
 def each(count: int, act: Callable[[Any], None]) -> None:
-    """Calls `act` with 0 to `count - 1`, laid out once."""
+    """Calls `act` with 0 to `count - 1`; its code is emitted once."""
     if count == 1:
         act(0)
         return
