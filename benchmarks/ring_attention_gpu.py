@@ -142,7 +142,7 @@ def check(mesh: Mesh) -> list[str]:
         wide = [x.astype(jnp.float32) for x in alone]
         with jax.default_matmul_precision("highest"):
             exact = jax.jit(functools.partial(gradients, functools.partial(flash, platform="xla")))
-            made = exact.lower(*wide).compile(compiler_options={"xla_gpu_autotune_level": 0})(*wide)
+            made = exact.lower(*wide).compile(compiler_options={"xla_gpu_autotune_level": "0"})(*wide)
         want = [np.asarray(x) for x in made]
         errors = []
         for call, given in ((around, placed), (flash, alone)):
@@ -218,13 +218,15 @@ COLUMNS = ("tokens", "pass", "side", "median ms", "IQR ms", "TFLOP/s a GPU", "of
 
 def compiled_sides(mesh: Mesh, lengths: Sequence[int]) -> dict[int, tuple[dict[str, Side], tuple[Any, Any]]]:
     """Everything that is timed, compiled, and flash attention on one device, for its memory alone."""
-    calls = {"ring": (functools.partial(ring, mesh, causal=True), mesh, SEQUENCE)}
-    calls["heads split"] = functools.partial(by_head, mesh, causal=True), mesh, BY_HEAD
-    calls["one device"] = functools.partial(flash_attention, causal=True), None, P()
+    calls: dict[str, tuple[Callable[..., Any], Mesh | None, P]] = {
+        "ring": (functools.partial(ring, mesh, causal=True), mesh, SEQUENCE),
+        "heads split": (functools.partial(by_head, mesh, causal=True), mesh, BY_HEAD),
+        "one device": (functools.partial(flash_attention, causal=True), None, P()),
+    }
     work = {(n, name): lowered(*call, n) for n in lengths for name, call in calls.items()}
     with ThreadPoolExecutor(8) as pool:
         jobs = {key: [pool.submit(x.compile) for x in pair] for key, pair in work.items()}
-    done = {key: tuple(job.result() for job in pair) for key, pair in jobs.items()}
+    done = {key: (forward.result(), graded.result()) for key, (forward, graded) in jobs.items()}
     specs = {"ring": SEQUENCE, "heads split": BY_HEAD}
     sides = {n: {name: Side(*done[n, name], spec) for name, spec in specs.items()} for n in lengths}
     return {n: (sides[n], done[n, "one device"]) for n in lengths}
