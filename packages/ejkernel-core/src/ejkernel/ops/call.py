@@ -11,7 +11,7 @@ from ejkernel import _compat
 from ejkernel.ops import recording
 from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.params import BaseOperationConfig, KernelConfig, Platform
+from ejkernel.ops.config.params import BaseOperationConfig, Platform
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
@@ -71,7 +71,7 @@ def call(
     chain = default_chain() if chain is None else chain
     if op.route is not None:
         given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-        op, args, given = op.routed(args, given)
+        op, args, given = op.route(args, given)
         platform, cfg, mesh, in_specs, out_specs = (given[name] for name in CALL_OPTIONS)
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
@@ -93,7 +93,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     Raises:
         ValueError: `cfg` is not the operation's configuration class, or nobody knows the platform.
     """
-    if cfg is not None and not isinstance(cfg, (op.config, KernelConfig)):
+    if cfg is not None and not isinstance(cfg, op.config):
         raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
     cfg = op.configure(args, cfg)
     chosen = platform or (cfg.platform if cfg is not None else "auto")

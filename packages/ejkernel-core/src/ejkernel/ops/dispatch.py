@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops.arguments import given_fields
-from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values, is_public
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values
+from ejkernel.ops.config.selection import foreign_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Family, Implementation, Op, Requires
 from ejkernel.ops.plugins import Plugin, registry
@@ -103,7 +105,7 @@ class Decision:
         return "\n".join(choices)
 
 
-class NoImplementationError(NotImplementedError):
+class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
     """Nobody can serve a call; the message is the table of verdicts.
 
     Attributes:
@@ -133,13 +135,13 @@ def choose(
         platform: A toolchain, or `"auto"`. An explicit one is never replaced.
         direction: Which pass.
         wanted: For backward: the record fields whose gradient is needed.
-        cfg: The call's own configuration.
+        cfg: The call's own configuration, whose fields an implementation with its own types must have.
     """
     found = registry()
     verdicts: list[Verdict] = []
     for implementation in found.implementations.get(op.name, ()):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
-        reasons += tuple(_config_refusals(op, implementation, cfg, direction))
+        reasons += _without_fields(op, implementation, direction, cfg)
         verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons))
     return Choice(
         op=op.name,
@@ -149,6 +151,22 @@ def choose(
         verdicts=_with_first_chosen(verdicts),
         failed_plugins=found.failed,
     )
+
+
+def _without_fields(
+    op: Op, implementation: Implementation, direction: Direction, cfg: BaseOperationConfig | None
+) -> tuple[str, ...]:
+    """Why a call's own configuration cannot be the implementation's."""
+    direction = "both" if implementation.paired else direction
+    part = None if cfg is None else cfg.part_of(direction)
+    if part is None:
+        return ()
+    foreign = foreign_part(op, implementation, part, direction)
+    if foreign:
+        return (f"cfg: {foreign}",)
+    if implementation.config.own_type(direction) is None:
+        return ()
+    return tuple(f"cfg: has no {name}" for name in implementation.config.unread(part, direction))
 
 
 def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
@@ -224,27 +242,16 @@ def refusals(
     if direction == "backward":
         yield from _gradient_refusals(implementation, wanted)
     requires = implementation.requires_for(direction)
-    yield from _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
+    yield from hardware_refusals(implementation, device, direction)
     yield from _record_refusals(family, requires, record)
 
 
-def _config_refusals(
-    op: Op, implementation: Implementation, cfg: BaseOperationConfig | None, direction: Direction
-) -> Iterator[str]:
-    """What a call's own configuration says that a kernel cannot be told."""
-    direction = "both" if implementation.paired else direction
-    space, part = implementation.config, None if cfg is None else cfg.part_of(direction)
-    own = space.own(direction)
-    if part is None or (own is not None and isinstance(part, own)):
-        return
-    if not is_public(part, op.config):
-        yield f"cfg: {type(part).__name__} is the configuration of another kernel"
-    elif own is not None:
-        given = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) is not None}
-        unknown = sorted(given - space.public(direction) - {"platform", "backend"})
-        if unknown:
-            has = ", ".join(sorted(space.public(direction))) or "nothing"
-            yield f"cfg: {', '.join(unknown)} means nothing to {own.__name__}, which is set by {has}"
+def hardware_refusals(
+    implementation: Implementation, device: DeviceInfo, direction: Direction = "forward"
+) -> tuple[str, ...]:
+    """The sentences that are the same for every call on a device; none where all it needs is there."""
+    requires = implementation.requires_for(direction)
+    return _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
 
 
 def made_for(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:

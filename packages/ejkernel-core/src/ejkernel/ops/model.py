@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
-from ejkernel.ops.config.params import BaseOperationConfig, Direction, piece
+from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.device import DeviceInfo
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
@@ -198,48 +198,78 @@ class Requires:
 class ConfigSpace:
     """The configurations of an implementation.
 
-    Kernels have frozen configuration types of their own, whose fields are named for what they are. What callers write
-    in an operation's public configuration is translated: `faces` says which public field sets which of the kernel's. A
-    public field that is not there refuses the implementation, by the field's name.
+    A kernel declares frozen configuration types of its own, one a direction, whose fields are named for what they are
+    in that kernel. Its functions, rules, the store and shipped tables use these types; `faces` says which public fields
+    they are set by. A call that sets another public field is refused by that name. Without a type of its own, a kernel
+    is given the operation's public configuration, and `reads` says which of its fields it looks at.
 
     Attributes:
-        forward: Type of the forward kernel's configuration; None where it is given the public one's part.
-        backward: Likewise of the backward kernel; of a pair, both kernels are given the forward type.
-        faces: Public field -> the kernel's field, by direction.
-        reads: Names of the public fields that kernels without a type of their own look at.
+        reads: Names of the public configuration fields its kernels look at, where it declares no type of its own.
         heuristic: (record, device, direction) -> complete configuration part, by rule.
         candidates: (record, device, direction) -> configuration parts worth measuring.
         kind: Record -> what it has in common with the calls that share an entry of a shipped table; None where only
             calls of the same shapes do.
+        forward: The type of the forward pass, or of both where they are paired; None for the public configuration.
+        backward: The type of the backward pass, where that is another.
+        faces: Public configuration field -> field of the kernel's own types that has its value.
     """
 
     heuristic: Callable[[Any, DeviceInfo, Direction], Any]
     candidates: Callable[[Any, DeviceInfo, Direction], tuple[Any, ...]]
-    reads: frozenset[str] = frozenset()
     kind: Callable[[Any], str | None] = _of_no_kind
+    reads: frozenset[str] = frozenset()
     forward: type | None = None
     backward: type | None = None
-    faces: Mapping[Direction, Mapping[str, str]] = dataclasses.field(default_factory=dict[Direction, Mapping[str, str]])
+    faces: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
-    def own(self, direction: Direction) -> type | None:
-        """The type of one direction's kernel configuration, if it has one of its own."""
-        return self.backward if direction == "backward" else self.forward
+    def own_type(self, direction: Direction) -> type | None:
+        """The kernel's own type of one direction; None where it is given the public configuration."""
+        return (self.backward or self.forward) if direction == "backward" else self.forward
 
-    def public(self, direction: Direction) -> frozenset[str]:
-        """The public fields that mean something to one direction's kernel."""
-        return self.reads if self.own(direction) is None else frozenset(self.faces.get(piece(direction), {}))
+    def translated(self, part: Any, direction: Direction) -> dict[str, Any]:
+        """What a public part, or one of the kernel's own, sets: the kernel's fields and their values."""
+        own = self.own_type(direction)
+        given = _given(part)
+        if own is None or isinstance(part, own):
+            return given
+        faces = self._faces(own)
+        return {faces[name]: value for name, value in given.items() if name in faces}
 
-    def translated(self, part: Any, ruled: Any, direction: Direction) -> Any:
-        """The kernel's configuration that a public part means, with what it leaves open from the rule's.
+    def unread(self, part: Any, direction: Direction) -> list[str]:
+        """The fields that a public part sets and that the kernel does not have."""
+        own = self.own_type(direction)
+        if own is not None and isinstance(part, own):
+            return []
+        read = self.reads if own is None else self._faces(own).keys()
+        return sorted(_given(part).keys() - read - {"platform", "backend"})
 
-        Args:
-            part: Of the public configuration; fields that `faces` does not know are passed over.
-            ruled: What the heuristic says.
-            direction: Which pass.
+    def public(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
+        """The public configuration of what the two directions chose.
+
+        A part that the public fields cannot express is held as it is by classes that have a part for each direction.
         """
-        faces = self.faces.get(piece(direction), {})
-        values = {own: getattr(part, name, None) for name, own in faces.items()}
-        return dataclasses.replace(ruled, **{own: value for own, value in values.items() if value is not None})
+        return config.from_parts(self.shown(config, forward, "forward"), self.shown(config, backward, "backward"))
+
+    def shown(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
+        """A part in the public fields; as it is where they cannot express it and the public class can hold it."""
+        own = self.own_type(direction)
+        if own is None or not isinstance(part, own):
+            return part
+        face = config.part_types.get(direction, config)
+        has = {field.name for field in dataclasses.fields(face)}
+        names = {field: name for name, field in self._faces(own).items() if name in has}
+        values = _given(part)
+        shown = {names[name]: value for name, value in values.items() if name in names}
+        return part if direction in config.part_types and len(shown) < len(values) else face(**shown)
+
+    def _faces(self, own: type) -> dict[str, str]:
+        has = {field.name for field in dataclasses.fields(own)}
+        return {face: field for face, field in self.faces.items() if field in has}
+
+
+def _given(part: Any) -> dict[str, Any]:
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

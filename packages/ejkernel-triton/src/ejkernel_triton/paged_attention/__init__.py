@@ -64,7 +64,7 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             config=ConfigSpace(
                 forward=config.PagedForward,
-                faces={"forward": config.FACES},
+                faces=config.FACES,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

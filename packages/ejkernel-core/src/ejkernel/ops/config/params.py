@@ -140,38 +140,6 @@ class BaseOperationConfig:
         return cls.from_dict(msgspec.json.decode(text))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelConfig(BaseOperationConfig):
-    """A configuration in the kernels' own types, for any operation: only the kernels it belongs to serve the call.
-
-    Attributes:
-        forward: Configuration of a forward kernel; None leaves the pass open.
-        backward: Likewise of a backward kernel.
-    """
-
-    forward: Any = None
-    backward: Any = None
-
-    def part(self, direction: Direction) -> Any:
-        return self.forward if direction == "forward" else self.backward
-
-    @classmethod
-    def from_parts(cls, forward: Any, backward: Any) -> Self:
-        return cls(forward=forward, backward=backward)
-
-
-def is_public(part: Any, config: type[BaseOperationConfig]) -> bool:
-    """Whether a part is one of an operation's public configuration, and not of a kernel's own type."""
-    return isinstance(part, (config, *config.part_types.values()))
-
-
-def from_parts(config: type[BaseOperationConfig], forward: Any, backward: Any) -> BaseOperationConfig:
-    """The configuration of what the two directions chose, in the operation's class where that has words for it."""
-    parts = [part for part in (forward, backward) if part is not None]
-    public = all(is_public(part, config) for part in parts)
-    return (config if public else KernelConfig).from_parts(forward, backward)
-
-
 def piece(direction: Direction) -> Direction:
     """Which piece of a configuration a direction reads: that of the forward pass where one serves both passes."""
     return "forward" if direction == "both" else direction
