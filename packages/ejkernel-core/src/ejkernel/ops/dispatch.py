@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops.arguments import given_fields
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
@@ -103,7 +104,7 @@ class Decision:
         return "\n".join(choices)
 
 
-class NoImplementationError(NotImplementedError):
+class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
     """Nobody can serve a call; the message is the table of verdicts.
 
     Attributes:
@@ -216,8 +217,16 @@ def refusals(
     if direction == "backward":
         yield from _gradient_refusals(implementation, wanted)
     requires = implementation.requires_for(direction)
-    yield from _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
+    yield from hardware_refusals(implementation, device, direction)
     yield from _record_refusals(family, requires, record)
+
+
+def hardware_refusals(
+    implementation: Implementation, device: DeviceInfo, direction: Direction = "forward"
+) -> tuple[str, ...]:
+    """The sentences that are the same for every call on a device; none where all it needs is there."""
+    requires = implementation.requires_for(direction)
+    return _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
 
 
 def made_for(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:

@@ -5,10 +5,12 @@ family's residual type; a pocket beside it reaches the backward function of the 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel import _compat
@@ -133,9 +135,28 @@ def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
     assert forward.implementation is not None  # `plan.forward` has run it
     if backward.implementation is not forward.implementation:
         pocket = None  # nobody else's backward may read it, so that it is not kept either
+    # The caller gets the named output: a layer that read another would have the kernel run again.
+    output, residuals, pocket = _named(Results(output, residuals, pocket))
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted, pocket=pocket)
     config = forward.config if forward.implementation.paired else None
     return output, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
+
+
+OUTPUT, LSE, STATE, POCKET = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_pocket"
+"""Names by which policies of `jax.checkpoint` may keep what a forward pass makes."""
+
+
+def _named(made: Results) -> Results:
+    """The same arrays under the names that policies of `jax.checkpoint` can ask for."""
+    return Results(
+        output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), made.output),
+        residuals=jax.tree_util.tree_map_with_path(_named_residual, made.residuals),
+        pocket=jax.tree.map(functools.partial(checkpoint_name, name=POCKET), made.pocket),
+    )
+
+
+def _named_residual(path: Any, value: Any) -> Any:
+    return checkpoint_name(value, LSE if path and getattr(path[-1], "name", None) == "lse" else STATE)
 
 
 def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:

@@ -111,6 +111,8 @@ class Tuner:
         warmup_iterations: Untimed runs after compilation.
         timing_iterations: Samples of each candidate.
         show_progress: Whether to show a progress bar.
+        warmup: Short for `warmup_iterations`.
+        iters: Short for `timing_iterations`.
 
     Raises:
         ValueError: A negative number of warm-ups, or nothing to time.
@@ -119,8 +121,13 @@ class Tuner:
     warmup_iterations: int = 2
     timing_iterations: int = 5
     show_progress: bool = False
+    warmup: dataclasses.InitVar[int | None] = None
+    iters: dataclasses.InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, warmup: int | None, iters: int | None) -> None:
+        for name, value in (("warmup_iterations", warmup), ("timing_iterations", iters)):
+            if value is not None:
+                object.__setattr__(self, name, value)
         for name, least in (("warmup_iterations", 0), ("timing_iterations", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wants {least} or more")
