@@ -71,7 +71,7 @@ def call(
     chain = default_chain() if chain is None else chain
     if op.route is not None:
         given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-        op, args, given = op.routed(args, given)
+        op, args, given = op.route(args, given)
         platform, cfg, mesh, in_specs, out_specs = (given[name] for name in CALL_OPTIONS)
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
