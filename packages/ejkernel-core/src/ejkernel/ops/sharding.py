@@ -31,6 +31,7 @@ class Letters:
         outputs: Letters of what the public function returns.
         shardable: Letters that may be split.
         aligned: Pairs of letters that must be split alike.
+        sizes: Size of each letter in the positional arguments.
     """
 
     op: Op
@@ -39,6 +40,7 @@ class Letters:
     outputs: tuple[str, ...]
     shardable: str
     aligned: tuple[tuple[str, str], ...]
+    sizes: Mapping[str, int]
 
 
 def letters_of(op: Op, args: Any) -> Letters:
@@ -55,6 +57,7 @@ def letters_of(op: Op, args: Any) -> Letters:
         outputs=(outputs,) if isinstance(outputs, str) else outputs,
         shardable=op.family.shardable_of(record),
         aligned=op.family.aligned_of(record),
+        sizes=_sizes(arguments, args),
     )
 
 
@@ -125,7 +128,8 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
         )
     for letter, axes in split.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        size = sizes.get(letter, 1)
+        # Lowering can leave one where arguments have several, such as KV heads that read the same latent vectors.
+        size = sizes.get(letter, letters.sizes.get(letter, 1))
         if size % parts:
             raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
     for one, other in letters.aligned:
@@ -291,6 +295,14 @@ def _mesh_axes(entry: Any) -> MeshAxes:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
+    """Size of each letter, where it is more than one."""
+    shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
+    given = [(own.split(), shapes[name]) for name, own in letters.items()]
+    pairs = [pair for own, shape in given if len(own) == len(shape) for pair in zip(own, shape, strict=True)]
+    return {letter: size for letter, size in pairs if size != 1}
 
 
 def _entry(axes: MeshAxes, size: int) -> Any:
