@@ -23,8 +23,9 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"compute capability {capability}: the instructions that the kernels are made of are those of 9.0 alone"
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
-    if record.value.shape[3] != record.query.shape[3]:
-        yield f"value has head size {record.value.shape[3]}, query has {record.query.shape[3]}"
+    size, value_size = record.query.shape[3], record.value.shape[3]
+    if value_size not in tiles.VALUES.get(size, (value_size,)):
+        yield f"value has head size {value_size}, query has {size}: values of {tiles.VALUES[size][0]} go with that"
     if not record.softmax_scale > 0:
         yield f"softmax_scale {record.softmax_scale} is not above zero"
 

@@ -13,7 +13,7 @@ and it never waits for a block that began after it.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -30,13 +30,15 @@ from ejkernel_pallas.gpu.tiled_attention.backward_call import (
     clean,
     handed_over,
     hidden,
+    of_keys,
+    query_numbers,
     visit_heads,
     write_part,
 )
 from ejkernel_pallas.gpu.tiled_attention.backward_move import add_parts, fetch
 from ejkernel_pallas.gpu.tiled_attention.backward_wide import own_wide
 from ejkernel_pallas.gpu.tiled_attention.powers import powers
-from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, WARPGROUPS, BackwardTile
+from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, WARPGROUPS, BackwardTile
 from ejkernel_pallas.gpu.tiled_attention.warpgroups import await_turn, pass_turn
 
 
@@ -87,19 +89,20 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
     pl.when(w == WARPGROUPS - 1)(functools.partial(pass_turn, WARPGROUPS))
     plgpu.barrier_wait(buffers["own_full"])
     if spec.segments:
-        owned = [buffers["k"].at[part * WARPGROUPS + w] for part in range(tile.parts)]
-        clean(buffers["k_ids"].at[w], buffers["v"].at[w], *owned)
+        owned = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
+        clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *owned)
 
-    def visit(mask: bool, _: Any, index: Any, state: Any) -> Any:
+    def visit(mask: bool, head: Any, index: Any, state: Any) -> Any:
         count, dk, dv, slopes = state
         # Places in shared memory are made anew in every visit: before the loop, they would take registers up.
         own = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         await_visited(call, count, mask)
         key = item.tile * tile.keys + own * ROWS
-        row_ids = arrays.load_rows(buffers["k_ids"].at[own]) if mask and spec.segments else None
+        row_ids = arrays.load_rows(_key_ids(call, item, own)) if mask and spec.segments else None
         hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
-        dk, *weights = _weigh(call, own, slot, last, dk, slopes, hide)
+        drawn = functools.partial(_numbers, call, item, own, slot, head, index)
+        dk, *weights = _weigh(call, own, slot, last, dk, slopes, hide, drawn)
         if spec.drops:
             slopes = weights.pop()
         else:
@@ -107,6 +110,7 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         dv, dq, slopes = _slope(call, own, count, dv, slopes, *weights)
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
+        dq = _late_dq(call, own, count) if dq is None else dq
         for half in range(tile.queries // ROWS):
             part = slopes[:, half * ROWS : (half + 1) * ROWS]
             buffers["ds"].at[_ds_place(tile, count, own, half)][...] = part
@@ -114,13 +118,26 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, slopes
 
-    zeros = arrays.full_tile((ROWS, spec.size))
+    zeros = {size: arrays.full_tile((ROWS, size)) for size in (spec.size, spec.value_size)}
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
-    count, dk, dv, slopes = visits(visit, (I32(0), zeros, zeros, nothing), tile.cuts(spec))
+    count, dk, dv, slopes = visits(visit, (I32(0), zeros[spec.size], zeros[spec.value_size], nothing), tile.cuts(spec))
     _write_values(call, item, w, dv * spec.kept)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
     dk = _finish(call, w, count, last, dk, slopes)
     _write_keys(call, item, w, dk * (spec.scale * spec.kept))
+
+
+def _key_ids(call: Call, item: schedule.Item, w: Any) -> Any:
+    """Segment ids of a warpgroup's keys."""
+    return of_keys(call, "k_ids", item, w) if call.tile.crowded else call.buffers["k_ids"].at[w]
+
+
+def _numbers(call: Call, item: schedule.Item, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
+    """Dropout's numbers of a warpgroup's keys and of a visit's queries."""
+    if call.tile.crowded:
+        return arrays.load_rows(of_keys(call, "k_numbers", item, w)), query_numbers(call, item, head, index)
+    rows, columns = call.buffers["k_numbers"].at[w], call.buffers["q_numbers"].at[slot]
+    return arrays.load_rows(rows), arrays.load_columns(columns)
 
 
 def _write_values(call: Call, item: schedule.Item, w: Any, dv: Any) -> None:
@@ -144,18 +161,20 @@ def _write_tile(call: Call, item: schedule.Item, w: Any, dk: Any) -> None:
     """Writes both gradients; dk leaves through the keys' place."""
     tile, buffers = call.tile, call.buffers
     for part in range(tile.parts):
-        columns = dk[:, part * PART : (part + 1) * PART]
+        columns = dk[:, part * tile.part : (part + 1) * tile.part]
         buffers["k"].at[part * WARPGROUPS + w][...] = columns.astype(call.spec.dtype)
     plgpu.commit_smem()
     rows = pl.ds(item.tile * tile.keys + w * ROWS, ROWS)
     for part in range(tile.parts):
-        target = call.outputs[0].at[item.batch, rows, item.head, pl.ds(part * PART, PART)]
+        target = call.outputs[0].at[item.batch, rows, item.head, pl.ds(part * tile.part, tile.part)]
         plgpu.copy_smem_to_gmem(buffers["k"].at[part * WARPGROUPS + w], target)
     plgpu.copy_smem_to_gmem(buffers["v"].at[w], call.outputs[1].at[item.batch, rows, item.head])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any) -> tuple[Any, ...]:
+def _weigh(
+    call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any, drawn: Callable[[], tuple[Any, Any]]
+) -> tuple[Any, ...]:
     """dk with the last visit's part, and, made under its product, this visit's weights.
 
     With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
@@ -172,7 +191,7 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
         if tile.weighs_in_turns:
             await_turn(WARPGROUPS)
         for part in range(tile.parts):
-            queries = buffers["q"].at[slot, :, pl.ds(part * PART, PART)]
+            queries = buffers["q"].at[slot, :, pl.ds(part * tile.part, tile.part)]
             plgpu.wgmma(scores_ref, buffers["k"].at[part * WARPGROUPS + w], queries.transpose((1, 0)))
         plgpu.wgmma(dk_ref, slopes, buffers["q"].at[last])
         if tile.weighs_in_turns:
@@ -186,7 +205,7 @@ def _weigh(call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide:
             weights = powers(scores, spec.exponent, shift)
         else:
             weights = jnp.exp2(scores * spec.exponent - shift)
-        made = _dropped(call, w, slot, *_factors(weights, capped)) if spec.drops else _factors(weights, capped)
+        made = _dropped(call, slot, drawn, *_factors(weights, capped)) if spec.drops else _factors(weights, capped)
         for ref, value in zip(made_refs, made, strict=True):
             ref[...] = value.astype(ref.dtype)
 
@@ -203,15 +222,14 @@ def _factors(weights: Any, capped: Any) -> Iterator[Any]:
         yield weights * (1 - capped * capped)
 
 
-def _dropped(call: Call, w: Any, slot: Any, *given: Any) -> list[Any]:
+def _dropped(call: Call, slot: Any, drawn: Callable[[], tuple[Any, Any]], *given: Any) -> list[Any]:
     """What `_weigh` makes of a visit's weights, and of these times the cap's slope where there is a cap.
 
     A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
     for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
     their factor is tiny, instead of p: what <do, v> adds is lost, and so is the weight in dv.
     """
-    spec, buffers = call.spec, call.buffers
-    rows, columns = arrays.load_rows(buffers["k_numbers"].at[w]), arrays.load_columns(buffers["q_numbers"].at[slot])
+    spec, buffers, (rows, columns) = call.spec, call.buffers, drawn()
     delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *given
     shape, tiny = factors.shape, dropped.TINY[spec.dtype.name]
     begun = over_rows(delta, shape), factors * over_rows(delta * (1 / tiny), shape)
@@ -223,7 +241,8 @@ def _slope(
 ) -> tuple[Any, Any, Any]:
     """dv with this visit's part, the last visit's part of dq, and the gradients of this visit's scores.
 
-    Gradients of weights are summed up on top of `slopes`: delta, negative.
+    Gradients of weights are summed up on top of `slopes`: delta, negative. Of a crowded tile dq is None: `_late_dq`
+    makes it in the registers that gradients of weights have left.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape, slot = (ROWS, tile.queries), lax.rem(count, I32(tile.stages["do"]))
@@ -232,21 +251,30 @@ def _slope(
     slopes = _renamed(slopes, one) if spec.drops else slopes
 
     def products(refs: Any) -> None:
-        dv_ref, slopes_ref, dq_ref, made_ref = refs
+        dv_ref, slopes_ref, *dq_refs, made_ref = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[slot])
         await_turn(WARPGROUPS)
         plgpu.wgmma(slopes_ref, buffers["v"].at[w], buffers["do"].at[slot].transpose((1, 0)))
         plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
-        _multiply_slopes(call, w, count, dq_ref)
+        for dq_ref in dq_refs:
+            _multiply_slopes(call, w, count, dq_ref)
         pass_turn(WARPGROUPS)
+        later = 1 + WARPGROUPS * len(dq_refs)
         factors = arrays.widened(weights if bent is None else bent)
-        made_ref[...] = (factors * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=WARPGROUPS + 1)).astype(spec.dtype)
+        made_ref[...] = (factors * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=later)).astype(spec.dtype)
 
     initial = plgpu.WGMMAAccumulatorRef.init
     made = arrays.full_tile(shape).astype(spec.dtype)
-    dv, _, dq, slopes = pl.run_state(products)((initial(dv), initial(slopes), initial(_no_dq(tile)), made))
-    return dv, dq, _renamed(slopes, one)
+    early = [] if tile.crowded else [initial(_no_dq(tile))]
+    dv, _, *dq, slopes = pl.run_state(products)((initial(dv), initial(slopes), *early, made))
+    return dv, dq[0] if dq else None, _renamed(slopes, one)
+
+
+def _late_dq(call: Call, w: Any, count: Any) -> Any:
+    """The last visit's part of dq, by itself: the other warpgroup's products run meanwhile."""
+    product = functools.partial(_multiply_slopes, call, w, count)
+    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_no_dq(call.tile)))
 
 
 def _renamed(tile: Any, one: Any) -> Any:

@@ -19,7 +19,7 @@ from ejkernel_pallas.gpu.tiled_attention.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.tiled_attention.ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.split_tiles import WHOLE, make_split, merged
-from ejkernel_pallas.gpu.tiled_attention.tiles import ROWS, ForwardTile, forward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import PART, ROWS, ForwardTile, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, padded_ids, tiles
 
 TOGETHER = 16
@@ -67,15 +67,17 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
     )
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-        forward_kernel(Call(spec, tile, plan, given, made, Shared(**buffers), schedule.counter()))
+        shared = Shared(**_with_outputs(spec, buffers))
+        forward_kernel(Call(spec, tile, plan, given, made, shared, schedule.counter()))
 
     outputs = [
-        jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:]), spec.dtype),
+        jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_size), spec.dtype),
         jax.ShapeDtypeStruct((batch, spec.heads, plan.tiles * tile.queries), jnp.float32),
     ]
     if plan.split.tiles:
         parts = plan.split.tiles * plan.split.parts
-        outputs += [jax.ShapeDtypeStruct((parts, tile.queries, *size), jnp.float32) for size in ((spec.size,), ())]
+        sizes = (parts, tile.queries, spec.value_size), (parts, tile.queries)
+        outputs += [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     made = launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
     return _with_split(plan, *made) if plan.split.tiles else made
 
@@ -92,7 +94,7 @@ def _with_split(plan: schedule.Plan, output: jax.Array, lse: jax.Array, *parts: 
 
 def _head_bytes(spec: Spec) -> int:
     """Bytes of keys and values of a head, or what they may count for `TOGETHER` heads to be worked on together."""
-    size = 2 * spec.keys * spec.size * spec.dtype.itemsize
+    size = spec.keys * (spec.size + spec.value_size) * spec.dtype.itemsize
     return min(size, schedule.CACHE * spec.group // TOGETHER) if spec.bounded else size
 
 
@@ -117,9 +119,9 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Shared`."""
     queries = tile.buffers * tile.warpgroups
     made: dict[str, Any] = {
-        "q": matrix((queries, ROWS, spec.size), spec.dtype),
+        **_query_scratch(spec, queries),
         "k": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
-        "v": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
+        "v": matrix((tile.stages, tile.keys, spec.value_size), spec.dtype),
         "lse": plgpu.SMEM((queries, ROWS), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.drops, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
@@ -138,3 +140,24 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
         made["v_raw"] = plgpu.Barrier(num_arrivals=1)
         made["ranges"] = plgpu.SMEM((queries, 2, ROWS), jnp.int32)
     return made
+
+
+def _query_scratch(spec: Spec, tiles: int) -> dict[str, Any]:
+    """Tiles of queries, which outputs overwrite.
+
+    Outputs of another head dimension have a view of the same memory in which a tile of queries is a number of
+    [64, 64] tiles, so that those of one warpgroup overlap the queries of no other.
+    """
+    queries = matrix((tiles, ROWS, spec.size), spec.dtype)
+    if spec.value_size == spec.size:
+        return {"q": queries}
+    outputs = matrix((tiles * spec.size // PART, ROWS, PART), spec.dtype)
+    return {"q": plgpu.RefUnion(queries, outputs)}
+
+
+def _with_outputs(spec: Spec, buffers: dict[str, Any]) -> dict[str, Any]:
+    """Buffers in which queries and outputs that share memory have a name each."""
+    if spec.value_size == spec.size:
+        return buffers
+    queries, outputs = buffers["q"]
+    return buffers | {"q": queries, "output": outputs}
