@@ -202,7 +202,7 @@ LHS, RHS, SIZES = jnp.zeros((8, 6)), jnp.zeros((2, 6, 4)), jnp.array([3, 5])
         ((LHS[0], RHS, SIZES), {}, r"lhs: got shape \(6,\), wants \[M, K\]"),
         ((LHS, RHS[:, :5], SIZES), {}, r"rhs: got shape \(2, 5, 4\), wants \[E, K=6, N\]"),
         ((LHS, RHS, SIZES), {"transpose_rhs": True}, r"rhs: got shape \(2, 6, 4\), wants \[E, N, K=6\]"),
-        ((LHS, RHS.astype(jnp.int8), SIZES), {}, "rhs: got dtype int8 without rhs_scale, wants lhs's float32"),
+        ((LHS, RHS.astype(jnp.int8), SIZES), {}, "rhs: got .*int8 without rhs_scale, wants a floating dtype"),
         ((LHS, RHS, SIZES[:1]), {}, r"group_sizes: got shape \(1,\), wants \[E=2\]"),
         ((LHS, RHS, SIZES.astype(float)), {}, "group_sizes: got dtype float32, wants an integer dtype"),
         ((LHS, RHS, SIZES, jnp.array([0, 1])), {}, "group_offset: got a traced array .*, wants an integer"),
@@ -235,3 +235,33 @@ def test_any_groups_are_the_formula(sizes, offset, seed):
     got = grouped_matmul(lhs, rhs, jnp.array(sizes), jnp.array([offset]), existing, cfg=TILES)
     want = grouped_matmul_loop.grouped_matmul(lhs, rhs, sizes, offset, existing)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
+def test_activations_and_parameters_of_different_precision(dtypes, transpose):
+    rows, weights = dtypes
+    lhs, rhs = jax.random.normal(jax.random.key(0), (8, 16), rows), jax.random.normal(jax.random.key(1), (2, 16, 4))
+    rhs = (rhs.swapaxes(1, 2) if transpose else rhs).astype(weights)
+    sizes = jnp.array([3, 5])
+
+    def run(lhs, rhs, **options):
+        return grouped_matmul(lhs, rhs, sizes, transpose_rhs=transpose, **options)
+
+    wide = {"preferred_element_type": jnp.float32}
+    want = grouped_matmul_loop.grouped_matmul(
+        np.asarray(lhs, float), np.asarray(rhs, float), [3, 5], transpose_rhs=transpose
+    )
+    np.testing.assert_allclose(run(lhs, rhs, **wide), want, rtol=2e-5, atol=2e-5)
+    assert run(lhs, rhs).dtype == lhs.dtype
+    assert run(lhs, rhs, **wide).dtype == jnp.float32
+    gradients = jax.grad(lambda *x: jnp.sum(run(*x, **wide) ** 2), (0, 1))(lhs, rhs)
+    wants = jax.grad(lambda *x: jnp.sum(run(*x) ** 2), (0, 1))(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
+    for got, want, operand in zip(gradients, wants, (lhs, rhs), strict=True):
+        assert got.dtype == operand.dtype
+        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2e-2, atol=2e-2)
+
+
+def test_the_call_of_the_model_library():
+    out = grouped_matmul(jnp.ones((8, 16), jnp.bfloat16), jnp.ones((2, 16, 4), jnp.float32), jnp.array([3, 5]))
+    np.testing.assert_array_equal(out.astype(jnp.float32), 16)

@@ -11,6 +11,7 @@ import pytest
 import transformed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
 
 import ejkernel
 from ejkernel.modules import (
@@ -52,11 +53,47 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 
 
 def test_aliases_are_the_same_functions():
-    assert recurrent is recurrent_attention
-    assert gla_attention is recurrent_gla is gated_linear_attention
+    assert gla_attention is gated_linear_attention
     assert kda_attention is kernel_delta_attention
     assert gdr_attention is gated_delta_rule
-    assert lightning_attn is lightning_attention
+
+
+KERNEL_LEVEL = {
+    "recurrent": (recurrent, recurrent_attention, (GATE,), {}),
+    "recurrent_gla": (recurrent_gla, gated_linear_attention, (GATE,), {"reverse": True}),
+    "lightning_attn": (lightning_attn, lightning_attention, (STATE,), {"layer_idx": 1, "num_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_LEVEL)
+def test_kernel_level_names_always_return_the_states(name):
+    function, operation, extra, options = KERNEL_LEVEL[name]
+    given = (QUERY, KEY, VALUE, *extra)
+    got, want = function(*given, **options), operation(*given, **options, return_state=True)
+    assert isinstance(got, tuple)
+    for one, other in zip(got, want, strict=True):
+        close(one, other)
+    assert function.__name__ == name
+    parameters = set(inspect.signature(operation).parameters) - {"return_state"}
+    assert set(inspect.signature(function).parameters) == parameters
+    assert str(ejkernel.explain(function, *given, **options)) == str(ejkernel.explain(operation, *given, **options))
+
+
+def test_t26_a_state_may_stand_where_segment_ids_do():
+    want = gated_delta_rule(QUERY, KEY, VALUE, BETA, GATE, initial_state=STATE, return_state=True)
+    got = gated_delta_rule(QUERY, KEY, VALUE, BETA, GATE, STATE, return_state=True)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    one_token = [x[:, :1] for x in (QUERY, KEY, VALUE, BETA, GATE)]
+    close(gated_delta_rule(*one_token, STATE), gated_delta_rule(*one_token, initial_state=STATE))
+    with pytest.raises(ValueError, match=r"seg_ids: got .* with initial_state given"):
+        gated_delta_rule(QUERY, KEY, VALUE, BETA, GATE, STATE, STATE)
+    rows = PartitionSpec("dp")
+    mesh = Mesh(np.array(jax.devices()[:B]), ("dp",))
+    specs = {"mesh": mesh, "in_specs": (rows,) * 6, "out_specs": (rows, rows)}
+    split = gated_delta_rule(QUERY, KEY, VALUE, BETA, GATE, STATE, return_state=True, **specs)
+    for one, other in zip(split, want, strict=True):
+        close(one, other)
 
 
 def test_classes_run_what_the_functions_run():
@@ -298,10 +335,6 @@ WRONG = {
     ),
     "layer": (lambda: lightning_attention(QUERY, KEY, VALUE, layer_idx=-1, num_layers=2), "layer_idx: got int -1"),
     "beta": (lambda: gated_delta_rule(QUERY, KEY, VALUE, None), "beta: got None, wants \\[B, T, H\\]"),
-    "state as segments": (
-        lambda: gated_delta_rule(QUERY, KEY, VALUE, BETA, GATE, STATE),
-        "seg_ids: got shape .* wants \\[B=2, T=12\\]",
-    ),
     "chunk": (lambda: kda_attention(QUERY, KEY, VALUE, BETA, chunk_size=0), "chunk_size: got int 0"),
     "slots": (
         lambda: ragged_gated_delta_rule(

@@ -43,6 +43,18 @@ def test_t33_within_a_mesh_the_axis_alone_is_enough():
         assert got.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "sp")), got.ndim)
 
 
+def test_in_jit_a_mesh_and_its_axis_are_enough():
+    want = flash(*ARRAYS, causal=True)
+    close(quickly(call, *ARRAYS, causal=True, mesh=ring(4)), want)
+    close(call(*ARRAYS, causal=True, mesh=ring(2)), want)
+
+    def within(*arrays):
+        return call(*arrays, causal=True)
+
+    with pytest.raises(ValueError, match=r"axis_name: got 'sp'.*give mesh=.*around jax.jit, not in it"):
+        jax.jit(within)(*ARRAYS)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_within_a_mesh_batch_and_heads_stay_where_they_were_placed(axis_type, want):
     mesh = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), (axis_type,) * 3)
@@ -131,7 +143,9 @@ WRONG = {
     "axis is no name": ({"axis_name": ("sp",)}, r"axis_name: got tuple \('sp',\), wants the name of one mesh axis"),
     "keys split over no axis": (on(ring(2)) | {"axis_name": None}, r"axis_name: got None with the keys split over"),
     "keys not split": (on(ring(2)) | {"in_specs": (THREE[0], P(), P())}, "in_specs: axis_name='sp' wants key's"),
-    "part of a mesh": ({"mesh": ring(2), "axis_name": "sp"}, "in_specs, out_specs: mesh, in_specs and out_specs go"),
+    "part of a mesh": ({"mesh": ring(2)}, "in_specs, out_specs: mesh, in_specs and out_specs go"),
+    "specs without a mesh": ({"axis_name": "sp", "in_specs": (P(None, "sp"),) * 3}, "mesh, out_specs: mesh, in_specs"),
+    "mesh is none": ({"axis_name": "sp", "mesh": 3}, "mesh: got int, wants a jax.sharding.Mesh"),
     "uneven": (on(ring(3)), "in_specs: axis 't' of size 32 does not divide into 3 parts"),
     "chunk": ({"chunk_size": 0}, "chunk_size: got int 0, wants an int of at least 1"),
     "cap": ({"logits_soft_cap": -1.0}, "logits_soft_cap: got -1.0"),

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
-from ejkernel_triton import ahead, launch
+from ejkernel_triton import ahead, chips, launch
 from ejkernel_triton.tiled_attention import tiles
 from ejkernel_triton.tiled_attention.backward import backward
 from ejkernel_triton.tiled_attention.forward import forward
@@ -83,7 +83,7 @@ def assert_fits_and_spills_nothing(call, chip):
     took = ahead.compile_for(call, chip)
     assert took.binary[:4] == b"\x7fELF"
     assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-    assert took.shared <= ahead.SHARED_MEMORY[chip], (took.kernel, took.shared)
+    assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
 
 
 @pytest.mark.parametrize(("chip", "head_size"), list(itertools.product(CHIPS, (64, 128, 256))))
@@ -105,7 +105,7 @@ def test_every_feature_at_once_compiles_and_fits(chip):
     calls = launches(chip, 64, FEATURES["everything"])
     assert "bias_kernel" in {call.kernel.__name__ for call in calls}
     for call in calls:
-        assert ahead.compile_for(call, chip).shared <= ahead.SHARED_MEMORY[chip]
+        assert ahead.compile_for(call, chip).shared <= chips.CHIPS[chip].shared_memory
 
 
 def test_hopper_multiplies_on_its_own_matrix_unit():

@@ -15,7 +15,7 @@ from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_triton.tiled_attention import implementations, tiles
-from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
+from ejkernel_triton.tiled_attention.block_lists import key_blocks, query_blocks
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 
@@ -58,21 +58,21 @@ def calls(draw):
 def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
     pairs = attended(call)
     tables = (
-        (key_visits(call, *blocks), pairs, blocks),
-        (query_visits(call, *blocks), pairs.swapaxes(1, 2), blocks[::-1]),
+        (key_blocks(call, *blocks).table, pairs, blocks),
+        (query_blocks(call, *blocks).table, pairs.swapaxes(1, 2), blocks[::-1]),
     )
     for table, wanted, (own, other) in tables:
         table = np.broadcast_to(np.asarray(table), (2, *table.shape[1:]))
         for b, tile in np.ndindex(table.shape[:2]):
-            first, clear, unclear, last = table[b, tile]
-            assert first <= clear <= unclear <= last
+            first, full_start, full_end, last = table[b, tile]
+            assert first <= full_start <= full_end <= last
             rows = wanted[b, tile * own : (tile + 1) * own]
             assert not rows[:, : first * other].any()
             assert not rows[:, last * other :].any()
-            full = rows[:, clear * other : unclear * other]
+            full = rows[:, full_start * other : full_end * other]
             assert full.all()
-            assert full.size == rows.shape[0] * (unclear - clear) * other  # no tile that ends beyond the last key
-            assert rows.shape[0] == own or clear == unclear
+            assert full.size == rows.shape[0] * (full_end - full_start) * other  # no tile that ends beyond the last key
+            assert rows.shape[0] == own or full_start == full_end
 
 
 def test_a_mask_of_padding_becomes_segments():
@@ -81,7 +81,7 @@ def test_a_mask_of_padding_becomes_segments():
     assert call.mask is None
     assert (np.asarray(call.kv_segment_ids) == np.where(real, 0, -1)).all()
     assert (np.asarray(call.q_segment_ids) == 0).all()
-    assert np.asarray(key_visits(call, 8, 8))[0, 0].tolist() == [0, 0, 3, 4]
+    assert np.asarray(key_blocks(call, 8, 8).table)[0, 0].tolist() == [0, 0, 3, 4]
 
 
 def test_ids_of_one_side_restrict_nothing():

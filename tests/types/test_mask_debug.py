@@ -35,14 +35,16 @@ def test_setting_wins_over_the_environment_until_it_is_taken_back(monkeypatch):
     assert get_debug_mode() is True
 
 
-def test_values_on_a_device_are_checked_only_in_debug_mode():
-    vector = jnp.array(FALLING)
-    MaskInfo.from_cu_seqlens(vector, max_q_len=4)
-    set_debug_mode(True)
+def test_lengths_on_a_device_are_always_checked():
     with pytest.raises(ValueError, match=r"cu_seqlens_q must not decrease, got \[0, 3, 2\]"):
-        MaskInfo.from_cu_seqlens(vector, max_q_len=4)
+        MaskInfo.from_cu_seqlens(jnp.array(FALLING), max_q_len=4)
     with pytest.raises(ValueError, match="cu_seqlens_kv ends at 6"):
         MaskInfo.from_cu_seqlens(jnp.array([0, 3]), max_q_len=4, cu_seqlens_kv=jnp.array([0, 6]))
+
+
+def test_masks_on_a_device_are_checked_only_in_debug_mode():
+    qkv_masks_to_cu_seqlens(jnp.array([[False, True]]))
+    set_debug_mode(True)
     with pytest.raises(ValueError, match="q_mask has padding before a valid token"):
         qkv_masks_to_cu_seqlens(jnp.array([[False, True]]))
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel_triton import _compat
+from ejkernel_triton.chips import named
 from ejkernel_triton.launch import Launch
 
 POINTERS = {
@@ -22,20 +23,10 @@ POINTERS = {
     "float16": "*fp16",
     "float32": "*fp32",
     "int32": "*i32",
+    "int8": "*i8",
     "uint32": "*u32",
     "bool": "*i1",
 }
-
-SHARED_MEMORY = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "gfx942": 64 * 1024,
-}
-"""Bytes of shared memory that a program can have, by chip."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +55,7 @@ def compile_for(call: Launch, chip: str) -> Resources:
 
     Args:
         call: From `launch.collected`.
-        chip: A key of `SHARED_MEMORY`.
+        chip: A name in `ejkernel_triton.chips.CHIPS`.
 
     Raises:
         ValueError: The chip is not known.
@@ -72,10 +63,9 @@ def compile_for(call: Launch, chip: str) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    if chip not in SHARED_MEMORY:
-        raise ValueError(f"chip: got {chip!r}, wants one of {', '.join(SHARED_MEMORY)}")
-    nvidia = chip.startswith("sm_")
-    target = GPUTarget("cuda", int(chip[3:]), 32) if nvidia else GPUTarget("hip", chip, 64)
+    known = named(chip)
+    nvidia = known.vendor == "nvidia"
+    target = GPUTarget("cuda", known.capability, 32) if nvidia else GPUTarget("hip", chip, 64)
     options = {"num_warps": call.num_warps, "num_stages": call.num_stages, "enable_fp_fusion": True}
     with _compat.cache_folder():
         compiled: Any = compile(_source(call, ASTSource), target, options)

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from ejkernel.ops.call import call
@@ -27,7 +29,7 @@ def operation(op: Callable[[], Op]) -> Callable[[Function], Function]:
 
     The body of the declaration is `...`. Its signature is the contract: argument names are those of the argument
     record, and the five call options come last. Its docstring documents the arguments of the record; those of the
-    options are put behind them, from `OPTIONS`.
+    options are put behind them, from `OPTIONS`. A module named as its operation can be called as the function.
 
     Args:
         op: Returns the operation, which is declared after the function.
@@ -36,9 +38,35 @@ def operation(op: Callable[[], Op]) -> Callable[[Function], Function]:
     def declare(function: Function) -> Function:
         run = functools.wraps(function)(_binding(function, op))
         run.__doc__ = complete_docstring(function.__doc__)
+        home = sys.modules.get(function.__module__)
+        if home is not None and type(home) is ModuleType and home.__name__.rpartition(".")[2] == function.__name__:
+            home.__class__ = _CallableModule
         return cast(Function, run)
 
     return declare
+
+
+class _CallableModule(ModuleType):
+    """The module of an operation of the same name, which can be called as its function.
+
+    A package has one attribute for the module and for the function; with this it is both, whichever was imported first.
+    """
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        return self.__dict__[self.__name__.rpartition(".")[2]]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function)
+
+    @property
+    def op(self) -> Op:
+        """What `explain` looks for."""
+        return self.__dict__["OP"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 def _binding(function: Callable[..., Any], op: Callable[[], Op]) -> Any:

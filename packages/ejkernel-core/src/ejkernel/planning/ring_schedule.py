@@ -45,6 +45,11 @@ class Ring:
     ahead: int
     striped: bool
 
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """How many places before a device the others are that it meets, in order; after it, negative."""
+        return (*range(1, self.back + 1), *range(-1, -self.ahead - 1, -1))
+
     def shift(self, tree: Tree, hops: int) -> Tree:
         """What the device `hops` places before this one has."""
         pairs = [(i, (i + hops) % self.size) for i in range(self.size)]
@@ -116,7 +121,9 @@ def ring_of(record: RingAttention) -> Ring | None:
     size = axis_size(record.axis_name)
     if record.axis_name is None or size == 1:
         return None
-    back, ahead = _reach(record, size)
+    back, ahead = reach(record, size)
+    if back + ahead >= size - 1:  # one way around meets everyone
+        back, ahead = size - 1, 0
     return Ring(record.axis_name, size, back, ahead, _is_striped(record))
 
 
@@ -132,8 +139,8 @@ def _is_striped(record: RingAttention) -> bool:
     return _by_index(record) and band(tiled(record)) == (None, 0) and whole
 
 
-def _reach(record: RingAttention, size: int) -> tuple[int, int]:
-    """How many devices before it, and after it, have keys that a device may have to see."""
+def reach(record: RingAttention, size: int) -> tuple[int, int]:
+    """How many devices before it, and after it, have keys that a device may have to see, not counted around the end."""
     everyone = size - 1, 0
     left, right = band(tiled(record))
     if not _by_index(record) or (left is None and right is None):
@@ -143,8 +150,7 @@ def _reach(record: RingAttention, size: int) -> tuple[int, int]:
     high = size * keys if right is None else ((device + 1) * queries - 1 + right)[:, None]
     seen = ((device + 1) * keys - 1 >= low) & (device * keys <= high)
     distances = np.where(seen, device[:, None] - device, 0)
-    back, ahead = int(distances.max()), int(-distances.min())
-    return (back, ahead) if back + ahead < size - 1 else everyone
+    return int(distances.max()), int(-distances.min())
 
 
 def local_part(record: RingAttention, ring: Ring) -> RingAttention:

@@ -1,7 +1,8 @@
 """Debug mode of the mask types, and the value checks it turns on.
 
 Shapes are always checked. Values are checked when that costs nothing (lists and NumPy arrays) and, in debug mode, also
-when they lie on a device, because reading those waits for the device. Traced values are never read.
+when they lie on a device, because reading those waits for the device. Cumulative lengths are few numbers that decide
+what every token attends to, and are read wherever they lie. Traced values are never read.
 """
 
 import os
@@ -45,20 +46,26 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def checkable_values(value: Any) -> np.ndarray | None:
-    """Returns the numbers of `value` if they may be read now, else None (see the module's rule)."""
+def checkable_values(value: Any, on_device: bool = False) -> np.ndarray | None:
+    """Returns the numbers of `value` if they may be read now, else None (see the module's rule).
+
+    Args:
+        value: An array, or what can be made one.
+        on_device: Whether a device is waited for outside of debug mode too.
+    """
     parts = jax.tree.leaves(value)
     if not parts or any(is_traced(part) or isinstance(part, jax.ShapeDtypeStruct) for part in parts):
         return None
-    if any(isinstance(part, jax.Array) and not (get_debug_mode() and part.is_fully_addressable) for part in parts):
+    waits = on_device or get_debug_mode()
+    if any(isinstance(part, jax.Array) and not (waits and part.is_fully_addressable) for part in parts):
         return None
     return np.asarray(value)
 
 
 def check_cu_seqlens_values(name: str, value: Any, max_len: int | None = None) -> None:
     """Raises ValueError if readable `value` is not 0 = c0 <= c1 <= ... <= cN (<= `max_len` if given)."""
-    values = checkable_values(value)
-    if values is None or values.size == 0:
+    values = checkable_values(value, on_device=True)
+    if values is None or values.size == 0 or values.ndim != 1:
         return
     if values[0] != 0:
         raise ValueError(f"{name} must start with 0, got {values[0]}")

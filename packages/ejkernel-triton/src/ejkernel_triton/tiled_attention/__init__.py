@@ -6,10 +6,11 @@ from typing import Any
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.planning.attention_kinds import kind_of_large
+from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.tiled_attention import tiles
 
-HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias"}
+HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern"}
 """Optional fields that the kernels honour."""
 
 
@@ -19,6 +20,7 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
         yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
+    yield from pattern_reasons(record)
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -24,10 +24,10 @@ from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.tiled_attention.block_lists import bias_blocks, key_blocks, query_blocks
 from ejkernel_triton.tiled_attention.operands import operands
 from ejkernel_triton.tiled_attention.spec import LOG2E, LOWEST, in_pieces, make_spec, splits
 from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles
-from ejkernel_triton.tiled_attention.visits import key_visits, query_visits
 
 Gradients = dict[str, jax.Array]
 
@@ -84,26 +84,27 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
 
     # Without the gradient of the keys there is room for twice as many queries at once, but not for their positions too.
     roomy = splits(record) and "key" not in wanted and record.q_positions is None
-    roomy = roomy and not in_pieces(record, tile.own, tile.visit)
-    q_block = tile.visit * (2 if roomy else 1)
-    visits = jnp.asarray(query_visits(record, q_block, tile.own))
+    pieces = in_pieces(record, tile.own, tile.visit)
+    q_block = tile.visit * (2 if roomy and not pieces else 1)
+    blocks = query_blocks(record, q_block, tile.own)
     count = tiles(record.key.shape[1], tile.own)
     fields = {"key": record.key, "value": record.value}
     # What is not wanted is not written, and has a place in the kernel's signature alone.
     outputs = [Shape(x.shape if name in wanted else (1,), x.dtype) for name, x in fields.items()]
     made = launch(
         keys_kernel,
-        (record.query, record.key, record.value, visits, *operands(record), *rows),
+        (*operands(record, blocks), *rows),
         outputs,
         batch=record.key.shape[0],
         grid=count * record.key.shape[2] * record.key.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, tile.own, tile.visit),
+            "spec": make_spec(record, q_block, tile.own, pieces=pieces),
             "Q_BLOCK": q_block,
             "K_BLOCK": tile.own,
             "TILES": count,
+            "LISTS": blocks.lists,
             "DK": "key" in wanted,
             "DV": "value" in wanted,
         },
@@ -114,21 +115,22 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
 def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.backward_kernels import queries_kernel
 
-    visits = jnp.asarray(key_visits(record, tile.own, tile.visit))
+    blocks = key_blocks(record, tile.own, tile.visit)
     count = tiles(record.query.shape[1], tile.own)
     (dquery,) = launch(
         queries_kernel,
-        (record.query, record.key, record.value, visits, *operands(record), *rows),
+        (*operands(record, blocks), *rows),
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
         grid=count * record.query.shape[2] * record.query.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, tile.own, tile.visit),
+            "spec": make_spec(record, tile.own, tile.visit, pieces=in_pieces(record, tile.own, tile.visit)),
             "Q_BLOCK": tile.own,
             "K_BLOCK": tile.visit,
             "TILES": count,
+            "LISTS": blocks.lists,
             "REVERSED": record.causal,
         },
     )
@@ -143,24 +145,25 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
     # Without the gradient of the queries there is room for twice as many, where rows are taken in pieces.
     if splits(record) and in_pieces(record, 2 * tile.own, tile.visit):
         tile = tile._replace(own=2 * tile.own)
-    visits = jnp.asarray(key_visits(record, tile.own, tile.visit))
+    blocks = bias_blocks(record, tile.own, tile.visit)
     q_tiles, k_tiles = tiles(queries, tile.own), tiles(keys, tile.visit)
     own = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
     (dbias,) = launch(
         bias_kernel,
-        (record.query, record.key, record.value, visits, *operands(record), *rows),
+        (*operands(record, blocks), *rows),
         [Shape(bias.shape, bias.dtype)],
         batch=record.query.shape[0],
         grid=math.prod(own),
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, tile.own, tile.visit),
+            "spec": make_spec(record, tile.own, tile.visit, pieces=in_pieces(record, tile.own, tile.visit)),
             "Q_BLOCK": tile.own,
             "K_BLOCK": tile.visit,
             "Q_TILES": q_tiles,
             "K_TILES": k_tiles,
             "SIZES": bias.shape[1:],
+            "LISTS": blocks.lists,
         },
     )
     return dbias

@@ -2,26 +2,43 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """The backward kernels, by recomputation of the scores (Dao et al. 2022): one for keys and values, one for queries.
 
-Each program owns the gradient that it writes, so nothing is added atomically and two runs agree to the bit.
+    keys_kernel: owns K, V (registers)          queries_kernel: owns q, do, lse, delta (registers)
+    per query head of the KV head, per           per key tile:
+    query tile, partial blocks first:              K tile --> s = q K^T --> p = exp2(s - lse), masked*
+      q tile  --> s^T = K q^T --> p^T masked*      V tile --> dp = do V^T - delta
+      do tile --> dv += p^T do                                ds = p * dp
+                  dp^T = V do^T - delta                       dq += ds K
+                  dk += (p^T * dp^T) q           * partial blocks alone
+
+Tiles of keys_kernel are transposed, [keys, queries], so that both of its sums take the weights as the left operand.
+Each program owns the gradient that it writes, so nothing is added atomically and two runs agree to the bit. The price
+is that scores are recomputed twice.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.tiled_attention.backward_tile import load_queries, query_bases, score_gradient, weights_of
+from ejkernel_triton.blocks import add_dot, dot_rows, load_tile, store_tile
+from ejkernel_triton.tiled_attention.backward_tile import (
+    load_queries,
+    query_bases,
+    score_gradient,
+    tile_gradient,
+    weights_of,
+)
 from ejkernel_triton.tiled_attention.tile import (
-    across,
-    add_product,
-    down,
+    as_columns,
+    as_rows,
+    block_at,
+    block_list,
+    block_run,
+    describe_keys,
+    describe_queries,
     drop,
-    keys_at,
-    load_tile,
-    of_head,
-    of_keys,
-    product_of_rows,
-    queries_at,
-    store_tile,
-    visits_of,
+    kv_bases,
+    pair_bases,
+    tile_mask_base,
+    tile_mask_id,
 )
 
 
@@ -30,7 +47,7 @@ def keys_kernel(
     query,
     key,
     value,
-    visits,
+    block_lists,
     q_ids,
     k_ids,
     q_positions,
@@ -38,8 +55,9 @@ def keys_kernel(
     bias,
     mask,
     sinks,
-    dropped_rows,
-    dropped_columns,
+    dropout_rows,
+    dropout_columns,
+    tile_masks,
     cotangent,
     shift,
     delta,
@@ -50,6 +68,7 @@ def keys_kernel(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    LISTS: tl.constexpr,
     per: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -65,33 +84,49 @@ def keys_kernel(
     kv_head = (program // TILES) % spec.HK
     batch = program // (TILES * spec.HK)
     start = tile * K_BLOCK
-    described = keys_at(start, batch, k_ids, k_positions, dropped_columns, spec, per, K_BLOCK, True)
-    _, real, _, _, _ = described
-    k_base, v_base = of_keys(key, value, batch, kv_head, spec, per)
-    k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
+    described = describe_keys(start, batch, k_ids, k_positions, dropout_columns, spec, per, K_BLOCK, True)
+    _, valid, _, _, _ = described
+    k_base, v_base = kv_bases(key, value, batch, kv_head, spec, per)
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
     v = k
-    if DK:
-        v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
-    keys = (k, k_base, start, real, spec.HK * spec.D), (v, v_base, start, real, spec.HK * spec.DV), described
+    if DK:  # values matter to the gradient of the keys alone
+        v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
+    keys = (k, k_base, start, valid, spec.HK * spec.D), (v, v_base, start, valid, spec.HK * spec.DV), described
     dk = tl.zeros([K_BLOCK, BD], tl.float32)
     dv = tl.zeros([K_BLOCK, BV], tl.float32)
-    first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
-    before = clear - first
+    if LISTS is None:  # the same blocks for every head: their bounds are loaded once
+        first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
+        before = full_start - first
     for member in range(spec.G):
         head = kv_head * spec.G + member
         bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
-        bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
-        about = (q_ids, q_positions, dropped_rows, bias_at, mask_at)
-        # The loop with masks comes first: the compiler keeps all of its values in registers then.
-        for n in tl.range(0, before + last - unclear):
-            at = tl.where(n < before, first + n, unclear + n - before)
-            dk, dv = _visit_queries(
-                at, keys, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
-            )
-        for n in tl.range(clear, unclear):
-            dk, dv = _visit_queries(
-                n, keys, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
-            )
+        bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
+        about = (q_ids, q_positions, dropout_rows, bias_at)
+        masks = (mask_at, tile_masks)
+        # Partial blocks come first: the compiler keeps all of the loops' values in registers then.
+        if LISTS is not None:
+            full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
+            for i in tl.range(full, count):
+                n = block_at(blocks, i)
+                here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), n * Q_BLOCK, start, spec))
+                dk, dv = _visit_queries(
+                    n, keys, here, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
+                )
+            for i in tl.range(0, full):
+                n = block_at(blocks, i)
+                dk, dv = _visit_queries(
+                    n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
+                )
+        else:
+            for i in tl.range(0, before + last - full_end):
+                n = tl.where(i < before, first + i, full_end + i - before)
+                dk, dv = _visit_queries(
+                    n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
+                )
+            for n in tl.range(full_start, full_end):
+                dk, dv = _visit_queries(
+                    n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
+                )
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
         store_tile(dkey + row * spec.D, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, K_BLOCK, BD)
@@ -103,6 +138,7 @@ def keys_kernel(
 def _visit_queries(
     n,
     keys,
+    masks,
     batch,
     head,
     bases,
@@ -118,20 +154,20 @@ def _visit_queries(
 ):
     """Adds what query tile n contributes to dk [K, BD] and dv [K, BV]."""
     k, v, owned = keys
-    q_ids, q_positions, numbers, bias, mask = about
+    q_ids, q_positions, dropout_keys, bias = about
     start = n * Q_BLOCK
-    described = queries_at(start, batch, head, q_ids, q_positions, numbers, spec, per, Q_BLOCK, MASKED)
-    queries, rows = across(described), down(owned)
+    described = describe_queries(start, batch, head, q_ids, q_positions, dropout_keys, spec, per, Q_BLOCK, MASKED)
+    queries, rows = as_columns(described), as_rows(owned)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
-    products = product_of_rows(k, q, spec.D, spec)
-    weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, mask, spec, MASKED)
+    products = dot_rows(k, q, spec.D, spec)
+    weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do
     if DV:
-        dv = add_product(dv, drop(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
+        dv = add_dot(dv, drop(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
     if DK:
         gradient = score_gradient(weights, slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec)
-        dk = add_product(dk, gradient.to(q_tile.dtype), q_tile, spec)
+        dk = add_dot(dk, gradient.to(q_tile.dtype), q_tile, spec)
     return dk, dv
 
 
@@ -140,7 +176,7 @@ def queries_kernel(
     query,
     key,
     value,
-    visits,
+    block_lists,
     q_ids,
     k_ids,
     q_positions,
@@ -148,8 +184,9 @@ def queries_kernel(
     bias,
     mask,
     sinks,
-    dropped_rows,
-    dropped_columns,
+    dropout_rows,
+    dropout_columns,
+    tile_masks,
     cotangent,
     shift,
     delta,
@@ -159,6 +196,7 @@ def queries_kernel(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    LISTS: tl.constexpr,
     per: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
@@ -166,25 +204,36 @@ def queries_kernel(
     BD: tl.constexpr = spec.BD
     program = tl.program_id(0)
     tile = program % TILES
-    if REVERSED:  # later queries see more keys: they begin first
+    if REVERSED:  # later queries see more keys: the longest programs start first, so the tail wave is short
         tile = TILES - 1 - tile
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
-    described = queries_at(start, batch, head, q_ids, q_positions, dropped_rows, spec, per, Q_BLOCK, True)
+    described = describe_queries(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
     bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
     rows = load_queries(start, described, bases, spec, Q_BLOCK, True)
-    k_base, v_base = of_keys(key, value, batch, head // spec.G, spec, per)
-    bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
-    keys = (k_base, v_base, k_ids, k_positions, bias_at, mask_at, dropped_columns)
+    k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
+    bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
+    keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
+    masks = (mask_at, tile_masks)
     dq = tl.zeros([Q_BLOCK, BD], tl.float32)
-    first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
-    before = clear - first
-    for n in tl.range(0, before + last - unclear):
-        at = tl.where(n < before, first + n, unclear + n - before)
-        dq = _visit_keys(at, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=True)
-    for n in tl.range(clear, unclear):
-        dq = _visit_keys(n, rows, described, keys, batch, dq, spec, per, K_BLOCK, MASKED=False)
+    if LISTS is not None:
+        full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
+        for i in tl.range(full, count):
+            n = block_at(blocks, i)
+            here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
+            dq = _visit_keys(n, rows, described, keys, here, batch, dq, spec, per, K_BLOCK, MASKED=True)
+        for i in tl.range(0, full):
+            n = block_at(blocks, i)
+            dq = _visit_keys(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
+    else:
+        first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
+        before = full_start - first
+        for i in tl.range(0, before + last - full_end):
+            n = tl.where(i < before, first + i, full_end + i - before)
+            dq = _visit_keys(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=True)
+        for n in tl.range(full_start, full_end):
+            dq = _visit_keys(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 
@@ -195,6 +244,7 @@ def _visit_keys(
     rows,
     queries,
     keys,
+    masks,
     batch,
     dq,
     spec: tl.constexpr,
@@ -203,36 +253,5 @@ def _visit_keys(
     MASKED: tl.constexpr,
 ):
     """Adds what key tile n contributes to dq [Q, BD]."""
-    k, gradient = tile_gradient(n, rows, queries, keys, batch, spec, per, K_BLOCK, MASKED)
-    return add_product(dq, gradient.to(k.dtype), k, spec)
-
-
-@triton.jit
-def tile_gradient(
-    n,
-    rows,
-    queries,
-    keys,
-    batch,
-    spec: tl.constexpr,
-    per: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
-    BD: tl.constexpr = spec.BD
-    BV: tl.constexpr = spec.BV
-    q, do, row_shift, row_delta, row_argmax = rows
-    k_base, v_base, k_ids, k_positions, bias, mask, numbers = keys
-    start = n * K_BLOCK
-    described = keys_at(start, batch, k_ids, k_positions, numbers, spec, per, K_BLOCK, MASKED)
-    _, real, _, _, _ = described
-    left, columns = down(queries), across(described)
-    k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
-    v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
-    k_side = (k, k_base, start, real, spec.HK * spec.D)
-    v_side = (v, v_base, start, real, spec.HK * spec.DV)
-    products = product_of_rows(q, k_side, spec.D, spec)
-    weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, mask, spec, MASKED)
-    gradient = score_gradient(weights, slope, do, v_side, left, columns, row_delta[:, None], row_argmax[:, None], spec)
-    return k, gradient
+    k, gradient = tile_gradient(n, rows, queries, keys, masks, batch, spec, per, K_BLOCK, MASKED)
+    return add_dot(dq, gradient.to(k.dtype), k, spec)

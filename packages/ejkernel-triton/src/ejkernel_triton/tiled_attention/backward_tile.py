@@ -5,29 +5,22 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.tiled_attention.tile import (
-    add_rows,
-    allowed,
-    drop,
-    load_tile,
-    powers,
-    product_of_rows,
-    transform,
-)
+from ejkernel_triton.blocks import add_dot_rows, dot_rows, load_tile
+from ejkernel_triton.tiled_attention.tile import allowed, as_columns, as_rows, describe_keys, drop, in_log2, transform
 
 
 @triton.jit
 def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A query tile: queries [Q, BD] and cotangents [Q, BV] as sides, and by row shift of scores, delta and argmax."""
+    """A query tile: queries [Q, BD] and cotangents [Q, BV] as RowTiles; shift of scores, delta and argmax by row."""
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q_base, do_base, shift, delta, argmax = bases
-    index, real, _, _, _ = described
-    q = load_tile(q_base, start, real, spec.H * spec.D, spec.D, BLOCK, BD, MASKED)
-    do = load_tile(do_base, start, real, spec.H * spec.DV, spec.DV, BLOCK, BV, MASKED)
+    index, valid, _, _, _ = described
+    q = load_tile(q_base, start, valid, spec.H * spec.D, spec.D, BLOCK, BD, MASKED)
+    do = load_tile(do_base, start, valid, spec.H * spec.DV, spec.DV, BLOCK, BV, MASKED)
     if MASKED:
-        row_shift = tl.load(shift + index, mask=real, other=0.0)
-        row_delta = tl.load(delta + index, mask=real, other=0.0)
+        row_shift = tl.load(shift + index, mask=valid, other=0.0)
+        row_delta = tl.load(delta + index, mask=valid, other=0.0)
     else:
         row_shift = tl.load(shift + index)
         row_delta = tl.load(delta + index)
@@ -35,10 +28,10 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
     if spec.NORMALIZE:
         pass
     else:
-        row_argmax = tl.load(argmax + index, mask=real, other=0)
-    q_side = (q, q_base, start, real, spec.H * spec.D)
-    do_side = (do, do_base, start, real, spec.H * spec.DV)
-    return q_side, do_side, row_shift, row_delta, row_argmax
+        row_argmax = tl.load(argmax + index, mask=valid, other=0)
+    q_rows = (q, q_base, start, valid, spec.H * spec.D)
+    do_rows = (do, do_base, start, valid, spec.H * spec.DV)
+    return q_rows, do_rows, row_shift, row_delta, row_argmax
 
 
 @triton.jit
@@ -56,29 +49,29 @@ def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.co
 
 
 @triton.jit
-def weights_of(products, queries, keys, shift, bias, mask, spec: tl.constexpr, MASKED: tl.constexpr):
+def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, MASKED: tl.constexpr):
     """Softmax weights of a tile from its products, and the slope of the soft cap."""
     scores, slope = transform(products, queries, keys, bias, spec)
-    weights = tl.exp2(powers(scores, spec) - shift)
+    weights = tl.exp2(in_log2(scores, spec) - shift)
     if MASKED:
-        weights = tl.where(allowed(queries, keys, mask, spec), weights, 0.0)
+        weights = tl.where(allowed(queries, keys, masks, spec), weights, 0.0)
     return weights, slope
 
 
 @triton.jit
 def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr):
-    """Gradient of the scaled and biased scores; a b^T of two sides is the gradient of the dropped weights.
+    """Gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped weights.
 
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
     """
     if spec.DROPOUT:
-        dweights = drop(product_of_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
+        dweights = drop(dot_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
         if spec.NORMALIZE:
             dweights -= delta
-    elif spec.NORMALIZE:  # what the product is added to: so delta is in no registers of its own
-        dweights = add_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
+    elif spec.NORMALIZE:  # the accumulator starts as -delta, so delta is in no registers of its own
+        dweights = add_dot_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
-        dweights = product_of_rows(a, b, spec.DV, spec)
+        dweights = dot_rows(a, b, spec.DV, spec)
     gradient = weights * dweights
     if spec.NORMALIZE:
         pass
@@ -88,3 +81,35 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
     if spec.CAP is not None:
         gradient = gradient * slope
     return gradient
+
+
+@triton.jit
+def tile_gradient(
+    n,
+    rows,
+    queries,
+    keys,
+    masks,
+    batch,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    q, do, row_shift, row_delta, row_argmax = rows
+    k_base, v_base, k_ids, k_positions, bias, dropout_keys = keys
+    start = n * K_BLOCK
+    described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
+    _, valid, _, _, _ = described
+    left, columns = as_rows(queries), as_columns(described)
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
+    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    k_rows = (k, k_base, start, valid, spec.HK * spec.D)
+    v_rows = (v, v_base, start, valid, spec.HK * spec.DV)
+    products = dot_rows(q, k_rows, spec.D, spec)
+    weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, masks, spec, MASKED)
+    gradient = score_gradient(weights, slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec)
+    return k, gradient

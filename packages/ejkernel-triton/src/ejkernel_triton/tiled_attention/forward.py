@@ -7,10 +7,10 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.tiled_attention.block_lists import key_blocks
 from ejkernel_triton.tiled_attention.operands import operands
-from ejkernel_triton.tiled_attention.spec import make_spec
+from ejkernel_triton.tiled_attention.spec import in_pieces, make_spec
 from ejkernel_triton.tiled_attention.tiles import forward_tile
-from ejkernel_triton.tiled_attention.visits import key_visits
 
 
 def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -30,22 +30,23 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
 
     tile, record = forward_tile(params), padding_as_segments(record)
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
-    visits, q_tiles = jnp.asarray(key_visits(record, tile.own, tile.visit)), tiles(t, tile.own)
+    blocks, q_tiles = key_blocks(record, tile.own, tile.visit), tiles(t, tile.own)
     outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
     constants = {
-        "spec": make_spec(record, tile.own, tile.visit),
+        "spec": make_spec(record, tile.own, tile.visit, pieces=in_pieces(record, tile.own, tile.visit)),
         "Q_BLOCK": tile.own,
         "K_BLOCK": tile.visit,
         "TILES": q_tiles,
+        "LISTS": blocks.lists,
         "REVERSED": record.causal,
     }
     if record.normalize_output:
-        constants |= {"row_max": None, "row_argmax": None}
+        constants |= {"max_out": None, "argmax_out": None}
     else:
         outputs += [Shape((b, h, t), jnp.float32), Shape((b, h, t), jnp.int32)]
     made = launch(
         forward_kernel,
-        (record.query, record.key, record.value, visits, *operands(record)),
+        operands(record, blocks),
         outputs,
         batch=b,
         grid=q_tiles * h * b,

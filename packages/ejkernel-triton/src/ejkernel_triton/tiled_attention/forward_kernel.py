@@ -2,33 +2,40 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """The forward kernel: online softmax of one query tile over the key tiles that it visits.
 
+                       +--------------------- per key tile: full blocks, then partial blocks ---------------------+
+    q  (registers) --->|  K tile --> s = q K^T --> mask* --> m' = max(m, s) --> p = exp2(s - m')                    |
+                       |                                      alpha = exp2(m - m')                                  |
+                       |  V tile ------------------------------------------> acc = alpha acc + p V                  |
+                       |                                                     l   = alpha l   + sum(p)               |
+                       +--------------------------------------------------------------------------------------------+
+    epilogue: sink joins l, output = acc / l, lse = m + log l             * partial blocks alone
+
+Triton's software pipeliner copies the K and V tiles of the next `num_stages - 1` blocks into shared memory meanwhile.
+
 Sources: Milakov & Gimelshein 2018 (online softmax); Dao 2023, arXiv:2307.08691 (order of the loops).
 """
 
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import LN2, LOG2E, add_dot, dot, dot_rows, finite, load_tile, store_tile
 from ejkernel_triton.tiled_attention.tile import (
-    LN2,
-    LOG2E,
     LOWEST,
-    across,
-    add_product,
     allowed,
-    down,
+    as_columns,
+    as_rows,
+    block_at,
+    block_list,
+    block_run,
+    describe_keys,
+    describe_queries,
     drop,
-    finite,
-    keys_at,
-    load_tile,
-    of_head,
-    of_keys,
-    powers,
-    product,
-    product_of_rows,
-    queries_at,
-    store_tile,
+    in_log2,
+    kv_bases,
+    pair_bases,
+    tile_mask_base,
+    tile_mask_id,
     transform,
-    visits_of,
 )
 
 LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32
@@ -39,7 +46,7 @@ def forward_kernel(
     query,
     key,
     value,
-    visits,
+    block_lists,
     q_ids,
     k_ids,
     q_positions,
@@ -47,75 +54,96 @@ def forward_kernel(
     bias,
     mask,
     sinks,
-    dropped_rows,
-    dropped_columns,
+    dropout_rows,
+    dropout_columns,
+    tile_masks,
     output,
     lse,
-    row_max,
-    row_argmax,
+    max_out,
+    argmax_out,
     spec: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    LISTS: tl.constexpr,
     per: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
-    """A program owns Q_BLOCK queries of one head; consecutive programs share keys and values.
+    """A program owns Q_BLOCK queries of one head; consecutive programs share keys and values in L2.
 
-    `row_max` and `row_argmax` are None for normalised outputs.
+    `max_out` and `argmax_out` are None for normalised outputs. LISTS is (heads, row length) of `block_lists` with a
+    pattern, None without.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     program = tl.program_id(0)
     tile = program % TILES
-    if REVERSED:  # later queries see more keys: they begin first
+    if REVERSED:  # later queries see more keys: the longest programs start first, so the tail wave is short
         tile = TILES - 1 - tile
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
-    described = queries_at(start, batch, head, q_ids, q_positions, dropped_rows, spec, per, Q_BLOCK, True)
+    described = describe_queries(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
     index, _, _, _, _ = described
-    queries = down(described)
+    queries = as_rows(described)
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
     q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, Q_BLOCK, BD, spec.T % Q_BLOCK > 0)
-    q_side = (q, q_base, start, index < spec.T, spec.H * spec.D)
-    k_base, v_base = of_keys(key, value, batch, head // spec.G, spec, per)
-    bias_at, mask_at = of_head(bias, mask, batch, head, spec, per)
-    keys = (k_base, v_base, k_ids, k_positions, bias_at, mask_at, dropped_columns)
-    peak = tl.full([Q_BLOCK], float("-inf"), tl.float32)
-    argpeak = tl.zeros([Q_BLOCK], tl.int32)
-    total = tl.zeros([Q_BLOCK], tl.float32)
-    sum = tl.zeros([Q_BLOCK, BV], tl.float32)
-    first, clear, unclear, last = visits_of(visits, batch, tile, per, TILES)
-    for n in tl.range(clear, unclear):
-        peak, argpeak, total, sum = _visit(
-            n, q_side, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=False
-        )
-    before = clear - first
-    for n in tl.range(0, before + last - unclear):
-        at = tl.where(n < before, first + n, unclear + n - before)
-        peak, argpeak, total, sum = _visit(
-            at, q_side, queries, keys, batch, peak, argpeak, total, sum, spec, per, K_BLOCK, MASKED=True
-        )
+    q_rows = (q, q_base, start, index < spec.T, spec.H * spec.D)
+    k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
+    bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
+    keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
+    masks = (mask_at, tile_masks)
+    row_max = tl.full([Q_BLOCK], float("-inf"), tl.float32)
+    row_argmax = tl.zeros([Q_BLOCK], tl.int32)
+    row_sum = tl.zeros([Q_BLOCK], tl.float32)
+    acc = tl.zeros([Q_BLOCK, BV], tl.float32)
+    if LISTS is not None:
+        full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
+        for i in tl.range(0, full):
+            n = block_at(blocks, i)
+            row_max, row_argmax, row_sum, acc = _visit(
+                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
+            )
+        for i in tl.range(full, count):
+            n = block_at(blocks, i)
+            here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
+            row_max, row_argmax, row_sum, acc = _visit(
+                n, q_rows, queries, keys, here, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
+            )
+    else:
+        first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
+        for n in tl.range(full_start, full_end):
+            row_max, row_argmax, row_sum, acc = _visit(
+                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
+            )
+        # Partial blocks before and after the full ones in one loop: two would double its code and its registers.
+        before = full_start - first
+        for i in tl.range(0, before + last - full_end):
+            n = tl.where(i < before, first + i, full_end + i - before)
+            row_max, row_argmax, row_sum, acc = _visit(
+                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
+            )
     row = tl.cast(batch, tl.int64)
     rows = (row * spec.H + head) * spec.T + index
     sink = sinks
     if spec.SINKS:
         sink = sinks + (batch // per.SINKS) * spec.H + head
-    _finish(output, lse, row_max, row_argmax, rows, sink, head, row, start, peak, argpeak, total, sum, spec, Q_BLOCK)
+    outputs = (output, lse, max_out, argmax_out)
+    _finish(outputs, rows, sink, head, row, start, row_max, row_argmax, row_sum, acc, spec, Q_BLOCK)
 
 
 @triton.jit
 def _visit(
     n,
-    q_side,
+    q_rows,
     queries,
     keys,
+    masks,
     batch,
-    peak,
-    argpeak,
-    total,
-    sum,
+    row_max,
+    row_argmax,
+    row_sum,
+    acc,
     spec: tl.constexpr,
     per: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -123,85 +151,84 @@ def _visit(
 ):
     """Takes key tile n into the running softmax.
 
-    Tile of q_side [Q, BD]; peak, argpeak, total [Q]; sum [Q, BV]; scores and weights [Q, K].
+    Tile of q_rows [Q, BD]; row_max, row_argmax, row_sum [Q]; acc [Q, BV]; scores and weights [Q, K].
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
-    q, _, _, _, _ = q_side
-    k_base, v_base, k_ids, k_positions, bias, mask, numbers = keys
+    q, _, _, _, _ = q_rows
+    k_base, v_base, k_ids, k_positions, bias, dropout_keys = keys
     start = n * K_BLOCK
-    described = keys_at(start, batch, k_ids, k_positions, numbers, spec, per, K_BLOCK, MASKED)
-    k_index, real, _, _, _ = described
-    columns = across(described)
-    k = load_tile(k_base, start, real, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
+    described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
+    k_index, valid, _, _, _ = described
+    columns = as_columns(described)
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
     if BD > 128:
-        k_side = (k, k_base, start, real, spec.HK * spec.D)
-        products = product_of_rows(q_side, k_side, spec.D, spec)
+        k_rows = (k, k_base, start, valid, spec.HK * spec.D)
+        products = dot_rows(q_rows, k_rows, spec.D, spec)
     else:
-        products = product(q, tl.trans(k), spec)
+        products = dot(q, tl.trans(k), spec)
     scores, _ = transform(products, queries, columns, bias, spec)
     if MASKED:
-        scores = tl.where(allowed(queries, columns, mask, spec), scores, float("-inf"))
+        scores = tl.where(allowed(queries, columns, masks, spec), scores, float("-inf"))
     largest = tl.max(scores, 1)
-    risen = tl.maximum(peak, powers(largest, spec))
+    new_max = tl.maximum(row_max, in_log2(largest, spec))
     if spec.NORMALIZE:
         pass
     else:
+        # The first key that has the maximum; equal maxima of an earlier tile may have a later index.
         here = tl.min(tl.where(scores == largest[:, None], k_index[None, :], 0x7FFFFFFF), 1)
-        tied = tl.minimum(argpeak, here)
-        known = powers(largest, spec)
-        argpeak = tl.where(known > peak, here, tl.where(known < peak, argpeak, tied))
-    shift = risen
-    if MASKED or spec.BIAS is not None:
-        shift = finite(risen)
-    weights = tl.exp2(powers(scores, spec) - shift[:, None])
-    fade = tl.exp2(peak - shift)
-    total = total * fade + tl.sum(weights, 1)
-    weights = drop(weights, queries, columns, spec)
-    v = load_tile(v_base, start, real, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
-    sum = add_product(sum * fade[:, None], weights.to(v.dtype), v, spec)
-    return risen, argpeak, total, sum
+        tied = tl.minimum(row_argmax, here)
+        tile_max = in_log2(largest, spec)
+        row_argmax = tl.where(tile_max > row_max, here, tl.where(tile_max < row_max, row_argmax, tied))
+    shift = new_max
+    if MASKED or spec.BIAS is not None:  # a row may have seen nothing yet: -inf - -inf would be NaN
+        shift = finite(new_max)
+    weights = tl.exp2(in_log2(scores, spec) - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
+    weights = drop(weights, queries, columns, spec)  # after the sum: dropout is no part of the softmax
+    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
+    return new_max, row_argmax, row_sum, acc
 
 
 @triton.jit
 def _finish(
-    output,
-    lse,
-    row_max,
-    row_argmax,
+    outputs,
     rows,
     sink_at,
     head,
     row,
     start,
-    peak,
-    argpeak,
-    total,
-    sum,
+    row_max,
+    row_argmax,
+    row_sum,
+    acc,
     spec: tl.constexpr,
     Q_BLOCK: tl.constexpr,
 ):
-    """Divides, takes the sink into the denominator, and stores. `rows` are places in [B, H, T]."""
-    keep = start + tl.arange(0, Q_BLOCK) < spec.T
-    base = finite(peak)
+    """Divides, takes the sink into the denominator, and stores. `rows` are offsets in [B, H, T]."""
+    output, lse, max_out, argmax_out = outputs
+    valid = start + tl.arange(0, Q_BLOCK) < spec.T
+    base = finite(row_max)
     factor = tl.full([Q_BLOCK], 1.0, tl.float32)
     if spec.SINKS:
         sink = tl.load(sink_at) * LOG2E
-        base = finite(tl.maximum(peak, sink))
-        factor = tl.exp2(peak - base)
-        total = total * factor + tl.exp2(sink - base)
-    some = tl.where(total > 0.0, total, 1.0)
-    logs = tl.where(total > 0.0, _natural(tl.log2(some) + base, base, spec), float("-inf"))
-    tl.store(lse + rows, logs, mask=keep)
+        base = finite(tl.maximum(row_max, sink))
+        factor = tl.exp2(row_max - base)
+        row_sum = row_sum * factor + tl.exp2(sink - base)
+    some = tl.where(row_sum > 0.0, row_sum, 1.0)
+    logs = tl.where(row_sum > 0.0, _natural(tl.log2(some) + base, base, spec), float("-inf"))
+    tl.store(lse + rows, logs, mask=valid)
     if spec.NORMALIZE:
-        sum = sum * (factor * spec.KEPT / some)[:, None]
+        acc = acc * (factor * spec.KEPT / some)[:, None]
     else:
-        sum = sum * spec.KEPT
-        tl.store(row_max + rows, _natural(finite(peak), peak, spec), mask=keep)
-        tl.store(row_argmax + rows, argpeak, mask=keep)
+        acc = acc * spec.KEPT
+        tl.store(max_out + rows, _natural(finite(row_max), row_max, spec), mask=valid)
+        tl.store(argmax_out + rows, row_argmax, mask=valid)
     BV: tl.constexpr = spec.BV
     out_base = output + (row * spec.T * spec.H + head) * spec.DV
-    store_tile(out_base, start, sum, spec.H * spec.DV, spec.T, spec.DV, Q_BLOCK, BV)
+    store_tile(out_base, start, acc, spec.H * spec.DV, spec.T, spec.DV, Q_BLOCK, BV)
 
 
 @triton.jit

@@ -44,10 +44,11 @@ class Spec:
         SEGMENTS: Whether there are segment ids.
         BIAS: Strides of the bias over its rows, heads, queries and keys, 0 where it broadcasts; None without it.
         MASK: Likewise for the mask.
+        PATTERN: Queries and keys of a tile mask of the pattern; None without one.
         CAP: Soft cap, or None.
         FAST_TANH: Whether the device's approximate tanh is precise enough and there.
         ROUND: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
-        DROPOUT: Whether weights are dropped: where their row's number times their column's is below THRESHOLD.
+        DROPOUT: Whether weights are dropped: where their row's key times their column's is below THRESHOLD.
         THRESHOLD: Dropout probability times 2 ** 32.
         KEPT: What kept weights are multiplied with.
         NORMALIZE: Whether outputs are normalised.
@@ -77,6 +78,7 @@ class Spec:
     SEGMENTS: bool
     BIAS: Strides | None
     MASK: Strides | None
+    PATTERN: tuple[int, int] | None
     CAP: float | None
     FAST_TANH: bool
     ROUND: str | None
@@ -90,8 +92,15 @@ class Spec:
     WIDEN: bool
 
 
-def make_spec(record: TiledAttention, own: int, visit: int) -> Spec:
-    """The constants of a record's kernels on the device in use, for programs that own and visit so many rows."""
+def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bool) -> Spec:
+    """The constants of a record's kernels on the device in use, for tiles of a size.
+
+    Args:
+        record: As the kernels take it.
+        q_block: Queries a tile.
+        kv_block: Keys a tile.
+        pieces: What `in_pieces` says of the tiles.
+    """
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
     left, right = band(record)
     rounded = record.logits_dtype if record.logits_dtype != jnp.float32 else None
@@ -118,6 +127,7 @@ def make_spec(record: TiledAttention, own: int, visit: int) -> Spec:
         SEGMENTS=record.q_segment_ids is not None,
         BIAS=_strides(record.bias),
         MASK=_strides(record.mask),
+        PATTERN=None if record.pattern is None else (q_block, kv_block),
         CAP=record.logits_soft_cap,
         FAST_TANH=vendor == "nvidia" and half and not interpreting(),
         ROUND=None if rounded is None else jnp.dtype(rounded).name,
@@ -126,7 +136,7 @@ def make_spec(record: TiledAttention, own: int, visit: int) -> Spec:
         KEPT=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
         SINKS=record.softmax_aux is not None,
-        PIECE=64 if in_pieces(record, own, visit) else None,
+        PIECE=64 if pieces else None,
         PRECISION=_precision(record, vendor),
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
     )

@@ -1,148 +1,35 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""One tile of the score matrix, in Triton: loading its operands, its scores, what the masks allow, and dropout.
+"""One tile of scores: which queries and keys it has, its scores, what the masks allow, and dropout.
 
-Queries and keys of a tile are each described by a tuple of vectors (index, whether it is there and no padding, segment
-id, position, dropout's number). Everything elementwise broadcasts, so that a tile may have queries along either axis:
-`across` and `down` turn a description into columns [1, n] and rows [n, 1].
+Queries and keys of a tile are each described by a tuple of vectors, the tile's *rows* or *columns*:
 
-A side of a product of rows is a tuple (tile, where its array's rows begin, the tile's first row, which rows are kept,
-stride of rows): the tile, or where to load it from piece by piece, in which case the compiler drops the tile.
+    (index, valid, segment id, position, dropout key)      valid: there, and no padding
+
+Everything elementwise broadcasts, so that a tile may have queries along either axis: `as_rows` and `as_columns` turn a
+description into vectors [n, 1] and [1, n].
+
+Which tiles a program visits is in `block_lists` (see `tiled_attention.block_lists`). Full blocks take a loop without
+masks, partial blocks one with them.
 """
 
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import load_vector, round_bfloat16, tanh, within
 from ejkernel_triton.tiled_attention import spec
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(spec.LOWEST)
 
 
 @triton.jit
-def load_tile(
-    base,
-    start,
-    keep,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """[ROWS, COLUMNS] from row `start` on; 0 in columns from WIDTH on and, if MASKED, in rows that are not kept."""
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    # 64 bits for where the tile begins, 32 for where an element is in it.
-    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
-    if MASKED:
-        if COLUMNS != WIDTH:
-            return tl.load(at, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
-        else:
-            return tl.load(at, mask=keep[:, None], other=0.0)
-    else:
-        if COLUMNS != WIDTH:
-            return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
-        else:
-            return tl.load(at)
-
-
-@triton.jit
-def store_tile(
-    base,
-    start,
-    tile,
-    STRIDE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Writes [ROWS, COLUMNS] to rows `start` to LENGTH and columns to WIDTH."""
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
-    keep = (start + rows < LENGTH)[:, None] & (columns < WIDTH)[None, :]
-    tl.store(at, tile.to(base.dtype.element_ty), mask=keep)
-
-
-@triton.jit
-def product(a, b, spec: tl.constexpr):
-    """a b, in float32."""
-    if spec.WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=spec.PRECISION)
-    else:
-        return tl.dot(a, b, input_precision=spec.PRECISION)
-
-
-@triton.jit
-def add_product(sum, a, b, spec: tl.constexpr):
-    """sum + a b, in float32."""
-    if spec.WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sum, input_precision=spec.PRECISION)
-    else:
-        return tl.dot(a, b, sum, input_precision=spec.PRECISION)
-
-
-@triton.jit
-def add_rows(sum, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """sum + a b^T of two sides, in float32."""
-    a_tile, _, _, _, _ = a
-    b_tile, _, _, _, _ = b
-    if spec.PIECE is None:
-        return add_product(sum, a_tile, tl.trans(b_tile), spec)
-    else:
-        for column in tl.range(0, WIDTH, spec.PIECE):
-            left, right = load_piece(a, column, WIDTH, spec), load_piece(b, column, WIDTH, spec)
-            sum = add_product(sum, left, tl.trans(right), spec)
-        return sum
-
-
-@triton.jit
-def product_of_rows(a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """a b^T of two sides, in float32."""
-    a_tile, _, _, _, _ = a
-    b_tile, _, _, _, _ = b
-    return add_rows(tl.zeros([a_tile.shape[0], b_tile.shape[0]], tl.float32), a, b, WIDTH, spec)
-
-
-@triton.jit
-def load_piece(side, column, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """[ROWS, PIECE] of a side from a column on; 0 from column WIDTH on and in rows that are not kept."""
-    tile, base, start, keep, STRIDE = side
-    rows = tl.arange(0, tile.shape[0])
-    columns = column + tl.arange(0, spec.PIECE)
-    at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
-    return tl.load(at, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def load_vector(base, index, keep, MASKED: tl.constexpr):
-    """What is at the indices; 0 where it is not kept, if MASKED."""
-    if MASKED:
-        return tl.load(base + index, mask=keep, other=0)
-    else:
-        return tl.load(base + index)
-
-
-@triton.jit
-def within(index, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which indices of a tile are below LENGTH: by construction all, where tiles end with it."""
-    if LENGTH % BLOCK == 0:
-        return tl.full([BLOCK], True, tl.int1)
-    else:
-        return index < LENGTH
-
-
-@triton.jit
-def queries_at(
+def describe_queries(
     start,
     batch,
     head,
     ids,
     positions,
-    numbers,
+    dropout_keys,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -150,29 +37,29 @@ def queries_at(
 ):
     """Describes the queries `start` to `start + BLOCK`; all are there unless MASKED."""
     index = start + tl.arange(0, BLOCK)
-    real = within(index, spec.T, BLOCK)
+    valid = within(index, spec.T, BLOCK)
     id = index
     position = index
-    number = index
+    dropout_key = index
     if spec.DROPOUT:
-        row = tl.cast(batch // per.DROPPED_ROWS, tl.int64) * spec.H + head
-        number = load_vector(numbers + row * spec.T, index, real, MASKED)
+        row = tl.cast(batch // per.DROPOUT_ROWS, tl.int64) * spec.H + head
+        dropout_key = load_vector(dropout_keys + row * spec.T, index, valid, MASKED)
     if spec.Q_POSITIONS:
-        position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=real, other=0)
+        position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=valid, other=0)
     if spec.SEGMENTS:
-        id = tl.load(ids + tl.cast(batch // per.Q_IDS, tl.int64) * spec.T + index, mask=real, other=-1)
-        real = real & (id >= 0)
-        id = tl.where(real, id, -1)
-    return index, real, id, position, number
+        id = tl.load(ids + tl.cast(batch // per.Q_IDS, tl.int64) * spec.T + index, mask=valid, other=-1)
+        valid = valid & (id >= 0)
+        id = tl.where(valid, id, -1)
+    return index, valid, id, position, dropout_key
 
 
 @triton.jit
-def keys_at(
+def describe_keys(
     start,
     batch,
     ids,
     positions,
-    numbers,
+    dropout_keys,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -180,56 +67,59 @@ def keys_at(
 ):
     """Describes the keys `start` to `start + BLOCK`; all are there unless MASKED."""
     index = start + tl.arange(0, BLOCK)
-    real = within(index, spec.S, BLOCK)
+    valid = within(index, spec.S, BLOCK)
     id = index
     position = index
-    number = index
+    dropout_key = index
     if spec.DROPOUT:
-        number = load_vector(numbers + (batch // per.DROPPED_COLUMNS) * spec.S, index, real, MASKED)
+        dropout_key = load_vector(dropout_keys + (batch // per.DROPOUT_COLUMNS) * spec.S, index, valid, MASKED)
     if spec.K_POSITIONS:
-        position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=real, other=0)
+        position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=valid, other=0)
     if spec.SEGMENTS:
-        id = tl.load(ids + tl.cast(batch // per.K_IDS, tl.int64) * spec.S + index, mask=real, other=-1)
-        real = real & (id >= 0)
-        id = tl.where(real, id, -2)  # equals no query's, padding or not
-    return index, real, id, position, number
+        id = tl.load(ids + tl.cast(batch // per.K_IDS, tl.int64) * spec.S + index, mask=valid, other=-1)
+        valid = valid & (id >= 0)
+        id = tl.where(valid, id, -2)  # equals no query's, padding or not
+    return index, valid, id, position, dropout_key
 
 
 @triton.jit
-def down(described):
+def as_rows(described):
     """A description along the first axis of a tile, [n, 1] each."""
-    index, real, id, position, counter = described
-    return index[:, None], real[:, None], id[:, None], position[:, None], counter[:, None]
+    index, valid, id, position, dropout_key = described
+    return index[:, None], valid[:, None], id[:, None], position[:, None], dropout_key[:, None]
 
 
 @triton.jit
-def across(described):
+def as_columns(described):
     """A description along the second axis of a tile, [1, n] each."""
-    index, real, id, position, counter = described
-    return index[None, :], real[None, :], id[None, :], position[None, :], counter[None, :]
+    index, valid, id, position, dropout_key = described
+    return index[None, :], valid[None, :], id[None, :], position[None, :], dropout_key[None, :]
 
 
 @triton.jit
-def allowed(queries, keys, mask, spec: tl.constexpr):
-    """Which pairs attend; `mask` points at this batch row and head."""
-    q, q_real, q_id, q_position, _ = queries
-    k, k_real, k_id, k_position, _ = keys
-    pairs = q_real & k_real
+def allowed(queries, keys, masks, spec: tl.constexpr):
+    """Which pairs attend; `masks` is where the mask of this batch row and head and the mask of this tile begin."""
+    q, q_valid, q_id, q_position, _ = queries
+    k, k_valid, k_id, k_position, _ = keys
+    mask, tile_mask = masks
+    pairs = q_valid & k_valid
     if spec.SEGMENTS:  # which differ for what is not there
         pairs = q_id == k_id
     if spec.LEFT is not None:
         pairs = pairs & (k_position >= q_position - spec.LEFT)
     if spec.RIGHT is not None:
         pairs = pairs & (k_position <= q_position + spec.RIGHT)
+    if spec.PATTERN is not None:
+        pairs = pairs & (tl.load(tile_mask + (q * spec.PATTERN[1] + k)) != 0)
     if spec.MASK is not None:
-        at = mask + place_of(q, k, spec.MASK[2], spec.MASK[3], spec)
+        at = mask + offset_of_pair(q, k, spec.MASK[2], spec.MASK[3], spec)
         pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
     return pairs
 
 
 @triton.jit
-def place_of(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: tl.constexpr):
-    """Where a pair is in what a head has of the bias or the mask; in 64 bits, which take registers, only if it must."""
+def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: tl.constexpr):
+    """Where a pair is in a head's bias or mask; in 64 bits, which take registers, only if it must."""
     if spec.T * spec.S < 2**31:
         return q * Q_STRIDE + k * K_STRIDE
     else:
@@ -237,7 +127,7 @@ def place_of(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: tl.cons
 
 
 @triton.jit
-def of_head(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
+def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Where a head of a batch row begins in the bias and in the mask; the pointers themselves without them."""
     if spec.BIAS is not None:
         bias = bias + tl.cast(batch // per.BIAS, tl.int64) * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
@@ -247,7 +137,7 @@ def of_head(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
-def of_keys(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
+def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Where a KV head of a batch row begins in the keys and in the values."""
     k = key + (tl.cast(batch // per.KEY, tl.int64) * spec.S * spec.HK + head) * spec.D
     v = value + (tl.cast(batch // per.VALUE, tl.int64) * spec.S * spec.HK + head) * spec.DV
@@ -255,10 +145,43 @@ def of_keys(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
-def visits_of(visits, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
-    """What a tile visits: first, clear, unclear and last, as `visits._runs` says."""
-    table = visits + ((batch // per.VISITS) * TILES + tile) * 4
-    return tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
+def block_run(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
+    """The blocks of a tile without a pattern: first, full_start, full_end and last, as `block_lists._runs` says."""
+    row = block_lists + ((batch // per.BLOCK_LISTS) * TILES + tile) * 4
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def block_list(block_lists, batch, head, tile, LISTS: tl.constexpr, per: tl.constexpr, TILES: tl.constexpr):
+    """The blocks of a tile with a pattern: how many are full, how many there are, and where `block_at` finds them."""
+    HEADS: tl.constexpr = LISTS[0]
+    row = batch // per.BLOCK_LISTS
+    if HEADS > 1:
+        row = row * HEADS + head
+    at = block_lists + (tl.cast(row, tl.int64) * TILES + tile) * LISTS[1]
+    return tl.load(at), tl.load(at + 1), at + 2
+
+
+@triton.jit
+def block_at(blocks, i):
+    """Block `i` of a list."""
+    return tl.load(blocks + 2 * i)
+
+
+@triton.jit
+def tile_mask_id(blocks, i):
+    """The id of the tile mask of block `i` of a list."""
+    return tl.load(blocks + 2 * i + 1)
+
+
+@triton.jit
+def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
+    """Where a tile's mask would begin if it had a row for every query and a column for every key before the tile.
+
+    So `allowed` finds a pair by its indices in the whole call, which are in registers anyway.
+    """
+    SIZE: tl.constexpr = spec.PATTERN[0] * spec.PATTERN[1]
+    return tile_masks + (tl.cast(id, tl.int64) * SIZE - q_start * spec.PATTERN[1] - k_start)
 
 
 @triton.jit
@@ -270,27 +193,24 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
     else:
         scores = scores * spec.SCALE
         if spec.BIAS is not None:
-            q, q_real, _, _, _ = queries
-            k, k_real, _, _, _ = keys
-            at = bias + place_of(q, k, spec.BIAS[2], spec.BIAS[3], spec)
-            scores += tl.load(at, mask=q_real & k_real, other=0.0).to(tl.float32)
+            q, q_valid, _, _, _ = queries
+            k, k_valid, _, _, _ = keys
+            at = bias + offset_of_pair(q, k, spec.BIAS[2], spec.BIAS[3], spec)
+            scores += tl.load(at, mask=q_valid & k_valid, other=0.0).to(tl.float32)
         if spec.CAP is not None:
-            bounded = _tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
+            bounded = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
             slope = 1.0 - bounded * bounded
             scores = bounded * spec.CAP
         if spec.ROUND == "bfloat16":
-            # To the nearest, ties to even, which not every way of running Triton does on its own.
-            bits = scores.to(tl.uint32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            scores = bits.to(tl.float32, bitcast=True)
+            scores = round_bfloat16(scores)
         if spec.ROUND == "float16":
             scores = scores.to(tl.float16).to(tl.float32)
         return scores, slope
 
 
 @triton.jit
-def powers(scores, spec: tl.constexpr):
-    """Scores as powers of two; -inf stays what it is."""
+def in_log2(scores, spec: tl.constexpr):
+    """Scores times log2(e), for exp2, which is the instruction that there is; -inf stays what it is."""
     if spec.BIASED:
         return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST))
     else:
@@ -306,17 +226,3 @@ def drop(weights, queries, keys, spec: tl.constexpr):
         return tl.where(row * column >= spec.THRESHOLD, weights, 0.0)
     else:
         return weights
-
-
-@triton.jit
-def finite(x):
-    """x with 0 for -inf: rows that have seen nothing keep weights of exp2(-inf - 0) = 0 instead of NaN."""
-    return tl.where(x == float("-inf"), 0.0, x)
-
-
-@triton.jit
-def _tanh(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)

@@ -14,11 +14,11 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
 from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import KIBI, chip_of
 from ejkernel_triton.tiled_attention.spec import in_pieces, padded, padded_row
 
 Pass = Literal["forward", "keys", "queries"]
 Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
-KIBI = 1024
 
 
 class Tile(NamedTuple):
@@ -249,26 +249,16 @@ def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
     """The kind of matrix unit that multiplies what a record holds."""
     if device.platform == "cpu":
         return "interpreter"
-    if device.vendor == "amd":
+    architecture, wide = chip_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
+    if architecture == "cdna3":
         return "amd"
-    capability, itemsize = device.compute_capability or 0.0, jnp.dtype(record.query.dtype).itemsize
-    if itemsize > 2 and record.precision == lax.Precision.HIGHEST:
+    if wide and record.precision == lax.Precision.HIGHEST:
         return "no unit"
-    if 9.0 <= capability < 10.0:
-        return "hopper" if itemsize <= 2 else "hopper, float32"
-    if itemsize > 2:
+    if architecture == "hopper":
+        return "hopper, float32" if wide else "hopper"
+    if wide:
         return "float32"
-    return "blackwell" if 10.0 <= capability < 12.0 else "ampere"
-
-
-def shared_memory(device: DeviceInfo) -> int:
-    """Bytes of shared memory that one program can have."""
-    if device.vendor == "amd":
-        return 64 * KIBI
-    capability = device.compute_capability or 0.0
-    if device.platform == "cpu" or 9.0 <= capability < 12.0:
-        return 227 * KIBI
-    return 163 * KIBI if capability in (8.0, 8.7) else 99 * KIBI
+    return "blackwell" if architecture == "blackwell" else "ampere"  # Ada's matrix unit is Ampere's
 
 
 def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[Tile, ...]:
@@ -278,7 +268,7 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
     unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
     exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
     first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
-    budget = shared_memory(device) - (0 if which == "forward" else 4 * KIBI)
+    budget = chip_of(device).shared_memory - (0 if which == "forward" else 4 * KIBI)
     fits = [tile for tile in dict.fromkeys((*first, *preferred)) if _bytes(record, which, tile) <= budget]
     fits = fits or [preferred[-1]]
     own = fits[0].own
@@ -298,7 +288,7 @@ def _bytes(record: TiledAttention, which: Pass, tile: Tile) -> int:
 
 def _is_rich(record: TiledAttention) -> bool:
     """Whether scores are more than products of queries and keys."""
-    arrays = (record.bias, record.mask, record.logits_soft_cap)
+    arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
     return any(x is not None for x in arrays) or record.dropout_prob > 0
 
 
@@ -309,7 +299,7 @@ def _is_indexed(record: TiledAttention) -> bool:
 
 def _is_open(record: TiledAttention) -> bool:
     """Whether every query sees every key."""
-    return band(record) == (None, None)
+    return band(record) == (None, None) and record.pattern is None
 
 
 def _forward(record: TiledAttention, tile: Tile) -> FwdParams:

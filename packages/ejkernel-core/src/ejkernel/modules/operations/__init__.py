@@ -1,4 +1,6 @@
-"""One module an operation; the public functions are re-exported by `ejkernel.modules`.
+"""One module an operation; `ejkernel.modules` re-exports the public functions, and every name of it is here too.
+
+The module of an operation can be called as its function, so that `ejkernel.modules.operations.flash_attention` is both.
 
 `EXPORTS` is the one table of operations: the module of each, which holds its `OP`, with the public names it defines.
 `OPS`, the list that dispatch, the command line, the docs and the tests go by, is made from it when it is first asked
@@ -6,10 +8,12 @@ for, so that importing one operation does not import the others.
 """
 
 import importlib
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ejkernel.modules import *  # noqa: F403
     from ejkernel.ops.model import Op
 
     OPS: tuple[Op, ...]
@@ -60,11 +64,19 @@ def __getattr__(name: str) -> Any:
         return globals()["OPS"]
     if name in EXPORTS:
         return _module(name)
+    if name in _modules().__all__:
+        globals()[name] = getattr(_modules(), name)
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *EXPORTS})
+    return sorted({*globals(), *__all__, *EXPORTS, *_modules().__all__})
+
+
+def _modules() -> Any:
+    """The package around this one, which has all public names."""
+    return sys.modules[__name__.rpartition(".")[0]]
 
 
 def _module(operation: str) -> ModuleType:

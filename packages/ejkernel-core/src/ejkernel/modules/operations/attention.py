@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import attention_weights
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import attention as cases
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
 from ejkernel.modules.operations.configs import BwdParams, FlashAttentionConfig, FwdParams

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import blocksparse_attention as cases
 from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments

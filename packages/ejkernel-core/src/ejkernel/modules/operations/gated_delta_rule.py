@@ -12,8 +12,8 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating
-from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
+from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape, got
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -38,6 +38,11 @@ class GatedDeltaRuleArguments:
     def __post_init__(self) -> None:
         for name in ("use_qk_l2norm", "use_chunked", "return_state"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+        if rank(self.seg_ids) == 4:  # a state, where calls without segments have it
+            if self.initial_state is not None:
+                raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
+            object.__setattr__(self, "initial_state", self.seg_ids)
+            object.__setattr__(self, "seg_ids", None)
 
 
 @operation(lambda: OP)
@@ -47,7 +52,7 @@ def gated_delta_rule(
     value: Float[Array, "b t g v"],
     beta: Float[Array, "b t h"],
     decay: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
-    seg_ids: Integer[Array, "b t"] | None = None,
+    seg_ids: Integer[Array, "b t"] | Float[Array, "b h k v"] | None = None,
     initial_state: Float[Array, "b h k v"] | None = None,
     *,
     use_qk_l2norm: bool = True,
@@ -76,7 +81,7 @@ def gated_delta_rule(
             -inf forgets. Differentiable.
         seg_ids: [B, T] int. A token whose id differs from that of the last real token before it starts from a zero
             state; a row's first segment continues from `initial_state`. Negative ids are padding, which leaves the
-            state alone and has output 0.
+            state alone and has output 0. A floating [B, H, K, V] in its place is `initial_state`.
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
@@ -127,6 +132,14 @@ def reference(args: GatedDeltaRuleArguments) -> Any:
     return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
 
 
+def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """Six specs of a call with a state and no segments are those of a call with the state in the place of segments."""
+    specs = options["in_specs"]
+    if isinstance(specs, tuple | list) and len(specs) == 6 and args.seg_ids is None:
+        options = {**options, "in_specs": (*specs[:5], None, specs[5])}
+    return OP, args, options
+
+
 def _configure(args: GatedDeltaRuleArguments, cfg: Any) -> Any:
     return delta_rule.configure(OP, args, cfg)
 
@@ -158,5 +171,6 @@ OP = Op(
     },
     finish=delta_rule.finish,
     configure=_configure,
+    route=_route,
 )
 GatedDeltaRule.op = OP

@@ -11,7 +11,7 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
 from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -103,7 +103,6 @@ def gated_linear_attention(
 
 
 gla_attention = gated_linear_attention
-recurrent_gla = gated_linear_attention
 
 
 def _recurrent(args: GLAttentionArguments) -> RecurrentAttentionArguments:
@@ -153,3 +152,4 @@ OP = Op(
     finish=plain_recurrence.finish,
 )
 GLAttention.op = OP
+recurrent_gla = with_state(OP, "recurrent_gla")

@@ -80,14 +80,15 @@ def grouped_matmul(
 
     Args:
         lhs: [M, K] float16, bfloat16, float32 or float64.
-        rhs: [E, K, N], or [E, N, K] with `transpose_rhs`; dtype of lhs, or any numeric one with `rhs_scale`.
+        rhs: [E, K, N], or [E, N, K] with `transpose_rhs`; floating of 16 bits or more, or any numeric dtype with
+            `rhs_scale`. Where it is not lhs's dtype, both are multiplied in the one that JAX promotes the two to.
         group_sizes: [E] int, rows of every group; with `group_offset`, [G] for all the groups there are. May be traced.
             Groups may be empty, and rows may be left over.
         group_offset: Integer, the group of the first matrix of rhs: these are then groups `offset` to `offset + E - 1`
             of all, and rows of the others are left over. May be traced.
         existing_out: [M, N] floating, added to the product; left-over rows are these values alone.
-        preferred_element_type: Floating dtype of the output. None means float32, float64 for float64 lhs. Sums are
-            never taken in less.
+        preferred_element_type: Floating dtype of the output. None means float32, float64 for float64 lhs; lhs's
+            dtype where rhs has another. Sums are never taken in less.
         rhs_scale: [E, blocks, 1, N] floating, factors on the matrices: one a column and block of `K / blocks`
             contracted elements.
         rhs_bias: [E, 1, N] floating, added to the rows of each group.
@@ -124,8 +125,8 @@ def validate(args: GroupedMatmulArguments) -> None:
     check_shape("rhs", args.rhs, axes, sizes)
     check_not_empty("rhs", args.rhs, axes, axes)
     check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
-    if args.rhs_scale is None and args.rhs.dtype != args.lhs.dtype:
-        raise ValueError(f"rhs: got dtype {args.rhs.dtype} without rhs_scale, wants lhs's {args.lhs.dtype}")
+    if args.rhs_scale is None and not _is_factor(args.rhs.dtype):
+        raise ValueError(f"rhs: got {args.rhs.dtype} without rhs_scale, wants a floating dtype of 16 bits or more")
     _check_groups(args, sizes)
     for name, wants in (("existing_out", "M N"), ("rhs_scale", "E blocks 1 N"), ("rhs_bias", "E 1 N")):
         array = getattr(args, name)
@@ -135,6 +136,11 @@ def validate(args: GroupedMatmulArguments) -> None:
     blocks = sizes.get("blocks", 1)
     if blocks == 0 or sizes["K"] % blocks:
         raise ValueError(f"rhs_scale: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
+
+
+def _is_factor(dtype: Any) -> bool:
+    """Whether matrices of a dtype can be multiplied as they are."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
@@ -153,9 +159,14 @@ def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
 def lower(args: GroupedMatmulArguments) -> Record:
     """The grouped-matmul record of a call."""
     offset, wanted = args.group_offset, args.preferred_element_type
+    lhs, rhs = args.lhs, args.rhs
+    if args.rhs_scale is None and lhs.dtype != rhs.dtype:
+        wanted = lhs.dtype if wanted is None else wanted
+        both = jnp.promote_types(lhs.dtype, rhs.dtype)
+        lhs, rhs = lhs.astype(both), rhs.astype(both)
     return Record(
-        lhs=args.lhs,
-        rhs=args.rhs,
+        lhs=lhs,
+        rhs=rhs,
         group_sizes=args.group_sizes.astype(jnp.int32),
         out_dtype=jnp.promote_types(args.lhs.dtype, jnp.float32) if wanted is None else wanted,
         group_offset=None if offset is None else jnp.asarray(offset).reshape(()).astype(jnp.int32),

@@ -12,7 +12,7 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import LightningAttentionConfig
 from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, with_state
 from ejkernel.modules.operations.shared.shapes import as_count
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -104,9 +104,6 @@ def lightning_attention(
     ...
 
 
-lightning_attn = lightning_attention
-
-
 def slopes(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
     """Log decay of each head, [H]."""
     return -(8 / heads) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
@@ -161,3 +158,4 @@ OP = Op(
     finish=plain_recurrence.finish,
 )
 LightningAttention.op = OP
+lightning_attn = with_state(OP, "lightning_attn")

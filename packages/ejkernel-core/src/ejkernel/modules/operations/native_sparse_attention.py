@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
 from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
 from ejkernel.modules.operations.shared.latent_inputs import settle

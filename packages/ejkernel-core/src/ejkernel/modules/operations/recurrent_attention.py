@@ -9,7 +9,7 @@ from ejkernel.families import linear_recurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, finish, lower, validate
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
@@ -87,9 +87,6 @@ def recurrent_attention(
     ...
 
 
-recurrent = recurrent_attention
-
-
 def reference(args: RecurrentAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
     return finish(args, linear_recurrence.reference(lower(args))[0])
@@ -125,3 +122,4 @@ OP = Op(
     finish=finish,
 )
 RecurrentAttention.op = OP
+recurrent = with_state(OP, "recurrent")

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+import ejkernel.modules.operations.flash_attention as flash
 from ejkernel import _compat
 from ejkernel.families import ring_attention as family
 from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
-from ejkernel.modules.operations import flash_attention as flash
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
 from ejkernel.modules.operations.shared.ring_placement import placement
@@ -107,11 +107,13 @@ def ring_attention(
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
 
-    There are four ways to call it. With `mesh`, `in_specs` and `out_specs`, or with `axis_name` alone where a mesh is
-    set, arrays are those of the whole call. Where `axis_name` is bound, in a function under `jax.shard_map` or
-    `jax.pmap`, they are the calling device's part, device i having the i-th. With neither, one device has everything.
+    There are four ways to call it. With `axis_name` and `mesh`, or `axis_name` alone where a mesh is set, arrays are
+    those of the whole call, in `jax.jit` too; `in_specs` and `out_specs` beside them say how batch and heads are split.
+    Where `axis_name` is bound, in a function under `jax.shard_map` or `jax.pmap`, they are the calling device's part,
+    device i having the i-th. With neither, one device has everything.
 
-    Over devices, queries and keys are split over `axis_name`, batch and heads over any other axes.
+    Over devices, queries and keys are split over `axis_name`, batch and heads over any other axes. With `mesh` and no
+    specs, batch and heads are split as the arrays are known to be.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.

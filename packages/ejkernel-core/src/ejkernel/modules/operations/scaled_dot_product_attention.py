@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import flash_attention
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
 from ejkernel.modules.operations.cases import scaled_dot_product_attention as cases
 from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig

@@ -1,12 +1,14 @@
 """What the operations of the linear recurrence family share: checks of their arguments, canonical gates, reversal."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_same_dtype, check_shape
-from ejkernel.ops.model import Tolerance
+from ejkernel.ops.model import Op, Tolerance
 
 TOLERANCE = {
     "float64": Tolerance(rtol=1e-9, atol=1e-9),
@@ -94,6 +96,26 @@ def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
     if sizes["B"] != 1:
         raise ValueError(f"cu_seqlens: got it with {sizes['B']} rows, wants one row that holds all sequences")
     sizes["N"] = cu_seqlens.shape[0] - 1
+
+
+def with_state(op: Op, name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The kernel-level function of a recurrence: the operation, which always returns the states too.
+
+    Args:
+        op: The operation; its function has an argument `return_state`.
+        name: Of the function.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+        return op.function(*args, **kwargs, return_state=True)
+
+    parameters = [parameter for parameter in op.signature.parameters.values() if parameter.name != "return_state"]
+    text = f"`{op.function.__name__}` that always returns output and states; its arguments but `return_state`."
+    described = {"__name__": name, "__qualname__": name, "__module__": op.function.__module__, "__doc__": text}
+    described |= {"__signature__": inspect.Signature(parameters), "op": op}
+    for attribute, value in described.items():
+        setattr(run, attribute, value)
+    return run
 
 
 def per_channel(gate: jax.Array, heads: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import axis_bound
@@ -14,7 +14,7 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
 
     Args:
         args: The argument record.
-        mesh: As the caller gave it; likewise the specs.
+        mesh: As the caller gave it; likewise the specs. With `axis_name` alone beside it, the specs follow.
         in_specs: Partition specs of the first arguments.
         out_specs: Partition spec of the output.
 
@@ -22,19 +22,20 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
         ValueError: `axis_name` is neither bound nor an axis of a mesh, or the specs do not spread the sequence over it.
     """
     given = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    if any(value is not None for value in given.values()):
+    split = in_specs is not None or out_specs is not None
+    if split or args.axis_name is None or axis_bound(args.axis_name):
         if all(value is not None for value in given.values()):
             _check_axis(args.axis_name, mesh)
             _check_specs(args.axis_name, in_specs)
         return given
-    if args.axis_name is None or axis_bound(args.axis_name):
-        return given
-    mesh = _compat.ambient_mesh()
+    mesh = _compat.ambient_mesh() if mesh is None else mesh
     if mesh is None:
         raise ValueError(
             f"axis_name: got {args.axis_name!r}, which is bound by no shard_map or pmap around the call, and there is "
-            "no mesh: give mesh, in_specs and out_specs, or call within jax.set_mesh(mesh)"
+            "no mesh: give mesh=, or call within jax.set_mesh(mesh), a block that has to be around jax.jit, not in it"
         )
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh: got {type(mesh).__name__}, wants a jax.sharding.Mesh")
     _check_axis(args.axis_name, mesh)
     query, keys = _specs(args, mesh)
     return {"mesh": mesh, "in_specs": (query, keys, keys), "out_specs": query}

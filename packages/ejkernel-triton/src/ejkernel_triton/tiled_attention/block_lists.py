@@ -1,0 +1,94 @@
+"""Which blocks a program visits, and which of those need no masking, as small tables that the kernels read.
+
+Without a pattern the blocks of a tile are a run of neighbours, and so are the full ones among them:
+
+    first        full_start              full_end       last
+      |  partial  |          full           |  partial   |
+
+With a pattern every tile has a list: full blocks first, then the partial ones, each with the id of its tile mask.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning import block_maps
+from ejkernel.planning.block_maps import BlockMap, block_map
+from ejkernel.planning.tile_pairs import sorted_pairs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """What a kernel reads to find its blocks.
+
+    Attributes:
+        table: int32 [B|1, ...], the operand `block_lists`.
+        tile_masks: int8 [1, n, q_block, kv_block], the operand of that name; None without a pattern.
+        lists: The constant `LISTS`: heads (1 if all share) and row length of the table; None without a pattern.
+    """
+
+    table: jax.Array
+    tile_masks: jax.Array | None
+    lists: tuple[int, int] | None
+
+
+def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
+    """For every query tile the key tiles to visit: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
+    if record.pattern is None:
+        some, every, xp = sorted_pairs(record, q_block, kv_block)
+        return Blocks(table=jnp.asarray(_runs(some, every, xp)), tile_masks=None, lists=None)
+    return _listed(block_map(record, q_block, kv_block))
+
+
+def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
+    """For every key tile the query tiles to visit, of every query head: as `key_blocks`."""
+    if record.pattern is None:
+        some, every, xp = sorted_pairs(record, q_block, kv_block)
+        runs = _runs(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
+        return Blocks(table=jnp.asarray(runs), tile_masks=None, lists=None)
+    return _listed(block_map(record, q_block, kv_block).by_keys())
+
+
+def bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
+    """What the gradient of the bias reads: as `key_blocks`, but with a pattern the block map, of ids and -1.
+
+    A program of it owns tiles by their place, so a list would have to be searched. The map is smaller than the bias.
+    """
+    if record.pattern is None:
+        return key_blocks(record, q_block, kv_block)
+    found = block_map(record, q_block, kv_block)
+    ids = jnp.where(jnp.asarray(found.some), found.mask_ids, -1)
+    return Blocks(table=ids, tile_masks=_tile_masks(found), lists=(ids.shape[1], ids.shape[3]))
+
+
+def _tile_masks(found: BlockMap) -> jax.Array:
+    return jnp.asarray(found.tile_masks)[None]
+
+
+def _listed(found: BlockMap) -> Blocks:
+    """Rows of full, count, and then a block and its tile mask's id in turn: [B|1, H|1, tiles, 2 + 2 * longest]."""
+    lists = block_maps.block_lists(found)
+    entries = jnp.stack([jnp.asarray(lists.blocks), jnp.asarray(lists.mask_ids)], axis=-1)
+    counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)
+    table = jnp.concatenate([counts, entries.reshape(*entries.shape[:-2], -1)], axis=-1)
+    return Blocks(table=table, tile_masks=_tile_masks(found), lists=(table.shape[1], table.shape[3]))
+
+
+def _runs(some: Any, every: Any, xp: Any) -> Any:
+    """The span of tiles that have work, `[first, last)`, and the first run of full ones in it.
+
+    Int32 [B|1, tiles, 4]: first, full_start, full_end, last. Where nothing is full, both ends of the run are `last`.
+    """
+    count = some.shape[-1]
+    index = np.arange(count, dtype=np.int32)
+    last = xp.where(some, index + 1, 0).max(axis=-1)
+    first = xp.minimum(xp.where(some, index, count).min(axis=-1), last)
+    full_start = xp.where(every, index, count).min(axis=-1)
+    full_end = xp.where(~every & (index > full_start[..., None]), index, count).min(axis=-1)
+    none = full_start == count
+    full_start, full_end = xp.where(none, last, full_start), xp.where(none, last, full_end)
+    return xp.stack([first, full_start, full_end, last], axis=-1).astype(np.int32)

@@ -1,0 +1,137 @@
+"""The ring loop that GPU backends share, with XLA's tiled attention as the kernel of its steps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring_calls
+from jax.sharding import PartitionSpec as P
+from ring_calls import IDS, PLACES, QUICK, ring
+
+from ejkernel.families import tiled_attention
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.ops.config.params import BwdParams, FwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning import ring_loop
+from ejkernel.planning.ring_steps import kind_of, ring_of_steps
+from ejkernel_xla.tiled_attention import backward as tiled_backward
+from ejkernel_xla.tiled_attention import forward as tiled_forward
+
+T, H = ring_calls.T, ring_calls.H
+CONFIGS = FwdParams(q_blocksize=8, kv_blocksize=8), BwdParams(q_blocksize=8, kv_blocksize=8)
+KERNEL = ring_loop.StepKernel(tiled_forward.forward, tiled_backward.backward)
+SPECS = {
+    "query": P(None, "sp"),
+    "key": P(None, "sp"),
+    "value": P(None, "sp"),
+    "q_segment_ids": P(None, "sp"),
+    "kv_segment_ids": P(None, "sp"),
+    "q_positions": P(None, "sp"),
+    "kv_positions": P(None, "sp"),
+    "bias": P(None, None, "sp"),
+    "mask": P(None, None, "sp"),
+    "softmax_aux": P(),
+}
+SEGMENTS = {"q_segment_ids": IDS, "kv_segment_ids": IDS}
+SINKS = {"softmax_aux": jnp.linspace(-1.0, 2.0, H)}
+BIAS = {"bias": jnp.asarray(ring_calls.floats(bias=(1, H, T, T))[4], jnp.float32)}
+
+
+def make(t=T, s=T, **options):
+    query, key, value = (jnp.asarray(x, jnp.float32) for x in ring_calls.floats(t=t, s=s)[:3])
+    return RingAttention(query=query, key=key, value=value, softmax_scale=0.3, axis_name="sp", **options)
+
+
+def on_devices(mesh, run, record, *others):
+    """run(record, *others) on every device of a ring, rows of queries and keys spread over it."""
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    arrays = {name: x for name, x in fields.items() if name in SPECS and x is not None}
+
+    def inside(arrays, *others):
+        return run(dataclasses.replace(record, **arrays), *others)
+
+    gradients = {name: SPECS[name] for name in arrays}
+    return functools.partial(
+        jax.shard_map(
+            inside,
+            mesh=mesh,
+            in_specs=(gradients, *(P(None, "sp") for _ in others)),
+            out_specs=(P(None, "sp"), P(None, None, "sp"), {"q": gradients}),
+            check_vma=False,
+        ),
+        arrays,
+        *others,
+    )
+
+
+def both_passes(record, cotangent):
+    output, residuals = ring_loop.forward(record, CONFIGS[0], KERNEL)
+    wanted = frozenset(tiled_attention.FAMILY.differentiable) & {
+        name for name in SPECS if getattr(record, name) is not None
+    }
+    saved = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    gradients = dict(ring_loop.backward(saved, CONFIGS[1], KERNEL))
+    if "softmax_aux" in gradients:
+        gradients["softmax_aux"] = jax.lax.psum(gradients["softmax_aux"], "sp")
+    others = {name: jnp.zeros_like(getattr(record, name)) for name in SPECS if getattr(record, name) is not None}
+    return output, residuals.lse, {"q": {**others, **gradients}}
+
+
+def wanted(record, cotangent):
+    """The family's reference on the whole, differentiated by JAX."""
+    whole = tiled(record)
+    names = [n for n in tiled_attention.FAMILY.differentiable if getattr(whole, n) is not None]
+
+    def run(given):
+        output, residuals = tiled_attention.reference(dataclasses.replace(whole, **given))
+        return output, residuals.lse
+
+    (output, lse), pull, *_ = jax.vjp(run, {name: getattr(whole, name) for name in names})
+    (gradients,) = pull((cotangent, jnp.zeros_like(lse)))
+    return output, lse, gradients
+
+
+CASES = {
+    "full": ({}, "full", (2, 8)),
+    "full, segments, sinks": ({**SEGMENTS, **SINKS}, "full", (4,)),
+    "full, bias": ({**BIAS}, "full", (4,)),
+    "causal": ({"causal": True}, "zig-zag", (2, 8)),
+    "causal, segments, sinks, cap": (
+        {"causal": True, "logits_soft_cap": 2.0, **SEGMENTS, **SINKS},
+        "zig-zag",
+        (2, 4),
+    ),
+    "causal, bias": ({"causal": True, **BIAS}, "positioned", (4,)),
+    "window before": ({"sliding_window": (6, 0), "causal": True, **SINKS}, "banded", (2, 8)),
+    "window after": ({"sliding_window": (0, 9), **SEGMENTS}, "banded", (4,)),
+    "window": ({"sliding_window": (11, 5)}, "banded", (2, 8)),
+    "window of everything": ({"sliding_window": (40, 30)}, "banded", (4,)),
+    "window open after": ({"sliding_window": (3, None)}, "banded", (4,)),
+    "positions": ({"causal": True, "q_positions": PLACES, "kv_positions": PLACES[:, ::-1]}, "positioned", (4,)),
+    "unequal, causal": ({"causal": True, "s": 2 * T}, "positioned", (4,)),
+    "odd, causal": ({"causal": True, "t": 36, "s": 36}, "banded", (4,)),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name, (_, _, sizes) in CASES.items() for size in sizes])
+def test_values_lse_and_gradients_are_those_of_the_whole(name, size):
+    options, kind, _ = CASES[name]
+    record = make(**options)
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=(2, record.query.shape[1], H, 12)), jnp.float32)
+    kinds = []
+
+    def run(record, cotangent):
+        kinds.append(kind_of(record, ring_of_steps(record)))
+        return both_passes(record, cotangent)
+
+    call = on_devices(ring(size), run, record, cotangent)
+    output, lse, gradients = jax.jit(call, compiler_options=QUICK)()
+    assert set(kinds) == {kind}
+    expected, expected_lse, expected_gradients = wanted(record, cotangent)
+    np.testing.assert_allclose(output, expected, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-6)
+    for field, gradient in expected_gradients.items():
+        np.testing.assert_allclose(gradients["q"][field], gradient, rtol=2e-5, atol=1e-5, err_msg=field)
