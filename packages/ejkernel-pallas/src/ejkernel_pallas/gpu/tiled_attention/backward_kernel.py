@@ -102,6 +102,7 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         row_ids = arrays.load_rows(_key_ids(call, item, own)) if mask and spec.segments else None
         hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
         drawn = functools.partial(_numbers, call, item, own, slot, head, index)
+        slopes = _last_slopes(call, own, count) if tile.crowded else slopes
         dk, *weights = _weigh(call, own, slot, last, dk, slopes, hide, drawn)
         if spec.drops:
             slopes = weights.pop()
@@ -110,20 +111,26 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         dv, dq, slopes = _slope(call, own, count, dv, slopes, *weights)
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
-        dq = _late_dq(call, own, count) if dq is None else dq
-        for half in range(tile.queries // ROWS):
-            part = slopes[:, half * ROWS : (half + 1) * ROWS]
-            buffers["ds"].at[_ds_place(tile, count, own, half)][...] = part
+        if tile.crowded:
+            dq, slopes = _late_dq(call, own, count, slopes), None
+        else:
+            for half in range(tile.queries // ROWS):
+                part = slopes[:, half * ROWS : (half + 1) * ROWS]
+                buffers["ds"].at[_ds_place(tile, count, own, half)][...] = part
         _hand_over(call, own, count, dq)
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, slopes
 
     zeros = {size: arrays.full_tile((ROWS, size)) for size in (spec.size, spec.value_size)}
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
+    if tile.crowded:  # gradients of scores stay in shared memory
+        _last_slopes(call, w, I32(0))[...] = nothing
+        plgpu.commit_smem()
+        nothing = None
     count, dk, dv, slopes = visits(visit, (I32(0), zeros[spec.size], zeros[spec.value_size], nothing), tile.cuts(spec))
     _write_values(call, item, w, dv * spec.kept)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
-    dk = _finish(call, w, count, last, dk, slopes)
+    dk = _finish(call, w, count, last, dk, _last_slopes(call, w, count) if tile.crowded else slopes)
     _write_keys(call, item, w, dk * (spec.scale * spec.kept))
 
 
@@ -271,8 +278,20 @@ def _slope(
     return dv, dq[0] if dq else None, _renamed(slopes, one)
 
 
-def _late_dq(call: Call, w: Any, count: Any) -> Any:
-    """The last visit's part of dq, by itself: the other warpgroup's products run meanwhile."""
+def _last_slopes(call: Call, w: Any, count: Any) -> Any:
+    """Where the last visit's gradients of a warpgroup's scores are in shared memory."""
+    return call.buffers["ds"].at[_ds_place(call.tile, count + 1, w, 0)]
+
+
+def _late_dq(call: Call, w: Any, count: Any, slopes: Any) -> Any:
+    """The last visit's part of dq, by itself: the other warpgroup's products run meanwhile.
+
+    The visit's gradients of scores leave their registers first. They take the place of those of the visit before the
+    last, of which the other warpgroup has made its part of dq when it arrives at `ds_full` after the last one.
+    """
+    plgpu.barrier_wait(call.buffers["ds_full"])
+    call.buffers["ds"].at[_ds_place(call.tile, count, w, 0)][...] = slopes
+    plgpu.commit_smem()
     product = functools.partial(_multiply_slopes, call, w, count)
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_no_dq(call.tile)))
 
@@ -292,6 +311,8 @@ def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, slopes: Any) -> 
     def products(refs: Any) -> None:
         dk_ref, dq_ref = refs
         plgpu.wgmma(dk_ref, slopes, call.buffers["q"].at[last])
+        if call.tile.crowded:
+            plgpu.barrier_wait(call.buffers["ds_full"])
         _multiply_slopes(call, w, count, dq_ref)
 
     initial = plgpu.WGMMAAccumulatorRef.init
@@ -307,7 +328,8 @@ def _no_dq(tile: BackwardTile) -> Any:
 def _multiply_slopes(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
     """Issues the products that are the last visit's part of dq."""
     tile, buffers = call.tile, call.buffers
-    plgpu.barrier_wait(buffers["ds_full"])
+    if not tile.crowded:
+        plgpu.barrier_wait(buffers["ds_full"])
     half, part = tile.dq_half(w)
     for other in range(WARPGROUPS):
         left = buffers["ds"].at[_ds_place(tile, count + 1, other, half)]
