@@ -52,8 +52,8 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-            requires=_requires(tuple(tiles.FORWARD)),
-            backward_requires=_requires(tuple(tiles.BACKWARD)),
+            requires=_requires(tuple(tiles.VALUES)),
+            backward_requires=_requires(tuple(tiles.VALUES)),
             config=ConfigSpace(
                 reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
             ),

@@ -121,7 +121,7 @@ def own_keys(call: Call, item: schedule.Item, w: Any, visits: Any) -> None:
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, slopes
 
-    zeros = {size: arrays.full_tile((ROWS, size)) for size in (spec.size, spec.value_size)}
+    zeros = {size: arrays.full_tile((ROWS, size)) for size in {spec.size, spec.value_size}}
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
     if tile.crowded:  # gradients of scores stay in shared memory
         _last_slopes(call, w, I32(0))[...] = nothing

@@ -84,7 +84,7 @@ class Spec:
         On an H200 it helps where a score costs more to exponentiate than its products take, or they are large; with 128
         they fall into turns by themselves, and waiting for them costs 2%.
         """
-        return self.size != 128 or self.cap is not None
+        return self.value_size != 128 or self.cap is not None
 
     @property
     def fades_seldom(self) -> bool:

@@ -237,8 +237,11 @@ class BackwardTile:
         return ()
 
     def cuts(self, spec: Spec) -> bool:
-        """Whether some tile of scores needs masking."""
-        return spec.bounded or spec.keys % self.keys != 0
+        """Whether some tile of scores needs masking, or may: a crowded tile has loops that mask in any case.
+
+        With the loop of full tiles alone, ptxas (CUDA 13.0) serialises the products of crowded tiles.
+        """
+        return spec.bounded or spec.keys % self.keys != 0 or self.crowded
 
 
 def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
@@ -255,8 +258,8 @@ def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
-VALUES = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
-"""Head dimensions of values by those of queries and keys."""
+VALUES = {64: (64,), 128: (128,), 256: (256,)}
+"""Head dimensions of values by those of queries and keys, as far as the kernels were checked on a chip."""
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "num_stages"})
 """Names of the configuration fields that the kernels look at."""
