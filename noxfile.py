@@ -135,6 +135,7 @@ def tests(session: nox.Session) -> None:
     if not session.posargs:
         session.notify("third_party")
         session.notify("ahead")
+        session.notify("triton_lowering")
 
 
 for _version in PYTHONS:
@@ -159,6 +160,18 @@ def ahead(session: nox.Session) -> None:
     install(session, "-e", f"{part('pallas')}[aot]", *group("test"))
     session.run("python", "-c", "import libtpu")  # without it the tests skip
     pytest(session, "-m", "libtpu", "tests/pallas_tpu", "tests/pallas_tpu_profile", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+
+
+@nox.session
+def triton_lowering(session: nox.Session) -> None:
+    """Lower programs with Triton kernels for CUDA, through jax-triton and JAX's own compiler; needs no GPU."""
+    if sys.platform != "linux":
+        session.skip("Triton is for Linux alone")
+    install(session, "-e", part("triton"), *group("test"), *session.posargs)
+    version = session.run("python", "-c", "import jaxlib; print(jaxlib.__version__)", silent=True)
+    session.install("--no-deps", f"jax-cuda13-plugin=={str(version).strip()}")
+    session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests skip
+    session.run("python", "-m", "pytest", "tests/triton/test_lowering.py", env=QUICK)
 
 
 def floors(*names: str) -> Iterator[str]:

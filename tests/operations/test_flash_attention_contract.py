@@ -16,7 +16,7 @@ from ejkernel.ops.model import CALL_OPTIONS
 from ejkernel.types import MaskInfo
 
 SIGNATURE = inspect.signature(flash_attention)
-ARRAYS = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux")
+ARRAYS = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables")
 
 
 def test_record_mirrors_the_function():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import ring_loop
-from ejkernel.planning.ring_steps import kind_of, ring_of_steps
+from ejkernel.planning.ring_steps import abstract_steps, kind_of, ring_of_steps
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import forward as tiled_forward
 
@@ -135,3 +136,109 @@ def test_values_lse_and_gradients_are_those_of_the_whole(name, size):
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-6)
     for field, gradient in expected_gradients.items():
         np.testing.assert_allclose(gradients["q"][field], gradient, rtol=2e-5, atol=1e-5, err_msg=field)
+
+
+def program(size, length, **options):
+    """Both passes over a ring, compiled."""
+    sizes = {"query": 2, "key": 1, "value": 1}
+    arrays = {name: jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for name, heads in sizes.items()}
+    part = P(None, "sp")
+
+    def inside(arrays, cotangent):
+        record = RingAttention(**arrays, softmax_scale=0.3, axis_name="sp", **options)
+        output, residuals = ring_loop.forward(record, WIDE[0], KERNEL)
+        saved = Pullback(
+            record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=frozenset(arrays)
+        )
+        return output, ring_loop.backward(saved, WIDE[1], KERNEL)
+
+    mapped = jax.shard_map(inside, mesh=ring(size), in_specs=part, out_specs=part, check_vma=False)
+    return jax.jit(mapped).lower(arrays, arrays["query"]).compile(QUICK)
+
+
+WIDE = FwdParams(q_blocksize=64, kv_blocksize=64), BwdParams(q_blocksize=64, kv_blocksize=64)
+LENGTH = 8192
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return {size: program(size, LENGTH, causal=True) for size in (4, 8)}
+
+
+def test_memory_of_a_device_halves_as_the_devices_double(programs):
+    four, eight = (programs[size].memory_analysis() for size in (4, 8))
+    assert eight.argument_size_in_bytes == four.argument_size_in_bytes / 2
+    assert eight.temp_size_in_bytes <= 1.1 * four.temp_size_in_bytes / 2
+    assert eight.temp_size_in_bytes < LENGTH * LENGTH / 8  # a quarter of a device's rows of scores
+
+
+def test_keys_travel_and_are_never_gathered(programs):
+    for one in programs.values():
+        assert "collective-permute" in one.as_text()
+        assert not re.search(r"all-gather|all-to-all", one.as_text())
+
+
+def sends(size, **options):
+    """How often a forward pass sends arrays, those in loops as often as they go around."""
+    part = P(None, "sp")
+
+    def inside(query, key, value):
+        fields = {"query": query, "key": key, "value": value}
+        return ring_loop.forward(
+            RingAttention(**fields, softmax_scale=0.3, axis_name="sp", **options), CONFIGS[0], KERNEL
+        )[0]
+
+    mapped = jax.shard_map(inside, mesh=ring(size), in_specs=part, out_specs=part, check_vma=False)
+    return _sends(jax.make_jaxpr(mapped)(*[jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)] * 3).jaxpr)
+
+
+def _sends(jaxpr, times=1):
+    found = 0
+    for equation in jaxpr.eqns:
+        inner = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        found += times if equation.primitive.name == "ppermute" else 0
+        for one in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            body = getattr(one, "jaxpr", one)
+            found += _sends(body, inner) if hasattr(body, "eqns") else 0
+    return found
+
+
+def test_as_many_messages_as_needed():
+    keys = 2  # arrays that travel
+    assert sends(8) == keys * 7
+    # A causal ring also exchanges both halves of query, key and value, and of output and lse afterwards.
+    assert sends(8, causal=True) == keys * 7 + 2 * 5
+    # Parts are of 8: a window of 8 reaches into the part before, one of 9 into that before it.
+    assert sends(8, causal=True, sliding_window=(8, 0)) == keys * 1
+    assert sends(8, causal=True, sliding_window=(9, 0)) == keys * 2
+    assert sends(8, sliding_window=(8, 9)) == keys * 3
+    assert sends(8, sliding_window=(0, 0)) == 0
+
+
+def steps(size, length, **options):
+    """The calls of tiled attention of a ring: (queries, keys, band) of each kind."""
+    found = []
+
+    def inside(query):
+        record = RingAttention(query=query, key=query, value=query, softmax_scale=1.0, axis_name="sp", **options)
+        calls = abstract_steps(record)
+        found.extend((x.query.shape[:2], x.key.shape[:2], tiled_attention.band(x)) for x in calls)
+        return query
+
+    mapped = jax.shard_map(inside, mesh=ring(size), in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+    jax.eval_shape(mapped, jax.ShapeDtypeStruct((1, length, 1, 4), jnp.float32))
+    return found
+
+
+def test_a_causal_mask_gives_all_devices_the_same_work_in_every_step():
+    own, other = steps(4, 128, causal=True)
+    assert own == ((1, 32), (1, 32), (None, 0))
+    # Two full blocks of half the queries and half the keys: as many pairs as those below a diagonal.
+    assert other == ((2, 16), (2, 16), (None, None))
+
+
+def test_a_window_leaves_steps_the_corner_that_it_reaches():
+    before = (((1, 6), (1, 6), (0, None)), ((1, 32), (1, 32), (6, None)))
+    assert steps(4, 128, causal=True, sliding_window=(6, 0)) == [((1, 32), (1, 32), (6, 0)), before[0]]
+    assert steps(4, 128, sliding_window=(6, 3))[1:] == [before[0], ((1, 3), (1, 3), (None, 0))]
+    assert steps(4, 128, sliding_window=(38, 0))[1:] == [before[1], before[0]]

@@ -8,8 +8,8 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.gpu.tiled_attention import tiles
-from ejkernel_pallas.gpu.tiled_attention.backward import backward
-from ejkernel_pallas.gpu.tiled_attention.forward import forward
+from ejkernel_pallas.gpu.tiled_attention.backward.run import backward
+from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)

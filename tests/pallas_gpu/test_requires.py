@@ -77,7 +77,6 @@ def test_head_sizes_are_served_in_both_directions(size, value_size, direction):
     assert reasons(make(size=size, value_size=value_size), direction=direction) == []
 
 
-
 @pytest.mark.parametrize(
     ("device", "word"),
     [

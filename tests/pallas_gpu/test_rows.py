@@ -9,8 +9,8 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
-from ejkernel_pallas.gpu.tiled_attention.backward import backward
-from ejkernel_pallas.gpu.tiled_attention.forward import forward
+from ejkernel_pallas.gpu.tiled_attention.backward.run import backward
+from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
 
 
 def sums(batch, calls):

@@ -10,12 +10,14 @@ import pytest
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
-from ejkernel_pallas.gpu.tiled_attention import backward, schedule
-from ejkernel_pallas.gpu.tiled_attention.forward import forward
+from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split, make_split
+from ejkernel_pallas.gpu.tiled_attention.backward import run
+from ejkernel_pallas.gpu.tiled_attention.forward.combine import merged
+from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
+from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_visits, query_visits, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
-from ejkernel_pallas.gpu.tiled_attention.split_tiles import WHOLE, Split, make_split, merged
 from ejkernel_pallas.gpu.tiled_attention.tiles import BACKWARD, FORWARD, backward_tile
-from ejkernel_pallas.gpu.tiled_attention.visits import key_visits, query_visits, tiles
 
 
 @pytest.mark.parametrize(
@@ -35,20 +37,20 @@ def test_the_last_wave_is_split_where_that_saves_time(tiles, visits, split):
 
 @pytest.mark.parametrize(("batch", "heads", "queries", "keys"), [(1, 5, 700, 8000), (2, 3, 128, 6000)])
 def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
-    monkeypatch.setattr(schedule, "multiprocessors", lambda: 12)
+    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 12)
     q, k = (jax.ShapeDtypeStruct((batch, n, heads, 128), jnp.bfloat16) for n in (queries, keys))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
     table = key_visits(spec, None, 128, 128)
     count = -(-keys // 128)
     rows, split = table.shape[1], make_split(batch * heads * table.shape[1], 12, count)
-    plan = schedule.make_plan(
+    plan = tile_scheduler.make_plan(
         rows, batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, dealt=True, split=split
     )
     assert plan.split.tiles
     found, parts, at = collections.Counter(), [], jnp.asarray(table)
     for number in range(plan.items):
-        item = schedule.item(plan, jnp.int32(number))
-        first, clear, unclear, last = (int(x) for x in schedule.visits(plan, at, jnp.int32(number)))
+        item = tile_scheduler.item(plan, jnp.int32(number))
+        first, clear, unclear, last = (int(x) for x in tile_scheduler.visits(plan, at, jnp.int32(number)))
         assert first < last
         assert [n for n in range(first, last) if not clear <= n < unclear] == ([count - 1] if last == count else [])
         found.update((int(item.batch), int(item.head), int(item.tile), n) for n in range(first, last))
@@ -67,18 +69,18 @@ def test_parts_are_no_more_than_there_are_tiles_to_visit():
 )
 def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, queries, keys, monkeypatch):
     """Those that add to a tile of queries do so in the order of their keys, and each adds once."""
-    monkeypatch.setattr(schedule, "multiprocessors", lambda: 12)
+    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 12)
     q = jax.ShapeDtypeStruct((2, queries, heads, size), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, keys, kv_heads, size), jnp.bfloat16)
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
     tile = backward_tile(params_of(BACKWARD, size), spec)
     table = query_visits(spec, None, tile.queries, tile.keys)
-    plan, at = backward._plan(table, spec, tile)(2), jnp.asarray(table)
+    plan, at = run._plan(table, spec, tile)(2), jnp.asarray(table)
     assert plan.split.tiles
     adding = collections.defaultdict(list)
     for number in range(plan.items):
-        item = schedule.item(plan, jnp.int32(number))
-        first, _, _, last = (int(x) for x in schedule.visits(plan, at, jnp.int32(number)))
+        item = tile_scheduler.item(plan, jnp.int32(number))
+        first, _, _, last = (int(x) for x in tile_scheduler.visits(plan, at, jnp.int32(number)))
         assert first < last
         for n in range(first, last):
             adding[int(item.batch), int(item.head), n].append(int(item.tile))
@@ -104,7 +106,7 @@ def test_parts_make_the_whole():
 
 @pytest.mark.parametrize("size", FORWARD)
 def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
-    monkeypatch.setattr(schedule, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
     q, k = (jax.ShapeDtypeStruct((1, n, 8, size), jnp.bfloat16) for n in (100, 4001))
     sinks = jax.ShapeDtypeStruct((8,), jnp.float32)
     record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, softmax_aux=sinks)
@@ -114,13 +116,13 @@ def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
 
 @pytest.mark.parametrize("size", BACKWARD)
 def test_a_call_of_few_keys_has_its_queries_split(size, monkeypatch):
-    monkeypatch.setattr(schedule, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
     q, k = (jax.ShapeDtypeStruct((1, n, h, size), jnp.bfloat16) for n, h in ((4001, 8), (100, 2)))
     record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1)
     output, residuals = jax.eval_shape(lambda record: forward(record, params_of(FORWARD, size)), record)
     wanted = frozenset({"query", "key", "value"})
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
-    text = lowered(lambda pullback: backward.backward(pullback, params_of(BACKWARD, size)), pullback)
+    text = lowered(lambda pullback: run.backward(pullback, params_of(BACKWARD, size)), pullback)
     assert text.count(f"tensor<{2 * PARTS[size]}x128x{size}xf32>") > 1
 
 

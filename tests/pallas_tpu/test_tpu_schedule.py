@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ejkernel.modules import flash_attention, ragged_page_attention_v2, ring_attention
+from ejkernel_pallas.tpu.mosaic.launch import VMEM_LIMIT
 from ejkernel_pallas.tpu.profile import CHIPS, Case, Workload, profile_many
-from ejkernel_pallas.tpu.tiled_attention.launch import VMEM_LIMIT
 
 pytestmark = [pytest.mark.libtpu, pytest.mark.timeout(600)]
 

@@ -4,7 +4,39 @@ One call per operation (`ejkernel.modules`), the fastest correct kernel for the 
 on every device. `ejkernel.explain` says which kernel a call would use and why.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ejkernel._version import __version__
 from ejkernel.ops.explain import explain
 
-__all__ = ["__version__", "explain"]
+if TYPE_CHECKING:
+    from ejkernel import callib, errors, kernel_registry, modules, ops, types, utils, xla_utils
+    from ejkernel.errors import EjkernelRuntimeError
+    from ejkernel.platforms import Backend, Platform
+
+__all__ = [
+    "Backend",
+    "EjkernelRuntimeError",
+    "Platform",
+    "__version__",
+    "callib",
+    "errors",
+    "explain",
+    "kernel_registry",
+    "modules",
+    "ops",
+    "types",
+    "utils",
+    "xla_utils",
+]
+
+_HOMES = {"Backend": "platforms", "EjkernelRuntimeError": "errors", "Platform": "platforms"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"ejkernel.{_HOMES[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"ejkernel.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,7 @@ import numpy as np
 from ejkernel.ops.call import decide
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.model import Op
+from ejkernel.ops.pullback import Pullback
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_close, assert_gradients_close, assert_same_bits, assert_same_shapes
 from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, pinned_plan, refusal
@@ -33,8 +34,8 @@ def check_shapes(subject: Subject) -> None:
     op, plan = subject.op, pinned_plan(subject.op, subject.implementation)
     output = jax.eval_shape(lambda args: running.call(plan, args), subject.args)
     assert_same_shapes(output, jax.eval_shape(op.reference, subject.args), f"{subject}, output")
-    got = jax.eval_shape(lambda record: plan.run(record, "forward", record), subject.record)
-    assert_same_shapes(got[1], jax.eval_shape(op.family.reference, subject.record)[1], f"{subject}, residuals")
+    got = jax.eval_shape(plan.forward, subject.record)
+    assert_same_shapes(got.residuals, jax.eval_shape(op.family.reference, subject.record)[1], f"{subject}, residuals")
 
 
 def check_residuals(subject: Subject) -> None:
@@ -42,7 +43,7 @@ def check_residuals(subject: Subject) -> None:
     plan = pinned_plan(subject.op, subject.implementation)
     if not _floating(jax.eval_shape(subject.op.family.reference, subject.record)[1]):
         return  # `check_shapes` has seen that there are none on the other side either
-    got = jax.jit(lambda record: plan.run(record, "forward", record)[1])(subject.record)
+    got = jax.jit(lambda record: plan.forward(record).residuals)(subject.record)
     _, want = running.family_answer(subject.op, subject.case)
     # Integer residuals are indices, of which rounding may pick either of two that are nearly alike.
     assert_close(_floating(got), _floating(want), subject.tolerance, f"{subject}, residuals")
@@ -74,6 +75,37 @@ def check_gradients(subject: Subject) -> None:
     _, got = running.forward_and_backward(subject)(subject.args, cotangent)
     _, want = running.expected(subject.op, subject.case)
     assert_gradients_close(got, want, subject.tolerance, str(subject))
+
+
+def check_gradients_after_another(subject: Subject) -> None:
+    """Where it is not paired, its backward pass needs no pocket: the family's residuals are enough.
+
+    Nothing is run for an implementation whose forward pass leaves no pocket: `check_residuals` and `check_gradients`
+    have shown the same of it.
+    """
+    op, implementation = subject.op, subject.implementation
+    plan = pinned_plan(op, implementation)
+    if implementation.paired or implementation.backward is None:
+        return
+    if not jax.tree.leaves(jax.eval_shape(plan.forward, subject.record).pocket):
+        return
+    wanted = differentiable_fields(op.family, subject.record)
+    choice = plan.choose(subject.record, "backward", wanted)
+    cotangent = running.normal_like(jax.eval_shape(op.family.reference, subject.record)[0])
+    output, residuals = running.family_answer(op, subject.case)
+
+    def pull(record: Any, output: Any, residuals: Any, cotangent: Any) -> dict[str, Any]:
+        made = {"output": output, "residuals": residuals, "cotangent": cotangent}
+        found = plan.backward(Pullback(record=record, wanted=wanted, **made), choice)
+        return {name: found[name] for name in wanted}
+
+    def value(fields: dict[str, Any]) -> Any:
+        return op.family.reference(dataclasses.replace(subject.record, **fields))[0]
+
+    got = jax.jit(pull)(subject.record, output, residuals, cotangent)
+    given = {name: getattr(subject.record, name) for name in wanted}
+    want = jax.jit(lambda fields, cotangent: jax.vjp(value, fields)[1](cotangent)[0])(given, cotangent)
+    assert_gradients_close(got, want, subject.tolerance, f"{subject}, after another's forward pass")
 
 
 def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:
@@ -120,7 +152,7 @@ def check_gradient_determinism(subject: Subject) -> None:
 def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
     """With a configuration part of one direction, the answer is the reference's."""
     op = subject.op
-    parts = (part, None) if direction == "forward" else (None, part)
+    parts = (None, part) if direction == "backward" else (part, None)
     # An operation whose configuration has no parts has whole configurations as candidates.
     cfg = part if isinstance(part, op.config) else op.config.from_parts(*parts)
     plan = pinned_plan(op, subject.implementation, cfg)

@@ -14,7 +14,7 @@ from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import refusals
 from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.pullback import Pullback, Results
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_same_shapes, close
 from ejkernel_conformance.shards import abstract_last_shard, last_shard
@@ -109,11 +109,13 @@ def claimed_gradients(implementation: Implementation, record: Any) -> frozenset[
 
 
 def _gradients(op: Op, implementation: Implementation, record: Any, wanted: frozenset[str]) -> dict[str, Any]:
-    part = implementation.config.heuristic(record, current_device(), "backward")
+    part = implementation.config.heuristic(record, current_device(), "both" if implementation.paired else "backward")
 
     def run(record: Any) -> dict[str, Any]:
-        output, residuals = op.family.reference(record)
-        pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        # A paired backward function follows its own forward function only.
+        own = implementation.function("forward")(record, part) if implementation.paired else None
+        made = Results(*(op.family.reference(record) if own is None else own))
+        pullback = Pullback(record=record, cotangent=made.output, wanted=wanted, **made._asdict())
         return implementation.function("backward")(pullback, part)
 
     return jax.eval_shape(run, record)

@@ -183,12 +183,18 @@ def _claims(selection: Selection, names: Callable[[Implementation], Iterable[str
 def _tunables(selection: Selection) -> Iterator[Tunable]:
     """For each implementation and direction with candidates, the case that has most of them."""
     for target in _targets(selection):
-        directions: tuple[Direction, ...] = ("forward", "backward") if target.implementation.backward else ("forward",)
-        for direction in directions:
+        for direction in _directions(target.implementation):
             options = [(subject, _candidates(subject, direction)) for subject in target.subjects]
             subject, parts = max(options, key=lambda option: len(option[1]), default=(None, ()))
             if subject is not None and parts:
                 yield Tunable(subject, direction, parts)
+
+
+def _directions(implementation: Implementation) -> tuple[Direction, ...]:
+    """What an implementation has configurations for."""
+    if implementation.paired:
+        return ("both",)
+    return ("forward", "backward") if implementation.backward else ("forward",)
 
 
 def _candidates(subject: Subject, direction: Direction) -> tuple[Any, ...]:

@@ -10,9 +10,30 @@ from collections.abc import Generator
 from typing import Any
 
 
+@functools.cache
 def triton_call() -> Any:
     """`jax_triton.triton_call`."""
-    return importlib.import_module("jax_triton").triton_call
+    module = importlib.import_module("jax_triton")
+    _mend_dead_code_rule()
+    return module.triton_call
+
+
+def _mend_dead_code_rule() -> None:
+    """Makes jax-triton 0.4.1 work under JAX 0.12, whose rules of dead-code elimination take one argument more.
+
+    JAX 0.10 and 0.11 call a rule as (used_outs, eqn), 0.12 as (used_outs, live_ins, eqn); jax-triton's takes two. A
+    rule of theirs that takes another number is left alone.
+    """
+    library = importlib.import_module("jax_triton.triton_lib")
+    rules, primitive = getattr(getattr(library, "pe", None), "dce_rules", {}), library.triton_kernel_call_p
+    rule = rules.get(primitive)
+    if rule is None or len(inspect.signature(rule).parameters) != 2:
+        return
+
+    def mended(used_outs: Any, *rest: Any) -> Any:
+        return rule(used_outs, rest[-1])
+
+    rules[primitive] = mended
 
 
 @functools.cache
@@ -20,6 +41,18 @@ def output_argument() -> str:
     """What `jax_triton.triton_call` calls the outputs' shapes: `out_shape` in 0.3, `out_type` in 0.4."""
     parameters = inspect.signature(triton_call()).parameters
     return "out_type" if "out_type" in parameters else "out_shape"
+
+
+@functools.cache
+def fusion_option() -> dict[str, Any]:
+    """The argument of `jax_triton.triton_call` that fuses products and sums, which Triton 3.10 no longer does unasked.
+
+    jax-triton 0.4 takes the compiler's options as they are, 0.3 this one by name.
+    """
+    parameters, option = inspect.signature(triton_call()).parameters, {"enable_fp_fusion": True}
+    if "backend_options" in parameters:
+        return {"backend_options": option}
+    return option if "enable_fp_fusion" in parameters else {}
 
 
 @contextlib.contextmanager

@@ -154,6 +154,7 @@ def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         options: dict[str, Any] = {_compat.output_argument(): list(call.outputs), **call.constants}
+        options |= _compat.fusion_option()
         made = _compat.triton_call()(
             *arrays,
             kernel=call.kernel,

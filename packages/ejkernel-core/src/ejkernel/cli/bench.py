@@ -21,7 +21,7 @@ from ejkernel.ops.call import default_chain, make_plan
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.grad import Plan
-from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.pullback import Pullback, Results
 
 PASSES = ("forward", "forward + backward")
 
@@ -127,6 +127,7 @@ def _runners(plan: Plan, record: Any, choice: Choice) -> Iterable[Runner]:
     """Both passes of every implementation that can serve the call."""
     wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
     backward = plan.pick(record, "backward", wanted)
+    apart = [v for v in backward.verdicts if v.status != "refused" and not v.implementation.paired]
     for verdict in choice.verdicts:
         if verdict.status == "refused":
             continue
@@ -136,13 +137,15 @@ def _runners(plan: Plan, record: Any, choice: Choice) -> Iterable[Runner]:
         output_only = functools.partial(_forward, run)
         yield Runner(implementation=name, passes=PASSES[0], config=config, function=output_only)
         own = next(v for v in backward.verdicts if v.implementation == verdict.implementation)
-        served = backward if own.status == "refused" else _pinned(backward, own)
-        if not wanted or served.implementation is None:
+        followers = [own] if own.status != "refused" else [] if verdict.implementation.paired else apart
+        if not wanted or not followers:
             continue
+        served, follower = _pinned(backward, followers[0]), followers[0].implementation
         back_part, pull = _kernel(plan, record, served)
-        both = functools.partial(_forward_and_backward, run, pull, wanted)
-        names = " + ".join(dict.fromkeys((name, served.implementation.name)))
-        config = f"{config}; {given_values(back_part)}"
+        own_pocket = follower is verdict.implementation
+        both = functools.partial(_forward_and_backward, run, pull, wanted, own_pocket)
+        names = " + ".join(dict.fromkeys((name, follower.name)))
+        config = config if follower.paired else f"{config}; {given_values(back_part)}"
         yield Runner(implementation=names, passes=PASSES[1], config=config, function=both)
 
 
@@ -151,11 +154,14 @@ def _forward(run: Any, record: Any) -> Any:
     return run(record)[0]
 
 
-def _forward_and_backward(run: Any, pull: Any, wanted: frozenset[str], record: Any) -> tuple[Any, dict[str, Any]]:
-    """The output, and the gradients of its sum."""
-    output, residuals = run(record)
+def _forward_and_backward(
+    run: Any, pull: Any, wanted: frozenset[str], own: bool, record: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The output, and the gradients of its sum; `own` where one implementation runs both passes."""
+    made = Results(*run(record))
+    made, output = made if own else made._replace(pocket=None), made.output
     cotangent = jax.tree.map(jnp.ones_like, output)
-    saved = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    saved = Pullback(record=record, cotangent=cotangent, wanted=wanted, **made._asdict())
     return output, {name: gradient for name, gradient in pull(saved).items() if name in wanted}
 
 

@@ -49,20 +49,23 @@ def print_table(
 
 def print_decision(out: Console, decision: Decision) -> None:
     """Prints both directions of a decision."""
-    for choice in (decision.forward, decision.backward):
-        print_choice(out, choice)
+    print_choice(out, decision.forward)
+    if decision.differentiated is not None:
+        print_plain(out, "Where the call is differentiated, another implementation runs its forward pass:")
+        print_choice(out, decision.differentiated)
+    print_choice(out, decision.backward)
 
 
 def print_choice(out: Console, choice: Choice) -> None:
     """Prints the verdicts of one direction, and where its configuration came from."""
     rows = [
         (v.implementation.name, v.implementation.platform, v.implementation.priority, (v.status, COLORS[v.status]),
-         "; ".join(v.reasons))
+         "; ".join(v.reasons) or v.remark)
         for v in choice.verdicts
     ]  # fmt: skip
     title = f"{choice.op}, {choice.direction}, on {choice.device}"
     print_table(
-        out, title, "implementation", "platform", "priority", "verdict", "why not", rows=rows, right=["priority"]
+        out, title, "implementation", "platform", "priority", "verdict", "remarks", rows=rows, right=["priority"]
     )
     if choice.platform not in ("auto", *(v.implementation.platform for v in choice.verdicts)):
         print_plain(out, f"No installed backend has an implementation for platform {choice.platform!r}.")

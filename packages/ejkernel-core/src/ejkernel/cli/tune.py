@@ -120,7 +120,7 @@ def _one_line_tuner_errors() -> Generator[None]:
 def _check_served(plan: Plan, call: Call, direction: str, results: list[TuningResult], out: Console) -> None:
     """Exits where nobody serves a pass that was to be tuned."""
     found = {result.key.direction for result in results}
-    missing = [wanted for wanted in DIRECTIONS[direction] if wanted not in found]
+    missing = [wanted for wanted in DIRECTIONS[direction] if wanted not in found and "both" not in found]
     # An operation without a gradient has one pass to tune, and `both` is what it has.
     if "forward" in missing or (missing and direction == "backward"):
         decision = decide(call.op, call.abstract, platform=call.platform, chain=plan.chain)

@@ -8,14 +8,23 @@ from ejkernel.ops.config.memory import ConfigCache
 from ejkernel.ops.config.overlay import overlay_cache
 from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams
 from ejkernel.ops.config.persistent import PersistentCache, StoreWarning
-from ejkernel.ops.config.policy import AutotunePolicy, policy_override
+from ejkernel.ops.config.policy import AutotunePolicy, forward_autotune_only, policy_override
 from ejkernel.ops.device import DeviceInfo, current_device, target_device
 from ejkernel.ops.dispatch import Choice, Decision, NoImplementationError, Verdict
+from ejkernel.ops.execution.batching import vmap_with_config
 from ejkernel.ops.execution.executor import Executor, create_default_executor
 from ejkernel.ops.execution.kernel import Invocation, Kernel
 from ejkernel.ops.execution.offline import autotune_recorded, tune_abstract
 from ejkernel.ops.execution.tuner import Measurement, Tuner, TunerError, TuningResult
 from ejkernel.ops.explain import explain
+from ejkernel.ops.fingerprint import (
+    device_fingerprint,
+    device_kind,
+    get_device_platform,
+    short_hash,
+    stable_json,
+)
+from ejkernel.ops.invocations import get_invocations, record_invocation
 from ejkernel.ops.model import Case, ConfigSpace, Family, Implementation, Op, Requires, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.plugins import hookimpl, registry
@@ -62,15 +71,24 @@ __all__ = [
     "create_default_executor",
     "current_device",
     "default_chain",
+    "device_fingerprint",
+    "device_kind",
     "explain",
+    "forward_autotune_only",
+    "get_device_platform",
+    "get_invocations",
     "get_recorded",
     "hookimpl",
     "operation",
     "overlay_cache",
     "policy_override",
     "record_calls",
+    "record_invocation",
     "registry",
+    "short_hash",
+    "stable_json",
     "static",
     "target_device",
     "tune_abstract",
+    "vmap_with_config",
 ]

@@ -119,8 +119,16 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
 
     def note(record: Any) -> Any:
         wanted = frozenset(op.family.differentiable) & set(array_fields(record))
-        forward, backward = plan.choose(record, "forward"), plan.choose(record, "backward", wanted)
-        decisions.append(Decision(forward=forward, backward=backward))
+        forward = plan.choose(record, "forward")
+        first, backward = plan.pick_both(record, wanted)
+        other = first.implementation not in (None, forward.implementation)
+        decisions.append(
+            Decision(
+                forward=forward,
+                backward=plan.configured(backward, record),
+                differentiated=plan.configured(first, record) if other else None,
+            )
+        )
         return record
 
     def trace(args: Any) -> Any:

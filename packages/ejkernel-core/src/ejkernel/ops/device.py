@@ -37,15 +37,9 @@ class DeviceInfo:
         return f"{self.kind or self.platform}{capability}"
 
 
-_target: Any = None
-
-
-def _target_context() -> Any:
-    # Made on first use: creating a JAX user context at import would be a side effect of `import ejkernel`.
-    global _target
-    if _target is None:
-        _target = jax.make_user_context(None)
-    return _target
+# Part of the key of every jitted function. Made at import, as the other contexts are: one that joins later makes JAX
+# trace everything again. It touches no device.
+_target: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -54,15 +48,14 @@ def target_device(device: DeviceInfo) -> Generator[None]:
 
     For ahead-of-time compilation and `jax.export`. The target is part of the jit cache key.
     """
-    with _target_context()(device):
+    with _target(device):
         yield
 
 
 def current_device(array: Any = None) -> DeviceInfo:
     """The device a call is for: the `target_device` block, else where `array` lives, else JAX's default device."""
-    target = None if _target is None else _target.value
-    if target is not None:
-        return target
+    if _target.value is not None:
+        return _target.value
     if isinstance(array, jax.Array) and not _compat.is_tracer(array):
         return device_info(next(iter(array.sharding.device_set)))
     return device_info(_compat.default_device())

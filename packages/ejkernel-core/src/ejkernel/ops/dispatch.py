@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops.arguments import given_fields
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
@@ -19,14 +20,22 @@ Status = Literal["chosen", "usable", "refused"]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What dispatch thinks of one implementation for one call."""
+    """What dispatch thinks of one implementation for one call.
+
+    Attributes:
+        implementation: The implementation.
+        status: Chosen, usable in its place, or refused.
+        reasons: Why it is refused; empty otherwise.
+        remark: Why it is chosen, where that is more than its place in the order.
+    """
 
     implementation: Implementation
     status: Status
     reasons: tuple[str, ...] = ()
+    remark: str = ""
 
     def __str__(self) -> str:
-        i, reasons = self.implementation, "; ".join(self.reasons)
+        i, reasons = self.implementation, "; ".join(self.reasons) or self.remark
         return f"{i.name:<16} {i.platform:<8} priority {i.priority:>4}  {self.status:<8} {reasons}".rstrip()
 
 
@@ -78,18 +87,24 @@ class Decision:
     """What a call would do. `print` it.
 
     Attributes:
-        forward: The forward choice.
+        forward: The forward choice of a call that is not differentiated.
         backward: The backward choice, as if every differentiable argument were differentiated.
+        differentiated: The forward choice of the differentiated call, where another implementation serves it: a
+            paired implementation takes both passes or neither. None otherwise.
     """
 
     forward: Choice
     backward: Choice
+    differentiated: Choice | None = None
 
     def __str__(self) -> str:
-        return f"{self.forward}\n{self.backward}"
+        choices = [str(self.forward), str(self.backward)]
+        if self.differentiated is not None:
+            choices.insert(1, f"where the call is differentiated, {self.differentiated}")
+        return "\n".join(choices)
 
 
-class NoImplementationError(NotImplementedError):
+class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
     """Nobody can serve a call; the message is the table of verdicts.
 
     Attributes:
@@ -118,16 +133,73 @@ def choose(
     verdicts: list[Verdict] = []
     for implementation in found.implementations.get(op.name, ()):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
-        taken = any(v.status == "chosen" for v in verdicts)
-        verdicts.append(Verdict(implementation, "refused" if reasons else "usable" if taken else "chosen", reasons))
+        verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons))
     return Choice(
         op=op.name,
         direction=direction,
         device=device,
         platform=platform,
-        verdicts=tuple(verdicts),
+        verdicts=_with_first_chosen(verdicts),
         failed_plugins=found.failed,
     )
+
+
+def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
+    """The two choices for a call that is differentiated, from those made for each pass alone.
+
+    A paired implementation serves both passes or neither; any other forward pass needs some backward pass that is not
+    paired. The first forward pass for which this holds is chosen.
+    """
+    forwards = {v.implementation.name: v for v in forward.verdicts}
+    backwards = {v.implementation.name: v for v in backward.verdicts}
+    apart = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
+    judged = _with_first_chosen([_as_first(v, backwards, apart) for v in forward.verdicts])
+    chosen = next((v.implementation for v in judged if v.status == "chosen"), None)
+    second = [_as_second(v, forwards, chosen) for v in backward.verdicts]
+    if chosen is None or not chosen.paired:
+        followers = _with_first_chosen(second)
+    else:
+        own = [dataclasses.replace(v, status="chosen", remark=PAIRED) for v in second if v.implementation is chosen]
+        followers = tuple(own[0] if v.implementation is chosen else v for v in second)
+    return dataclasses.replace(forward, verdicts=judged), dataclasses.replace(backward, verdicts=followers)
+
+
+PAIRED = "paired: serves both passes with one configuration"
+
+
+def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """The verdicts with the first that does not refuse as the choice."""
+    chosen = next((i for i, v in enumerate(verdicts) if v.status != "refused"), None)
+    return tuple(
+        v
+        if v.status == "refused"
+        else dataclasses.replace(v, status="chosen", remark=PAIRED if v.implementation.paired else "")
+        if i == chosen
+        else dataclasses.replace(v, status="usable")
+        for i, v in enumerate(verdicts)
+    )
+
+
+def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], apart: bool) -> Verdict:
+    """A verdict on a forward pass that a backward pass follows."""
+    if verdict.status == "refused":
+        return verdict
+    if not verdict.implementation.paired:
+        reasons = () if apart else ("no backward pass serves after it",)
+    else:
+        own = backwards[verdict.implementation.name]
+        reasons = tuple(f"paired, and its backward refuses: {reason}" for reason in own.reasons)
+    return Verdict(verdict.implementation, "refused", reasons) if reasons else verdict
+
+
+def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
+    """A verdict on a backward pass that follows the chosen forward pass."""
+    implementation = verdict.implementation
+    if verdict.status == "refused" or not implementation.paired or implementation is chosen:
+        return verdict
+    own = forwards.get(implementation.name)
+    reasons = tuple(f"paired, and its forward refuses: {reason}" for reason in (own.reasons if own else ()))
+    return Verdict(implementation, "refused", reasons or ("paired, and another forward pass is chosen",))
 
 
 def refusals(
@@ -145,8 +217,16 @@ def refusals(
     if direction == "backward":
         yield from _gradient_refusals(implementation, wanted)
     requires = implementation.requires_for(direction)
-    yield from _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
+    yield from hardware_refusals(implementation, device, direction)
     yield from _record_refusals(family, requires, record)
+
+
+def hardware_refusals(
+    implementation: Implementation, device: DeviceInfo, direction: Direction = "forward"
+) -> tuple[str, ...]:
+    """The sentences that are the same for every call on a device; none where all it needs is there."""
+    requires = implementation.requires_for(direction)
+    return _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
 
 
 def made_for(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:

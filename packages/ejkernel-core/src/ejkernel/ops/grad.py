@@ -1,24 +1,27 @@
 """Gradients, once for every operation.
 
-The forward and the backward implementation are chosen separately; what connects them is the family's residual type.
+The forward and the backward implementation are chosen separately, unless they are a pair. What connects them is the
+family's residual type; a pocket beside it reaches the backward function of the same implementation alone.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel import _compat
-from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.arguments import arguments, array_fields, static
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import Choice, NoImplementationError, choose
+from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, together
 from ejkernel.ops.model import Op
-from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.pullback import Pullback, Results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,18 @@ class Plan:
 
     def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, where one serves, its configuration."""
-        choice = self.pick(record, direction, wanted)
+        return self.configured(self.pick(record, direction, wanted), record)
+
+    def configured(self, choice: Choice, record: Any) -> Choice:
+        """A choice with its configuration, where some implementation serves."""
         if choice.implementation is None:
             return choice
         selection = self.chain.choose(self.request(choice, record))
         return dataclasses.replace(choice, config=selection.part, tier=selection.tier, trail=selection.trail)
+
+    def pick_both(self, record: Any, wanted: frozenset[str]) -> tuple[Choice, Choice]:
+        """Chooses the forward and the backward implementation of a call that is differentiated."""
+        return together(self.pick(record, "forward"), self.pick(record, "backward", wanted))
 
     def request(self, choice: Choice, record: Any) -> Request:
         """The question to the chain that follows from a choice of implementation."""
@@ -62,45 +72,104 @@ class Plan:
         return Request(
             op=self.op,
             implementation=choice.implementation,
-            direction=choice.direction,
+            direction="both" if choice.implementation.paired else choice.direction,
             device=self.device,
             record=record,
             override=self.cfg,
         )
 
-    def run(self, record: Any, direction: Direction, argument: Any, wanted: frozenset[str] = frozenset()) -> Any:
-        """Chooses and calls.
+    def forward(self, record: Any, choice: Choice | None = None) -> Results:
+        """Runs the forward pass.
+
+        Args:
+            record: The family record.
+            choice: What `choose` or `configured` gave; None chooses.
 
         Raises:
             NoImplementationError: Every implementation refuses; holds the table.
         """
-        choice = self.choose(record, direction, wanted)
+        choice = self.choose(record, "forward") if choice is None else choice
+        return Results(*self._apply(choice, record))
+
+    def _apply(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
-        with jax.named_scope(f"ejkernel.{self.op.name}.{direction}.{choice.implementation.name}"):
-            function = choice.implementation.function(direction)
+        with jax.named_scope(f"ejkernel.{self.op.name}.{choice.direction}.{choice.implementation.name}"):
+            function = choice.implementation.function(choice.direction)
             return _compat.untracked(lambda argument: function(argument, choice.config), argument)
+
+    def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
+        """Runs the backward pass of a configured choice: gradients by field name."""
+        return self._apply(choice, pullback)
+
+
+@arguments
+class _Saved:
+    """What a forward pass leaves for the backward pass.
+
+    Attributes:
+        pullback: What the backward function is given, but for the cotangent.
+        owner: Name of the implementation whose backward function may see the pocket.
+        config: The configuration that a paired implementation has for both passes. It is not asked for again: the
+            backward pass may be traced outside of the block that gave it.
+    """
+
+    pullback: Pullback
+    owner: str = static()
+    config: Any = static(None)
 
 
 def _forward_only(plan: Plan, record: Any) -> Any:
-    return plan.run(record, "forward", record)[0]
+    return plan.forward(record).output
 
 
-def _forward(plan: Plan, marked: Any) -> tuple[Any, Pullback]:
+def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
     wanted = _wanted(plan.op, marked)
     # Chosen now although it runs later: a call that nobody can differentiate fails where it was made.
-    backward = plan.pick(record, "backward", wanted)
+    forward, backward = plan.pick_both(record, wanted)
     if backward.implementation is None:
         raise NoImplementationError(backward)
-    output, residuals = plan.run(record, "forward", record)
-    return output, Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted)
+    forward = plan.configured(forward, record)
+    output, residuals, pocket = plan.forward(record, forward)
+    assert forward.implementation is not None  # `plan.forward` has run it
+    if backward.implementation is not forward.implementation:
+        pocket = None  # nobody else's backward may read it, so that it is not kept either
+    # The caller gets the named output: a layer that read another would have the kernel run again.
+    output, residuals, pocket = _named(Results(output, residuals, pocket))
+    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted, pocket=pocket)
+    config = forward.config if forward.implementation.paired else None
+    return output, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
 
 
-def _backward(plan: Plan, saved: Pullback, cotangent: Any) -> tuple[Any]:
+OUTPUT, LSE, STATE, POCKET = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_pocket"
+"""Names by which policies of `jax.checkpoint` may keep what a forward pass makes."""
+
+
+def _named(made: Results) -> Results:
+    """The same arrays under the names that policies of `jax.checkpoint` can ask for."""
+    return Results(
+        output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), made.output),
+        residuals=jax.tree_util.tree_map_with_path(_named_residual, made.residuals),
+        pocket=jax.tree.map(functools.partial(checkpoint_name, name=POCKET), made.pocket),
+    )
+
+
+def _named_residual(path: Any, value: Any) -> Any:
+    return checkpoint_name(value, LSE if path and getattr(path[-1], "name", None) == "lse" else STATE)
+
+
+def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
+    saved = kept.pullback
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
-    pullback = dataclasses.replace(saved, cotangent=cotangent)
-    gradients = plan.run(saved.record, "backward", pullback, saved.wanted)
+    _, backward = plan.pick_both(saved.record, saved.wanted)
+    own = backward.implementation is not None and backward.implementation.name == kept.owner
+    if own and kept.config is not None:
+        backward = dataclasses.replace(backward, config=kept.config)
+    else:
+        backward = plan.configured(backward, saved.record)
+    pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=saved.pocket if own else None)
+    gradients = plan.backward(pullback, backward)
     missing = saved.wanted - set(gradients)
     if missing:
         raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")

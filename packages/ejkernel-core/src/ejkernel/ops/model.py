@@ -221,11 +221,14 @@ class Implementation:
         name: Unique among the implementations of an operation.
         platform: Toolchain: `"triton"`, `"pallas"`, `"cuda"` or `"xla"`, or a third party's own word.
         backend: Device kind it is made for: `"gpu"`, `"tpu"`, `"cpu"` or `"any"`.
-        forward: `"module:function"`, called as `(record, config_part) -> (output, residuals)`.
+        forward: `"module:function"`, called as `(record, config_part) -> (output, residuals)`, or `(output, residuals,
+            pocket)`: the residuals are the family's, and any backward of the family can use them; the pocket is any
+            tree of arrays that only `backward` of the same implementation is given, as `Pullback.pocket`.
         requires: What the forward pass needs.
         config: Its configurations.
         backward: `"module:function"`, called as `(Pullback, config_part) -> {field: gradient}`; None leaves the
-            backward pass to another implementation of the same family.
+            backward pass to another implementation of the same family. Unless `paired`, it must do without a pocket,
+            for the forward pass of another implementation may have run.
         gradients: Record fields `backward` gives a gradient for.
         backward_requires: What the backward pass needs, where that differs.
         priority: Higher is tried first; ties go by name.
@@ -234,6 +237,9 @@ class Implementation:
             served for belongs in `requires`.
         cases: `"module:function"` that returns further conformance cases by operation, `{"flash_attention": (...)}`;
             None where those of the operations show all that the kernels do.
+        paired: The passes belong together: a differentiated call takes both or neither, and they share one
+            configuration, which is asked for, measured and stored as direction `"both"`. Calls that are not
+            differentiated use that configuration too.
     """
 
     family: str
@@ -250,6 +256,11 @@ class Implementation:
     tuned: str | None = None
     only: frozenset[str] | None = None
     cases: str | None = None
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        if self.paired and self.backward is None:
+            raise ValueError(f"implementation {self.name!r} of {self.family}: paired=True wants a backward, got None")
 
     def serves(self, op: Op) -> bool:
         """Whether it is registered for the calls of an operation."""

@@ -1,8 +1,25 @@
-"""What a backward implementation is given."""
+"""What passes from a forward pass to the backward pass."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ejkernel.ops.arguments import arguments, static
+
+
+class Results(NamedTuple):
+    """What a forward implementation made.
+
+    Attributes:
+        output: The family's output.
+        residuals: The family's residuals, which any backward implementation of the family can use.
+        pocket: Any tree of arrays that only the backward function of the same implementation is given; None for
+            nothing.
+    """
+
+    output: Any
+    residuals: Any
+    pocket: Any = None
 
 
 @arguments
@@ -16,6 +33,8 @@ class Pullback:
         cotangent: Cotangent of the output; same structure, shapes and dtypes. None until the backward pass runs.
         wanted: Names of the record fields whose gradient is asked for. A backward implementation returns
             `{name: gradient}` for at least these, each with the field's shape and dtype.
+        pocket: What the forward function of the same implementation returned after its residuals. None where it
+            returned nothing more, or another implementation ran the forward pass.
     """
 
     record: Any
@@ -23,3 +42,22 @@ class Pullback:
     output: Any
     cotangent: Any
     wanted: frozenset[str] = static()
+    pocket: Any = None
+
+
+def both_passes(
+    forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any], start: Pullback, config: Any
+) -> Any:
+    """The output and the wanted gradients of an implementation's two passes with one configuration.
+
+    Args:
+        forward: The forward function.
+        backward: The backward function.
+        start: Record, cotangent and wanted fields. Where no field is wanted, the forward pass runs alone.
+        config: The configuration of both.
+    """
+    made = Results(*forward(start.record, config))
+    if not start.wanted:
+        return made.output
+    found = backward(dataclasses.replace(start, **made._asdict()), config)
+    return made.output, {name: found[name] for name in start.wanted}

@@ -31,6 +31,7 @@ class Letters:
         outputs: Letters of what the public function returns.
         shardable: Letters that may be split.
         aligned: Pairs of letters that must be split alike.
+        sizes: Size of each letter in the positional arguments.
     """
 
     op: Op
@@ -39,6 +40,7 @@ class Letters:
     outputs: tuple[str, ...]
     shardable: str
     aligned: tuple[tuple[str, str], ...]
+    sizes: Mapping[str, int]
 
 
 def letters_of(op: Op, args: Any) -> Letters:
@@ -55,11 +57,20 @@ def letters_of(op: Op, args: Any) -> Letters:
         outputs=(outputs,) if isinstance(outputs, str) else outputs,
         shardable=op.family.shardable_of(record),
         aligned=op.family.aligned_of(record),
+        sizes=_sizes(arguments, args),
     )
 
 
-def split_axes(letters: Letters, in_specs: tuple[Any, ...], mesh: Any) -> dict[str, MeshAxes]:
+def split_axes(
+    letters: Letters, in_specs: tuple[Any, ...], mesh: Any, keep_single: bool = False
+) -> dict[str, MeshAxes]:
     """Which mesh axes split which letter of the operation's axes.
+
+    Args:
+        letters: The letters of a call.
+        in_specs: Partition specs of its first arguments.
+        mesh: Whose axes they name.
+        keep_single: Whether axes of size 1, which split nothing, count too.
 
     Raises:
         ValueError: Fewer specs than required arguments, or more than arguments; something that is no spec; an unknown
@@ -74,7 +85,9 @@ def split_axes(letters: Letters, in_specs: tuple[Any, ...], mesh: Any) -> dict[s
         if len(entries) > len(own.split()):
             raise ValueError(f"in_specs: {argument} has axes {own!r}, got {spec} with {len(entries)} entries")
         for letter, axes in zip(own.split(), entries, strict=False):
-            _check_entry(letters, argument, letter, axes, mesh)
+            _check_known(argument, axes, mesh)
+            axes = axes if keep_single else _splitting(axes, mesh)
+            _check_shardable(letters, argument, letter, axes)
             known = split.setdefault(letter, (axes, argument)) if axes else split.get(letter, ((), argument))
             if axes and known[0] != axes:
                 raise ValueError(
@@ -115,7 +128,8 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
         )
     for letter, axes in split.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        size = sizes.get(letter, 1)
+        # Lowering can leave one where arguments have several, such as KV heads that read the same latent vectors.
+        size = sizes.get(letter, letters.sizes.get(letter, 1))
         if size % parts:
             raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
     for one, other in letters.aligned:
@@ -128,8 +142,8 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
     return jax.tree.unflatten(structure, [specs[name] for name in array_fields(record)] if leaves else [])
 
 
-def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any) -> None:
-    """Checks the caller's idea of how the output is split.
+def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
+    """Checks the caller's idea of how the output is split; mesh axes of size 1 split nothing.
 
     Raises:
         ValueError: `out_specs` disagrees with how the inputs are split.
@@ -144,7 +158,7 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
         wanted = [split.get(letter, ()) for letter in own.split()]
-        given = [_mesh_axes(entry) for entry in spec or ()]
+        given = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
         if given + [()] * (len(wanted) - len(given)) != wanted:
             raise ValueError(f"out_specs: the inputs' specs make the output {_spec(own, split)}, got {spec}")
 
@@ -188,8 +202,12 @@ def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out
 def _checked_split(letters: Letters, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
     if out_specs is not None:
         split = split_axes(letters, in_specs, mesh)
-        check_output(letters, split, out_specs)
+        check_output(letters, split, out_specs, mesh)
         return split
+    try:  # where they agree, axes of size 1 stay in the types of the results
+        return split_axes(letters, in_specs, mesh, keep_single=True)
+    except ValueError:
+        pass
     try:
         return split_axes(letters, in_specs, mesh)
     except ValueError as error:
@@ -253,10 +271,18 @@ def _check_specs(letters: Letters, in_specs: tuple[Any, ...]) -> None:
             raise ValueError(f"in_specs: got {spec!r} for {argument}, wants a PartitionSpec or None")
 
 
-def _check_entry(letters: Letters, argument: str, letter: str, axes: MeshAxes, mesh: Any) -> None:
+def _check_known(argument: str, axes: MeshAxes, mesh: Any) -> None:
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown:
         raise ValueError(f"in_specs: {argument} names mesh axis {unknown[0]!r}, the mesh has {tuple(mesh.shape)}")
+
+
+def _splitting(axes: MeshAxes, mesh: Any) -> MeshAxes:
+    """Those of the axes that split anything."""
+    return tuple(axis for axis in axes if mesh.shape.get(axis) != 1)
+
+
+def _check_shardable(letters: Letters, argument: str, letter: str, axes: MeshAxes) -> None:
     if axes and letter not in letters.shardable:
         raise ValueError(f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {letters.op.name}")
 
@@ -269,6 +295,14 @@ def _mesh_axes(entry: Any) -> MeshAxes:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
+    """Size of each letter, where it is more than one."""
+    shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
+    given = [(own.split(), shapes[name]) for name, own in letters.items()]
+    pairs = [pair for own, shape in given if len(own) == len(shape) for pair in zip(own, shape, strict=True)]
+    return {letter: size for letter, size in pairs if size != 1}
 
 
 def _entry(axes: MeshAxes, size: int) -> Any:

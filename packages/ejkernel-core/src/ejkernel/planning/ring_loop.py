@@ -5,9 +5,10 @@
     kernels     own step             step 1               ...  step n - 1
     merging                 own step            step 1                 step n - 1
 
-A transfer depends on no kernel of its own step and is issued before it, so that XLA's scheduler starts it, works on the
-step, and waits for it only then. In the backward pass, float32 gradients of keys and values travel one step behind
-their keys: what earlier devices have added arrives while this one's kernel runs.
+A transfer depends on no kernel of its own step and is issued before it, so that XLA may start it, work on the step, and
+wait for it only then; on GPUs it does with `--xla_gpu_enable_latency_hiding_scheduler=true`. In the backward pass,
+float32 gradients of keys and values travel one step behind their keys: what earlier devices have added arrives while
+this one's kernel runs.
 
 With lse and delta of the whole row, the backward pass of one step is that of tiled attention, and depends on no other
 step's. What is merged and added up is float32; a kernel rounds the results of its own step to the query's dtype.

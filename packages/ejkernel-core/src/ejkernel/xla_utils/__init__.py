@@ -4,6 +4,7 @@ Everything here can be called under `jax.jit`, with traced cumulative lengths. W
 their values, an argument gives that size; it is needed under a trace alone.
 """
 
+from ejkernel.utils import cdiv
 from ejkernel.xla_utils.cotangents import identity_dtype_convert
 from ejkernel.xla_utils.cumsum import chunk_global_cumsum, chunk_local_cumsum
 from ejkernel.xla_utils.packed import (
@@ -19,6 +20,7 @@ from ejkernel.xla_utils.packed import (
 from ejkernel.xla_utils.sharding import get_corrected_named_sharding, reorder_sequence
 
 __all__ = [
+    "cdiv",
     "chunk_global_cumsum",
     "chunk_local_cumsum",
     "get_corrected_named_sharding",

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, got
+from ejkernel.xla_utils.old_names import also_called
 
 
+@also_called(partition_spec="spec")
 def get_corrected_named_sharding(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """The sharding that a mesh can give an array of this shape: what does not fit is replicated instead.
 
     Args:
         shape: Of the array.
         spec: What is wished for, one entry for each leading dimension at most. Of several axes of one dimension, those
-            are kept, from the left, whose sizes together divide it.
+            are kept, from the left, whose sizes together divide it. Also called `partition_spec`.
         mesh: Axes that it does not have are left out.
 
     Raises:
@@ -52,6 +54,7 @@ def _entry(size: int, entry: Any, mesh: Mesh) -> Any:
     return tuple(kept)
 
 
+@also_called(tensor="x")
 def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> jax.Array:
     """Deals tokens out to devices so that causal attention gives each of them equally much to do. Differentiable.
 
@@ -60,7 +63,7 @@ def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous
     do not follow by themselves: reorder `jnp.arange(T)` likewise and give it as `MaskInfo.q_positions`.
 
     Args:
-        x: Array; its size along `seq_dim` is a multiple of `2 * cp_size`.
+        x: Also called `tensor`. Array; its size along `seq_dim` is a multiple of `2 * cp_size`.
         cp_size: Devices along the sequence, an int >= 1.
         seq_dim: Dimension of the sequence; may be negative.
         to_contiguous: Go back from the dealt order to the natural one.

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ejkernel.modules import *  # noqa: F403
+    from ejkernel.modules import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
     from ejkernel.ops.model import Op
 
     OPS: tuple[Op, ...]

@@ -242,7 +242,7 @@ def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
     tiles: Any = {"q_blocksize": cfg.block_q, "kv_blocksize": cfg.block_k}
     tiles |= {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
     given = any(value is not None for value in tiles.values())
-    parts = {"fwd_params": FwdParams(**tiles), "bwd_params": BwdParams(**tiles)} if given else {}
+    parts: Any = {"fwd_params": FwdParams(**tiles), "bwd_params": BwdParams(**tiles)} if given else {}
     return FlashAttentionConfig(platform=cfg.platform, backend=cfg.backend, **parts)
 
 

@@ -51,6 +51,7 @@ class ChunkedPrefillPagedDecodeArguments:
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     logits_soft_cap: float | None = static(None)
     seq_threshold_3d: int | None = static(None)
+    num_par_softmax_segments: int | None = static(None)
 
     def __post_init__(self) -> None:
         settle(
@@ -60,6 +61,7 @@ class ChunkedPrefillPagedDecodeArguments:
             sliding_window=as_newest("sliding_window", self.sliding_window),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
             seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
+            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
         )
 
 
@@ -81,6 +83,7 @@ def chunked_prefill_paged_decode(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     seq_threshold_3d: int | None = None,
+    num_par_softmax_segments: int | None = None,
     platform: str | None = None,
     cfg: ChunkedPrefillPagedDecodeConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -115,6 +118,7 @@ def chunked_prefill_paged_decode(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied to the score with its alibi term.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
+        num_par_softmax_segments: Independent partial softmaxes a sequence (tuning); likewise.
 
     Returns:
         [T, H, Dv] in queries' dtype, where rows that belong to no sequence are 0; the key cache and the value cache.
@@ -185,7 +189,8 @@ def configure(
     args: ChunkedPrefillPagedDecodeArguments, cfg: ChunkedPrefillPagedDecodeConfig | None
 ) -> ChunkedPrefillPagedDecodeConfig | None:
     """The call's own configuration, tuning arguments included."""
-    return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d)
+    wanted = {"num_par_softmax_segments": args.num_par_softmax_segments}
+    return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
 def reference(args: ChunkedPrefillPagedDecodeArguments) -> tuple[jax.Array, ...]:

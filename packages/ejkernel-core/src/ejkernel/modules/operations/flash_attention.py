@@ -10,6 +10,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
+from ejkernel.modules.operations.shared.paged_keys import paged_call
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
     as_flag,
@@ -44,6 +45,7 @@ class FlashAttentionArguments:
     cum_seqlens_q: jax.Array | None = None
     cum_seqlens_k: jax.Array | None = None
     softmax_aux: jax.Array | None = None
+    block_tables: jax.Array | None = None
     mask_info: MaskInfo | None = None
     softmax_scale: float | None = static(None)
     dropout_prob: float = static(0.0)
@@ -74,7 +76,7 @@ class FlashAttentionArguments:
         # The call goes on under a trace, where no values can be seen.
         for name, side in (("cum_seqlens_q", self.query), ("cum_seqlens_k", self.key)):
             lengths = getattr(self, name)
-            if lengths is not None and getattr(side, "ndim", 0) == 4:
+            if lengths is not None and getattr(side, "ndim", 0) == 4 and self.block_tables is None:
                 check_cumulative(name, lengths, *side.shape[:2])
 
 
@@ -87,6 +89,7 @@ def flash_attention(
     cum_seqlens_q: Integer[Array, " n"] | None = None,
     cum_seqlens_k: Integer[Array, " n"] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
+    block_tables: Integer[Array, "rows k"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
     softmax_scale: float | None = None,
@@ -122,6 +125,9 @@ def flash_attention(
         cum_seqlens_k: Likewise for keys; None means those of the queries.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
+        block_tables: [B, max_blocks] int: key and value are pages [P, S, Hk, D] of a cache, of which row b reads those
+            listed, as many tokens as `cum_seqlens_k` gives it, or all. The call is one of `unified_attention`: a query
+            sits at the end of its sequence, and queries of several sequences may be packed by `cum_seqlens_q`.
         mask_info: Mask, segments and positions; applies together with everything else.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
@@ -278,6 +284,11 @@ def reference(args: FlashAttentionArguments) -> jax.Array:
     return tiled_attention.reference(lower(args))[0]
 
 
+def _route(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """A call over a cache of pages is one of `unified_attention`."""
+    return (OP, args, options) if args.block_tables is None else paged_call(args, options)
+
+
 class FlashAttention(Kernel[FlashAttentionConfig, Array]):
     """`flash_attention` as an object."""
 
@@ -332,6 +343,7 @@ OP = Op(
         "float16": Tolerance(rtol=3e-3, atol=3e-3),
     },
     make_inputs=cases.make_inputs,
+    route=_route,
     axes={
         "query": "b t h d",
         "key": "b s g d",
@@ -340,6 +352,7 @@ OP = Op(
         "cum_seqlens_q": "n",
         "cum_seqlens_k": "n",
         "softmax_aux": "h n",
+        "block_tables": "b k",
     },
 )
 FlashAttention.op = OP

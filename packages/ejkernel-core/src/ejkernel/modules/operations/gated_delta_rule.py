@@ -12,8 +12,9 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
+from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
-from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape, got
+from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_dtype, check_shape, got
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -34,10 +35,19 @@ class GatedDeltaRuleArguments:
     use_qk_l2norm: bool = static(True)
     use_chunked: bool = static(True)
     return_state: bool = static(False)
+    autotune_chunk_candidates: tuple[int, ...] | None = static(None)
 
     def __post_init__(self) -> None:
         for name in ("use_qk_l2norm", "use_chunked", "return_state"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+        sizes = self.autotune_chunk_candidates
+        if sizes is not None:
+            settle(self, autotune_chunk_candidates=tuple(as_count("autotune_chunk_candidates", n, 1) for n in sizes))
+            if len(sizes) != 1:
+                raise NotImplementedError(
+                    f"autotune_chunk_candidates: got {sizes}; `ejkernel tune` measures the candidates of the kernels, "
+                    "and cfg=GatedDeltaRuleConfig(chunk_size=...) fixes one"
+                )
         if rank(self.seg_ids) == 4:  # a state, where calls without segments have it
             if self.initial_state is not None:
                 raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
@@ -58,6 +68,7 @@ def gated_delta_rule(
     use_qk_l2norm: bool = True,
     use_chunked: bool = True,
     return_state: bool = False,
+    autotune_chunk_candidates: tuple[int, ...] | None = None,
     platform: str | None = None,
     cfg: GatedDeltaRuleConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -86,6 +97,8 @@ def gated_delta_rule(
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
         return_state: Also return the states after the last token.
+        autotune_chunk_candidates: One chunk size, short for that of `cfg`. Several are refused: tuning measures the
+            candidates of the kernels.
 
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], float32 (float64 for float64
@@ -141,6 +154,8 @@ def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, 
 
 
 def _configure(args: GatedDeltaRuleArguments, cfg: Any) -> Any:
+    if args.autotune_chunk_candidates is not None:
+        cfg = tuned(GatedDeltaRuleConfig, cfg, chunk_size=args.autotune_chunk_candidates[0])
     return delta_rule.configure(OP, args, cfg)
 
 

@@ -40,15 +40,32 @@ class GroupedMatmulArguments:
     rhs_bias: jax.Array | None = None
     transpose_rhs: bool = static(False)
     precision: Any = static(None)
+    use_v2: bool = static(False)
+    use_v3: bool = static(False)
+    do_padding: bool = static(True)
+    interpret: bool = static(False)
+    out_shard_callback: Any = static(None)
 
     def __post_init__(self) -> None:
+        _refuse(self.interpret, self.out_shard_callback)
         wanted = self.preferred_element_type
         settle(
             self,
             preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
+            # Of no meaning here, where dispatch chooses the kernel and none pads: a call is one, whatever they say.
+            use_v2=as_flag("use_v2", self.use_v2) and False,
+            use_v3=as_flag("use_v3", self.use_v3) and False,
+            do_padding=as_flag("do_padding", self.do_padding) or True,
         )
+
+
+def _refuse(interpret: Any, out_shard_callback: Any) -> None:
+    if interpret:
+        raise NotImplementedError("interpret: got True; EJKERNEL_TPU_INTERPRET interprets the TPU kernels")
+    if out_shard_callback is not None:
+        raise NotImplementedError("out_shard_callback: apply it to the result, or give mesh, in_specs and out_specs")
 
 
 @operation(lambda: OP)
@@ -64,6 +81,11 @@ def grouped_matmul(
     rhs_bias: Float[Array, "e 1 n"] | None = None,
     transpose_rhs: bool = False,
     precision: Any = None,
+    use_v2: bool = False,
+    use_v3: bool = False,
+    do_padding: bool = True,
+    interpret: bool = False,
+    out_shard_callback: Any = None,
     platform: str | None = None,
     cfg: GroupedMatmulConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -95,6 +117,11 @@ def grouped_matmul(
         transpose_rhs: Whether the matrices lie with their columns first.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
+        use_v2: Either value; dispatch chooses the kernel.
+        use_v3: Either value, likewise.
+        do_padding: Either value; no kernel needs rows in multiples of its tiles.
+        interpret: Only False; `EJKERNEL_TPU_INTERPRET` interprets the TPU kernels.
+        out_shard_callback: Only None; shard the result, or give `mesh`.
 
     Returns:
         [M, N]. Left-over rows are 0, or `existing_out`; so is their gradient.

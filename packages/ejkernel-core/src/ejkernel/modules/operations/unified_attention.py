@@ -51,6 +51,7 @@ class UnifiedAttentionArguments:
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     logits_soft_cap: float | None = static(None)
     seq_threshold_3d: int | None = static(None)
+    num_par_softmax_segments: int | None = static(None)
 
     def __post_init__(self) -> None:
         settle(
@@ -60,6 +61,7 @@ class UnifiedAttentionArguments:
             sliding_window=as_newest("sliding_window", self.sliding_window),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
             seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
+            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
         )
 
 
@@ -80,6 +82,7 @@ def unified_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     seq_threshold_3d: int | None = None,
+    num_par_softmax_segments: int | None = None,
     platform: str | None = None,
     cfg: UnifiedAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -113,6 +116,7 @@ def unified_attention(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
+        num_par_softmax_segments: Independent partial softmaxes a sequence (tuning); likewise.
 
     Returns:
         [T, H, Dv] in queries' dtype; rows that belong to no sequence are 0.
@@ -178,7 +182,8 @@ def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> ja
 
 def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | None) -> UnifiedAttentionConfig | None:
     """The call's own configuration, tuning arguments included."""
-    return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d)
+    wanted = {"num_par_softmax_segments": args.num_par_softmax_segments}
+    return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
 def reference(args: UnifiedAttentionArguments) -> jax.Array:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops.config import overlay
 from ejkernel.ops.config.agreement import Agreement, looking
 from ejkernel.ops.config.key import ConfigKey
@@ -32,6 +33,15 @@ MEASURED = frozenset({"memory", "persistent", "autotune"})
 """The tiers whose answers were measured, here or elsewhere; no others are ever kept."""
 
 
+_EVENTS: dict[str, tuple[str, dict[str, str]]] = {
+    "override": ("override", {}),
+    "overlay": ("overlay_hit", {}),
+    "memory": ("cache_hit", {"level": "memory"}),
+    "persistent": ("cache_hit", {"level": "persistent"}),
+    "heuristics": ("heuristics", {}),
+}
+
+
 class Measures(Protocol):
     """What a chain needs of a tuner."""
 
@@ -40,7 +50,7 @@ class Measures(Protocol):
         ...
 
 
-class NoConfigError(RuntimeError):
+class NoConfigError(EjkernelRuntimeError):
     """Every tier that the policy allows had no answer."""
 
 
@@ -52,6 +62,11 @@ class ConfigSelectorChain:
         policy: What to do on a miss.
         tuner: Measures candidates; None for one made with the defaults when it is needed.
         persistent: User's store; None for no disk at all.
+        persist_autotune: Whether what was measured goes to the store.
+        on_event: Is told what the chain does, `(event, operation, **details)`: `"override"`, `"overlay_hit"`,
+            `"cache_hit"` with a `level`, `"autotune_start"`, `"autotune_finish"`, `"heuristics"`, `"error"`. Not while
+            somebody only looks.
+        forbid_reautotune: Whether measuring a call a second time is an error.
     """
 
     def __init__(
@@ -60,11 +75,19 @@ class ConfigSelectorChain:
         policy: AutotunePolicy | None = None,
         tuner: Measures | None = None,
         persistent: PersistentCache | None = None,
+        *,
+        persist_autotune: bool = True,
+        on_event: Callable[..., None] | None = None,
+        forbid_reautotune: bool = False,
     ) -> None:
         self.cache = ConfigCache() if cache is None else cache
         self.policy = AutotunePolicy() if policy is None else policy
         self.tuner = tuner
         self.persistent = persistent
+        self.persist_autotune = persist_autotune
+        self.on_event = on_event
+        self.forbid_reautotune = forbid_reautotune
+        self._measured_keys: set[ConfigKey] = set()
         self._agreement = Agreement()
         self._untunable: dict[ConfigKey, str] = {}
 
@@ -83,6 +106,7 @@ class ConfigSelectorChain:
         trail: list[str] = []
         explicit = self._explicit(request, trail)
         if explicit is not None:
+            self._tell(explicit, request)
             return explicit
         key = request.key()
         if looking():
@@ -94,7 +118,19 @@ class ConfigSelectorChain:
         selection = self._agreement.decide(key, request.part_type(), propose, anew=argument is not None)
         self._keep(key, selection)
         self.cache.answered(key, selection.part)
+        self._tell(selection, request)
         return selection
+
+    def event(self, name: str, operation: str, **details: Any) -> None:
+        """Tells `on_event` that something happened."""
+        if self.on_event is not None and not looking():
+            self.on_event(name, operation, **details)
+
+    def _tell(self, selection: Selection, request: Request) -> None:
+        """The event of an answer; that of a measurement was told when it ended."""
+        name, details = _EVENTS.get(selection.tier, (None, {}))
+        if name is not None:
+            self.event(name, request.op.name, direction=request.direction, **details)
 
     def tune(self, request: Request, make_argument: Callable[[], Any]) -> TuningResult | None:
         """Measures a call, whatever is known of it, and stores the winner.
@@ -127,7 +163,7 @@ class ConfigSelectorChain:
     def store(self, key: ConfigKey, part: Any, seconds: float, measured_at: str) -> None:
         """Keeps a measured part in memory and in the user's store. Nothing else is ever kept."""
         self.cache.put(key, part)
-        if self.persistent is not None:
+        if self.persistent is not None and self.persist_autotune:
             self.persistent.put(key, part, seconds, measured_at)
 
     def _keep(self, key: ConfigKey, selection: Selection) -> None:
@@ -136,10 +172,12 @@ class ConfigSelectorChain:
 
     def _explicit(self, request: Request, trail: list[str]) -> Selection | None:
         cfg = request.override
-        part = None if cfg is None else cfg.part(request.direction)
+        part = None if cfg is None else cfg.part_of(request.direction)
         if cfg is not None and part is not None:
             elsewhere = overlay.made_for(cfg, request.serves())
             remark = f" ({elsewhere})" if elsewhere else ""
+            if request.direction == "both" and cfg.part("backward") not in (None, part):
+                remark += f" (its backward part has no meaning for {request.implementation.name}, which is paired)"
             trail.append(f"override: cfg= gives {given_values(part)}{remark}{_unread(part, request)}")
             return Selection(request.completed(part), "override", tuple(trail))
         trail.append("override: none given" if cfg is None else f"override: cfg= leaves the {request.direction} open")
@@ -175,8 +213,11 @@ class ConfigSelectorChain:
         return Selection(request.completed(part), "persistent", (*trail, f"persistent: {source}"))
 
     def _tuned(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection | None:
-        if not effective(self.policy).tunes_on_miss:
+        policy = effective(self.policy)
+        if not policy.tunes_on_miss:
             trail.append("autotune: not asked for by the policy")
+        elif request.direction == "backward" and not policy.validate_backward:
+            trail.append("autotune: the policy measures forward passes alone")
         elif key in self._untunable:
             trail.append(f"autotune: failed earlier, {self._untunable[key]}")
         elif argument is None:
@@ -194,16 +235,22 @@ class ConfigSelectorChain:
     def _measured(self, request: Request, argument: Any) -> TuningResult:
         from ejkernel.ops.execution.tuner import Tuner
 
+        if self.forbid_reautotune and request.key() in self._measured_keys:
+            raise EjkernelRuntimeError(f"forbid_reautotune: got True, and {request.key()} was measured already")
+        self.event("autotune_start", request.op.name, direction=request.direction)
         result = (self.tuner or Tuner()).tune(request, argument)
         seconds = result.best.seconds
         assert seconds is not None  # a tuner raises where nothing ran
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.store(result.key, result.best.part, seconds, now)
+        self._measured_keys.add(result.key)
+        self.event("autotune_finish", request.op.name, direction=request.direction, part=result.best.part)
         self._untunable.pop(result.key, None)
         return result
 
     def _ruled(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection:
         if not effective(self.policy).allow_heuristics:
+            self.event("error", request.op.name, direction=request.direction)
             steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
             raise NoConfigError(f"no configuration for {key}\n  {steps}")
         return Selection(request.heuristic(), "heuristics", (*trail, "heuristics: the implementation's rule"))

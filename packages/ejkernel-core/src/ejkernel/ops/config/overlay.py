@@ -57,7 +57,7 @@ def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
         mismatch = None if config is None else made_for(config, serves)
         if mismatch:
             remark = f"passed over, {mismatch}"
-        elif config is not None and (part := config.part(key.direction)) is not None:
+        elif config is not None and (part := config.part_of(key.direction)) is not None:
             return part, f"entry for {op_name}"
     return None, remark
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "backward", "both"]
+"""A pass of a call; `"both"` where a paired implementation has one configuration for the two passes."""
 Platform = Literal["triton", "pallas", "cuda", "xla", "auto"]
 Backend = Literal["gpu", "tpu", "cpu", "any"]
 
@@ -103,6 +104,10 @@ class BaseOperationConfig:
         """The piece of this configuration that one direction's kernel reads (`None` when unset)."""
         return self
 
+    def part_of(self, direction: Direction) -> Any:
+        """As `part`. A paired implementation, whose direction is `"both"`, reads the piece of the forward pass."""
+        return self.part(piece(direction))
+
     @classmethod
     def from_parts(cls, forward: Any, backward: Any) -> Self:
         """Builds a configuration from what the two directions chose."""
@@ -133,6 +138,11 @@ class BaseOperationConfig:
     def from_json(cls, text: str) -> Self:
         """The inverse of `to_json`; errors as `from_dict`."""
         return cls.from_dict(msgspec.json.decode(text))
+
+
+def piece(direction: Direction) -> Direction:
+    """Which piece of a configuration a direction reads: that of the forward pass where one serves both passes."""
+    return "forward" if direction == "both" else direction
 
 
 def _paths(data: Any, prefix: str = "") -> set[str]:

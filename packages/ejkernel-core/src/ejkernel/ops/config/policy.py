@@ -17,14 +17,16 @@ class AutotunePolicy:
         allow_heuristics: Whether rules may decide; if not, a miss is an error.
         cache_miss_fallback: Which of the two is asked first on a miss. Heuristics follow where tuning cannot run
             (under a trace) or finds no working candidate.
+        validate_backward: Whether a miss of a backward pass may lead to measuring too.
     """
 
     allow_autotune: bool = True
     allow_heuristics: bool = True
     cache_miss_fallback: Literal["heuristics", "autotune"] = "heuristics"
+    validate_backward: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("allow_autotune", "allow_heuristics"):
+        for name in ("allow_autotune", "allow_heuristics", "validate_backward"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wants True or False")
         if self.cache_miss_fallback not in ("heuristics", "autotune"):
@@ -69,3 +71,8 @@ def policy_override(**updates: Any) -> Generator[None]:
     AutotunePolicy(**effective_updates)  # a wrong value fails here, not at some later call
     with _override(tuple(sorted(effective_updates.items()))):
         yield
+
+
+def forward_autotune_only() -> contextlib.AbstractContextManager[None]:
+    """A block in which no backward pass is measured on a miss: `policy_override(validate_backward=False)`."""
+    return policy_override(validate_backward=False)

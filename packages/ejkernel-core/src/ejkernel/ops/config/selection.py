@@ -1,13 +1,16 @@
 """The question to the chain, and its answer."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.config.key import ConfigKey, device_label, schema_hash, signature
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, piece
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op
 from ejkernel.ops.plugins import registry
+from ejkernel.ops.pullback import both_passes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,7 @@ class Request:
     Attributes:
         op: The operation.
         implementation: The chosen implementation.
-        direction: Which pass.
+        direction: Which pass; `"both"` for a paired implementation.
         device: Where it will run.
         record: The lowered record (only shapes and structure are read).
         override: The call's own configuration, or None.
@@ -44,7 +47,14 @@ class Request:
 
     def part_type(self) -> type:
         """Type of the configuration part of this direction."""
-        return self.op.config.part_types.get(self.direction, self.op.config)
+        return self.op.config.part_types.get(piece(self.direction), self.op.config)
+
+    def kernel(self) -> Callable[[Any, Any], Any]:
+        """What is measured: (record, or `Pullback` for the backward pass or both, configuration part) -> results."""
+        if self.direction == "both":
+            forward, backward = self.implementation.function("forward"), self.implementation.function("backward")
+            return functools.partial(both_passes, forward, backward)
+        return self.implementation.function(self.direction)
 
     def kind(self) -> str | None:
         """What the call has in common with those that share its entry in a shipped table; None if it has its own."""

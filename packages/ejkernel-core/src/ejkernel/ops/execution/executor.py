@@ -1,5 +1,6 @@
 """Calling kernels through a chain of one's own."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from ejkernel.ops.config.params import BaseOperationConfig
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.dispatch import Decision, NoImplementationError
+from ejkernel.ops.execution import own_kernel
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.execution.tuner import Tuner
 from ejkernel.ops.model import Op
@@ -27,21 +29,32 @@ class Executor:
 
     Args:
         chooser: The chain.
+        stamp_prefix: Begins the name of the scope, `prefix#operation@version`, that the kernels of a compiled program
+            have in its text and in profiles; None gives them none.
     """
 
-    def __init__(self, chooser: ConfigSelectorChain) -> None:
+    def __init__(self, chooser: ConfigSelectorChain, stamp_prefix: str | None = None) -> None:
         self.chooser = chooser
+        self.stamp_prefix = stamp_prefix
 
-    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
-        """Calls a kernel.
+    def __call__(
+        self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, stamp: bool = True, **kwargs: Any
+    ) -> Out:
+        """Calls a kernel: one of an operation, or one of the caller's own.
 
         Args:
             kernel: The kernel.
             *args: Positional arguments of its public function.
             cfg: Configuration for this call alone.
+            stamp: Whether the executor's `stamp_prefix` counts.
             **kwargs: Keyword arguments, `platform`, `mesh`, `in_specs` and `out_specs` included.
         """
-        return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
+        prefix = self.stamp_prefix if stamp else None
+        name = f"{prefix}#{kernel.op_id}@v{kernel.version}"
+        with contextlib.nullcontext() if prefix is None else jax.named_scope(name):
+            if kernel.is_own:
+                return own_kernel.run(self.chooser, kernel, args, cfg, kwargs)
+            return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
 
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
         """What the call would do, and why."""
@@ -56,6 +69,9 @@ class Executor:
         Raises:
             NoImplementationError: No implementation serves the call.
         """
+        if kernel.is_own:
+            args, kwargs = kernel.prepare(*args, **kwargs)
+            return own_kernel.choose(self.chooser, kernel, args, kwargs.pop("cfg", None), kwargs)
         op, decision = self._decide(kernel, *args, **kwargs)
         if decision.forward.implementation is None:
             raise NoImplementationError(decision.forward)
@@ -73,7 +89,8 @@ class Executor:
         config = self.choose_config(kernel, *example_args, **kwargs)
 
         def run(*args: Any, **again: Any) -> Out:
-            return kernel.run(*args, chain=self.chooser, **{**kwargs, **again, "cfg": config})
+            given: dict[str, Any] = {**kwargs, **again, "cfg": config}
+            return self(kernel, *args, **given)
 
         return jax.jit(run)
 

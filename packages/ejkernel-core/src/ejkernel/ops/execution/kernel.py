@@ -83,15 +83,39 @@ class Kernel(Generic[Cfg, Out]):
 
     op: ClassVar[Op]
 
+    def __init__(self, op_id: str | None = None) -> None:
+        """Makes a kernel.
+
+        Args:
+            op_id: Name of a kernel of the caller's own, which has no `op`: see `ejkernel.ops.execution.own_kernel`.
+
+        Raises:
+            ValueError: The kernel is one of an operation, which has a name.
+        """
+        if op_id is not None and not self.is_own:
+            raise ValueError(f"op_id: got {op_id!r}, wants None: {type(self).__name__} is {self.op.name!r}")
+        self._own_id = op_id
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is a kernel of the caller's own, without an operation."""
+        return getattr(type(self), "op", None) is None
+
     @property
     def op_id(self) -> str:
-        """The operation's name."""
-        return self.op.name
+        """The operation's name, or that of a kernel of the caller's own."""
+        if not self.is_own:
+            return self.op.name
+        return self._own_id or f"{type(self).__module__}.{type(self).__qualname__}"
 
     @property
     def version(self) -> str:
         """Version of the operation's configurations."""
-        return self.op.version
+        return "0" if self.is_own else self.op.version
+
+    def invocation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Invocation:
+        """A call of this kernel, as data."""
+        return Invocation(self.op_id, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Turns the arguments of `run` into those of the public function."""
@@ -155,6 +179,8 @@ class Kernel(Generic[Cfg, Out]):
     def candidate_cfgs(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Configurations worth measuring on this machine: of every implementation that could serve the call, the rule's
         first."""
+        if self.is_own:
+            return (self.heuristic_cfg(inv),)
         plan, record = self._situation(inv)
         verdicts = plan.pick(record, "forward").verdicts
         serving = [v.implementation for v in verdicts if v.status != "refused"]
@@ -181,6 +207,8 @@ class Kernel(Generic[Cfg, Out]):
 
     def _situation(self, inv: Invocation) -> tuple[Plan, Any]:
         """How the call would be carried out, and the record that kernels would see, with shapes for arrays."""
+        if self.is_own:
+            raise NotImplementedError(f"{type(self).__name__} has no rule: define heuristic_cfg")
         options, args = inv.options(), inv.arguments()
         plan = make_plan(self.op, args, options.get("platform"), options.get("cfg"), default_chain())
         lower = functools.partial(lowered, plan.op, mesh=options.get("mesh"), in_specs=options.get("in_specs"))
@@ -201,6 +229,8 @@ class Kernel(Generic[Cfg, Out]):
         return self._rule(implementations[0], record, device)
 
     def _rule(self, implementation: Implementation, record: Any, device: DeviceInfo) -> Cfg:
+        if implementation.paired:
+            return self._config(implementation, implementation.config.heuristic(record, device, "both"), None)
         directions: tuple[Direction, ...] = ("forward", "backward")
         parts = (
             implementation.config.heuristic(record, device, direction)
@@ -217,7 +247,7 @@ class Kernel(Generic[Cfg, Out]):
         for implementation in implementations:
             space, rule = implementation.config, self._rule(implementation, record, device)
             forward, backward = rule.part("forward"), rule.part("backward")
-            parts = space.candidates(record, device, "forward")
+            parts = space.candidates(record, device, "both" if implementation.paired else "forward")
             found += [rule, *(self._config(implementation, part, backward) for part in parts)]
             if backward is not None:
                 parts = space.candidates(record, device, "backward")

@@ -5,6 +5,7 @@ returns `{name: Target}`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,9 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.execution.lowering import lowered
-from ejkernel.ops.execution.tuner import BOTH
+from ejkernel.ops.execution.tuner import BOTH, pair_gradients, passes
 from ejkernel.ops.grad import Plan
-from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.pullback import Pullback, Results
 
 GROUP = "ejkernel.targets"
 
@@ -59,17 +60,14 @@ def tune_described(
     record = describe(lambda: lowered(plan.op, make(jax.random.key(0))))
     results: list[TuningResult | None] = []
     with target_device(plan.device):
-        forward = plan.pick(record, "forward")
-        if forward.implementation is None:
-            return []
-        if "forward" in directions:
-            results.append(plan.chain.tune(plan.request(forward, record), lambda: record))
-        wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
-        backward = plan.pick(record, "backward", wanted)
-        if "backward" in directions and wanted and backward.implementation is not None:
-            pullback = _pullback(plan, record, forward, wanted)
-            results.append(plan.chain.tune(plan.request(backward, record), lambda: pullback))
+        for choice, forward in passes(plan, record, directions):
+            argument = _argument(plan, record, choice, forward)
+            results.append(plan.chain.tune(plan.request(choice, record), functools.partial(_given, argument)))
     return [result for result in results if result is not None]
+
+
+def _given(argument: Any) -> Any:
+    return argument
 
 
 def describe(make: Callable[[], Any]) -> Any:
@@ -82,10 +80,18 @@ def describe(make: Callable[[], Any]) -> Any:
     return jax.tree.unflatten(structure, made)
 
 
-def _pullback(plan: Plan, record: Any, forward: Choice, wanted: frozenset[str]) -> Pullback:
-    """What the backward implementation is given, as shapes but for the record."""
+def _argument(plan: Plan, record: Any, choice: Choice, forward: Choice) -> Any:
+    """What a kernel is given: a record, or a `Pullback` that has shapes but for the record."""
     assert forward.implementation is not None  # the caller has looked
+    paired = forward.implementation.paired
+    if choice is forward and not paired:
+        return record
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
-    output, residuals = jax.eval_shape(lambda record: kernel(record, config), record)
-    return Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+    made = jax.eval_shape(lambda record: Results(*kernel(record, config)), record)
+    if paired:
+        wanted = pair_gradients(plan, record, choice)
+        return Pullback(record=record, residuals=None, output=None, cotangent=made.output, wanted=wanted)
+    made = made if choice.implementation is forward.implementation else made._replace(pocket=None)
+    wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
+    return Pullback(record=record, cotangent=made.output, wanted=wanted, **made._asdict())

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ejkernel.ops.device import DeviceInfo, device_info
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.execution.lowering import lowered
 from ejkernel.ops.grad import Plan
-from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.pullback import Pullback, Results
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 
@@ -111,6 +111,8 @@ class Tuner:
         warmup_iterations: Untimed runs after compilation.
         timing_iterations: Samples of each candidate.
         show_progress: Whether to show a progress bar.
+        warmup: Short for `warmup_iterations`.
+        iters: Short for `timing_iterations`.
 
     Raises:
         ValueError: A negative number of warm-ups, or nothing to time.
@@ -119,8 +121,13 @@ class Tuner:
     warmup_iterations: int = 2
     timing_iterations: int = 5
     show_progress: bool = False
+    warmup: dataclasses.InitVar[int | None] = None
+    iters: dataclasses.InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, warmup: int | None, iters: int | None) -> None:
+        for name, value in (("warmup_iterations", warmup), ("timing_iterations", iters)):
+            if value is not None:
+                object.__setattr__(self, name, value)
         for name, least in (("warmup_iterations", 0), ("timing_iterations", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wants {least} or more")
@@ -140,11 +147,11 @@ class Tuner:
         return statistics.median(alone.times)
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
-        """Measures every candidate of an implementation for one direction of a call.
+        """Measures every candidate of an implementation for one direction of a call, or for both passes of a pair.
 
         Args:
             request: What is tuned.
-            argument: Concrete record (forward) or `Pullback` (backward).
+            argument: Concrete record (forward) or `Pullback` (backward, or both).
 
         Raises:
             TunerError: Something is being traced; the call is for another device than its arrays are on; no candidate
@@ -152,7 +159,7 @@ class Tuner:
         """
         _check_measurable(request, argument)
         implementation = request.implementation
-        kernel = implementation.function(request.direction)
+        kernel = request.kernel()
         parts = implementation.config.candidates(request.record, request.device, request.direction)
         unique = dict.fromkeys((request.heuristic(), *parts))
         contenders = [_contender(part, kernel, argument) for part in unique]
@@ -218,7 +225,7 @@ def tune_missing(plan: Plan, args: Any) -> None:
     if choice.implementation is None:
         return
     here = all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
-    selection = plan.chain.choose(plan.request(choice, record), record if here else None)
+    selection = plan.chain.choose(plan.request(choice, record), argument_of(plan, record, choice) if here else None)
     if selection.tier != "overlay":  # which says nothing about the call outside its block
         settled.add(call)
 
@@ -244,18 +251,69 @@ def tune_call(
     """
     if traced(args):
         raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
-    record, forward = _lowered(plan, args, mesh, in_specs)
-    if forward.implementation is None:
-        return []
+    record, _ = _lowered(plan, args, mesh, in_specs)
     results: list[TuningResult | None] = []
-    if "forward" in directions:
-        results.append(plan.chain.tune(plan.request(forward, record), lambda: record))
-    wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
-    backward = plan.pick(record, "backward", wanted)
-    if "backward" in directions and wanted and backward.implementation is not None:
-        make = functools.partial(_pullback, plan, record, forward, wanted)
-        results.append(plan.chain.tune(plan.request(backward, record), make))
+    for choice, forward in passes(plan, record, directions):
+        make = functools.partial(argument_of, plan, record, choice, forward)
+        results.append(plan.chain.tune(plan.request(choice, record), make))
     return [result for result in results if result is not None]
+
+
+def passes(plan: Plan, record: Any, directions: tuple[Direction, ...]) -> Iterator[tuple[Choice, Choice]]:
+    """The choices to tune, each with the forward choice that it follows; a pair is one choice, whichever pass is asked
+    for."""
+    wanted = _wanted(plan, record)
+    forward, backward = plan.pick_both(record, wanted)
+    if "backward" not in directions or not wanted or backward.implementation is None:
+        forward, backward = plan.pick(record, "forward"), None
+    if forward.implementation is None:
+        return
+    if "forward" in directions or forward.implementation.paired:
+        yield forward, forward
+    if backward is not None and not forward.implementation.paired:
+        yield backward, forward
+
+
+def argument_of(plan: Plan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
+    """What the kernel of a choice is measured with: a record, or a `Pullback` with a random cotangent.
+
+    Args:
+        plan: How the call is carried out.
+        record: Concrete family record.
+        choice: What is measured.
+        forward: For a backward pass, the forward choice that it follows.
+    """
+    implementation = choice.implementation
+    assert implementation is not None  # callers have looked
+    if implementation.paired:
+        return _pair_argument(plan, record, choice)
+    return record if forward is None or choice is forward else _pullback(plan, record, forward, _wanted(plan, record))
+
+
+def _wanted(plan: Plan, record: Any) -> frozenset[str]:
+    return frozenset(plan.op.family.differentiable) & set(array_fields(record))
+
+
+def _pair_argument(plan: Plan, record: Any, choice: Choice) -> Pullback:
+    """Where the backward function does not give every gradient, the forward pass is measured alone."""
+    wanted = pair_gradients(plan, record, choice)
+    function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
+    output = jax.eval_shape(lambda r: Results(*function(r, config)).output, record)
+    cotangent = _cotangent(output) if wanted else None
+    return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, wanted=wanted)
+
+
+def pair_gradients(plan: Plan, record: Any, choice: Choice) -> frozenset[str]:
+    """The fields whose gradient a pair is measured with: all that have one, or none where it does not serve them."""
+    wanted = _wanted(plan, record)
+    verdicts = plan.pick(record, "backward", wanted).verdicts
+    own = [v for v in verdicts if v.implementation is choice.implementation and v.status != "refused"]
+    return wanted if own else frozenset()
+
+
+def _cotangent(output: Any) -> Any:
+    draw = functools.partial(jax.random.normal, jax.random.key(1), dtype=jnp.float32)
+    return jax.tree.map(lambda x: draw(shape=x.shape).astype(x.dtype), output)
 
 
 def _pullback(plan: Plan, record: Any, forward: Choice, wanted: frozenset[str]) -> Pullback:
@@ -263,10 +321,10 @@ def _pullback(plan: Plan, record: Any, forward: Choice, wanted: frozenset[str]) 
     assert forward.implementation is not None  # the caller has looked
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
-    output, residuals = jax.jit(lambda r: kernel(r, config))(record)
-    draw = functools.partial(jax.random.normal, jax.random.key(1), dtype=jnp.float32)
-    cotangent = jax.tree.map(lambda x: draw(shape=x.shape).astype(x.dtype), output)
-    return Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    made = jax.jit(lambda r: Results(*kernel(r, config)))(record)
+    backward = plan.pick_both(record, wanted)[1].implementation
+    made = made if backward is forward.implementation else made._replace(pocket=None)
+    return Pullback(record=record, cotangent=_cotangent(made.output), wanted=wanted, **made._asdict())
 
 
 def _lowered(plan: Plan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:

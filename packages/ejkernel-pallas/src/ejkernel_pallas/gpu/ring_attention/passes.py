@@ -8,8 +8,8 @@ from ejkernel.families.ring_attention import RingAttention
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import ring_loop
-from ejkernel_pallas.gpu.tiled_attention import backward as tiled_backward
-from ejkernel_pallas.gpu.tiled_attention import forward as tiled_forward
+from ejkernel_pallas.gpu.tiled_attention.backward import run as tiled_backward
+from ejkernel_pallas.gpu.tiled_attention.forward import run as tiled_forward
 
 KERNEL = ring_loop.StepKernel(tiled_forward.forward, tiled_backward.backward)
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, scf, vector
 
-from ejkernel_pallas.gpu.tiled_attention.masking import ROWS
-from ejkernel_pallas.gpu.tiled_attention.powers import instruction, polynomial
-from ejkernel_pallas.gpu.tiled_attention.registers import constant, i32, number, of_rows, pair, row_like, with_registers
+from ejkernel_pallas.gpu.hopper.layouts import ROWS
+from ejkernel_pallas.gpu.hopper.powers_of_two import instruction, polynomial
+from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, row_like, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
 NEAR = 0.4

@@ -8,16 +8,11 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams, given_values
 from ejkernel.ops.device import DeviceInfo
+from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
-ROWS = 64
-"""Rows of a warpgroup's tile of scores: those of one product instruction."""
 WARPGROUPS = 2
 """Warpgroups that multiply in a backward pass."""
-PART = 64
-"""Columns of a matrix that lie together in shared memory."""
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a block can have on Hopper."""
 RESERVE = 4 * 1024
 """Of these, in a forward pass, for barriers and for what Mosaic keeps there."""
 BARRIERS = 512

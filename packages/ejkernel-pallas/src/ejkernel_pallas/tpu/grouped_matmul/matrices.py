@@ -1,4 +1,11 @@
-"""What is summed over the rows of a group: the gradients of its matrix, scales and bias."""
+"""What is summed over the rows of a group: the gradients of its matrix, scales and bias.
+
+grid: (tiles of lanes, tiles of sublanes, visits); a visit is a tile of rows of one group
+
+    rows [block_m, block_k] ◄── double buffer ─┐   rows of other groups as 0, in scratch
+    cotangent [block_m, block_n] ◄── likewise ─┴─► rows^T cotangent ──► acc [block_k, block_n]
+    after a group's last visit: acc, scaled ──► rhs, rhs_scale, rhs_bias
+"""
 
 import functools
 import math
@@ -10,24 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
+from ejkernel_pallas.tpu.grouped_matmul.refs import MatricesRefs
 from ejkernel_pallas.tpu.grouped_matmul.spec import (
     CHUNK,
-    SUBLANES,
     Spec,
     factors,
     in_block,
     padded_scales,
-    zero_outside,
 )
-from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, by_matrices, visit
-from ejkernel_pallas.tpu.loops import loop
-from ejkernel_pallas.tpu.places import apart
-from ejkernel_pallas.tpu.quotients import quotient
+from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, along, by_matrices, visit
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch, vmem_limit
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
+from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, product, zero_outside
 
-Refs = dict[str, Any]
 GROUP = 64
 """Rows that are copied at once."""
 
@@ -50,14 +57,19 @@ def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozen
     outputs, scratch = _results(record, cotangent.dtype, spec, k_tiles, wanted)
     inputs = _operands(record, cotangent, spec, wanted) if products else {"cotangent": _cotangent(cotangent, spec)}
     made = launch(
-        functools.partial(_kernel, spec=spec),
-        visits=visits,
-        grid=(k_tiles, n_tiles, visits.total) if spec.transposed else (n_tiles, k_tiles, visits.total),
-        axis=2,
-        inputs=inputs,
-        outputs=outputs,
-        scratch=scratch,
-        name="ejkernel_grouped_matmul_backward_matrices",
+        Call(
+            name="ejkernel_grouped_matmul_backward_matrices",
+            kernel=functools.partial(_kernel, spec=spec),
+            refs=MatricesRefs,
+            grid=(k_tiles, n_tiles, visits.total) if spec.transposed else (n_tiles, k_tiles, visits.total),
+            parallel=1,
+            tables={"table": visits.table},
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            where=along(2),
+            vmem_limit=vmem_limit((*inputs.values(), *outputs.values()), scratch),
+        )
     )
     if "rhs_scale" in made:
         made["rhs_scale"] = made["rhs_scale"].sum(axis=0)[:, : spec.scales, None]
@@ -99,11 +111,11 @@ def _operands(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: f
 
 def _results(
     record: GroupedMatmul, cotangent: Any, spec: Spec, k_tiles: int, wanted: frozenset[str]
-) -> tuple[dict[str, Operand], dict[str, jax.ShapeDtypeStruct]]:
+) -> tuple[dict[str, Operand], dict[str, Any]]:
     """What is written, and what is kept."""
     matrices, width = record.rhs.shape[0], spec.blocks.columns
     outputs: dict[str, Operand] = {}
-    scratch: dict[str, jax.ShapeDtypeStruct] = {}
+    scratch: dict[str, Any] = {}
     if "rhs" in wanted:
         outputs["rhs"] = _matrix(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
     if record.rhs_scale is not None and "rhs_scale" in wanted:
@@ -113,51 +125,50 @@ def _results(
         outputs["rhs_scale"] = Operand(array, (None, None, blocks, width), place)
     if wanted & {"rhs", "rhs_scale"}:
         tile = (width, spec.blocks.contracted) if spec.transposed else (spec.blocks.contracted, width)
-        scratch["sum"] = jax.ShapeDtypeStruct(tile, jnp.float32)
-        scratch["own rows"] = jax.ShapeDtypeStruct((spec.part_rows, spec.blocks.contracted), record.lhs.dtype)
-        scratch["own cotangent"] = jax.ShapeDtypeStruct((spec.part_rows, width), cotangent)
+        scratch["acc"] = pltpu.VMEM(tile, jnp.float32)
+        scratch["own_rows"] = pltpu.VMEM((spec.part_rows, spec.blocks.contracted), record.lhs.dtype)
+        scratch["own_cotangent"] = pltpu.VMEM((spec.part_rows, width), cotangent)
     if "rhs_bias" in wanted:
         array = jax.ShapeDtypeStruct((matrices, 1, spec.columns), jnp.float32)
         outputs["rhs_bias"] = Operand(array, (None, 1, width), _at(spec, lambda v, k, n: (v.matrix, 0, n)))
-        scratch["bias_sum"] = jax.ShapeDtypeStruct((1, width), jnp.float32)
+        scratch["bias_acc"] = pltpu.VMEM((1, width), jnp.float32)
     return outputs, scratch
 
 
-def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec) -> None:
+def _kernel(refs: MatricesRefs, *, spec: Spec) -> None:
     """One visit of a tile of rows by a tile of a matrix.
 
     Args:
-        table: Visits.
         refs: Blocks and scratch memory.
-        names: What each of them is.
         spec: The kernel's constants.
     """
-    named, v = dict(zip(names, refs, strict=True)), visit(table, pl.program_id(2))
+    v = visit(refs.table, pl.program_id(2))
 
     @pl.when(v.has(FIRST))
     def _() -> None:
-        for name in named.keys() & {"sum", "bias_sum"}:
-            named[name][...] = jnp.zeros_like(named[name])
+        for acc in (refs.acc, refs.bias_acc):
+            if acc is not None:
+                acc[...] = jnp.zeros_like(acc)
 
-    pl.when(v.has(WHOLE))(lambda: _add(named, v, spec, False))
-    pl.when((v.flags & (WORK | WHOLE)) == WORK)(lambda: _add(named, v, spec, True))
+    pl.when(v.has(WHOLE))(lambda: _add(refs, v, spec, False))
+    pl.when((v.flags & (WORK | WHOLE)) == WORK)(lambda: _add(refs, v, spec, True))
     first = pl.program_id(0 if spec.transposed else 1) * spec.blocks.contracted
-    pl.when(v.has(LAST))(lambda: _store(named, first, spec))
+    pl.when(v.has(LAST))(lambda: _store(refs, first, spec))
 
 
-def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
+def _add(refs: MatricesRefs, v: Visit, spec: Spec, cut: bool) -> None:
     """Adds what rows contribute; `cut` where not all of a tile's are the matrix's own."""
     rows = spec.blocks.rows
-    if "bias_sum" in refs:
-        cotangent = refs["cotangent"][...].astype(jnp.float32)
+    if refs.bias_acc is not None:
+        cotangent = refs.cotangent[...].astype(jnp.float32)
         cotangent = zero_outside(cotangent, v.low, v.high, 0) if cut else cotangent
-        refs["bias_sum"][...] += jnp.sum(cotangent, axis=0, keepdims=True)
-    if "sum" not in refs:
+        refs.bias_acc[...] += jnp.sum(cotangent, axis=0, keepdims=True)
+    if refs.acc is None:
         return
     if not cut:
         deep = rows if spec.accumulates else math.gcd(rows, CHUNK)
         for row in range(0, rows, deep):
-            _add_products(refs, refs["rows"], refs["cotangent"], (row, deep), v.zero, spec)
+            _add_products(refs, refs.rows, refs.cotangent, (row, deep), v.zero, spec)
         return
     deep = spec.part_rows
 
@@ -165,27 +176,27 @@ def _add(refs: Refs, v: Visit, spec: Spec, cut: bool) -> None:
         row = pl.multiple_of(n * deep, deep)
         # Written down, and not masked as they are multiplied, which takes registers that the sums need.
         _copy_own(refs, v, row, deep)
-        _add_products(refs, refs["own rows"], refs["own cotangent"], (0, deep), v.zero, spec)
+        _add_products(refs, refs.own_rows, refs.own_cotangent, (0, deep), v.zero, spec)
         return carry
 
     # A loop and not conditions, which a compiler may turn into products whose results are not used.
-    loop(quotient(v.low, deep), quotient(v.high + (deep - 1), deep), some, np.int32(0))
+    loop(divide(v.low, deep), divide(v.high + (deep - 1), deep), some, np.int32(0))
 
 
-def _copy_own(refs: Refs, v: Visit, row: Any, rows: int) -> None:
+def _copy_own(refs: MatricesRefs, v: Visit, row: Any, rows: int) -> None:
     """Copies some rows, with 0 in place of those that are not the matrix's own."""
 
     def few(n: Any, carry: Any) -> Any:
         at = pl.multiple_of(n * GROUP, GROUP)
-        for name in ("rows", "cotangent"):
-            x = refs[name][pl.ds(pl.multiple_of(row + at, GROUP), GROUP)]
-            refs[f"own {name}"][pl.ds(at, GROUP)] = zero_outside(x, v.low - row - at, v.high - row - at, 0)
+        for source, target in ((refs.rows, refs.own_rows), (refs.cotangent, refs.own_cotangent)):
+            x = source[pl.ds(pl.multiple_of(row + at, GROUP), GROUP)]
+            target[pl.ds(at, GROUP)] = zero_outside(x, v.low - row - at, v.high - row - at, 0)
         return carry
 
     lax.fori_loop(np.int32(0), np.int32(rows // GROUP), few, np.int32(0))
 
 
-def _add_products(refs: Refs, rows: Any, cotangent: Any, some: tuple[int, int], zero: Any, spec: Spec) -> None:
+def _add_products(refs: MatricesRefs, rows: Any, cotangent: Any, some: tuple[int, int], zero: Any, spec: Spec) -> None:
     """Adds the products of some rows, part after part, so that no sum is kept in more registers than there are.
 
     Nor is an operand: each product loads its own again.
@@ -195,48 +206,44 @@ def _add_products(refs: Refs, rows: Any, cotangent: Any, some: tuple[int, int], 
         rows: Where the rows of lhs are.
         cotangent: Where those of the cotangent are.
         some: The first of them, and how many.
-        zero: 0, which the compiler does not know.
+        zero: 0, which the compiler cannot fold.
         spec: The kernel's constants.
     """
-    (height, width), (row, deep) = refs["sum"].shape, some
+    (height, width), (row, deep) = refs.acc.shape, some
     left, right = (cotangent, rows) if spec.transposed else (rows, cotangent)
     for part in range(0, height, CHUNK):
         parts = slice(part, min(height, part + CHUNK))
         for column in range(0, width, spec.strip):
             columns = slice(column, min(width, column + spec.strip))
-            refs["sum"][parts, columns] += lax.dot_general(
-                left[pl.ds(apart(row, column, zero), deep), parts].astype(spec.operand),
-                right[pl.ds(apart(row, part, zero), deep), columns].astype(spec.operand),
-                (((0,), (0,)), ((), ())),
-                precision=spec.precision,
-                preferred_element_type=jnp.float32,
+            refs.acc[parts, columns] += product(
+                left[pl.ds(opaque_offset(row, column, zero), deep), parts].astype(spec.operand),
+                right[pl.ds(opaque_offset(row, part, zero), deep), columns].astype(spec.operand),
+                (0, 0),
+                spec.precision,
             )
 
 
-def _store(refs: Refs, first: Any, spec: Spec) -> None:
+def _store(refs: MatricesRefs, first: Any, spec: Spec) -> None:
     """Writes what belongs to a tile of a matrix whose first row, of the contracted elements, is `first`."""
-    if "rhs_bias" in refs:
-        refs["rhs_bias"][...] = refs["bias_sum"][...]
-    if "rhs" in refs and "scales" not in refs:
-        for column in range(0, refs["sum"].shape[1], CHUNK):
-            part = (slice(None), slice(column, min(refs["sum"].shape[1], column + CHUNK)))
-            refs["rhs"][part] = refs["sum"][part].astype(refs["rhs"].dtype)
-    if "scales" in refs:
+    if refs.rhs_bias is not None:
+        refs.rhs_bias[...] = refs.bias_acc[...]
+    if refs.rhs is not None and refs.scales is None:
+        for column in range(0, refs.acc.shape[1], CHUNK):
+            part = (slice(None), slice(column, min(refs.acc.shape[1], column + CHUNK)))
+            refs.rhs[part] = refs.acc[part].astype(refs.rhs.dtype)
+    if refs.scales is not None:
         _store_scaled(refs, first, spec)
 
 
-def _store_scaled(refs: Refs, first: Any, spec: Spec) -> None:
+def _store_scaled(refs: MatricesRefs, first: Any, spec: Spec) -> None:
     """Writes the gradients of a tile of a matrix that has scales, and of these."""
-    total, size = refs["sum"][...], spec.blocks.contracted
-    if "rhs_scale" in refs:
-        shares = total * refs["matrices"][...].astype(jnp.float32)
+    total, size = refs.acc[...], spec.blocks.contracted
+    if refs.rhs_scale is not None:
+        shares = total * refs.matrices[...].astype(jnp.float32)
         axis = 1 if spec.transposed else 0
         shares = zero_outside(shares, 0, spec.contracted - first, axis)
-        ones = in_block(refs["rhs_scale"].shape[0], first, size, spec)
-        dims = (((1,), (axis,)), ((), ()))
-        refs["rhs_scale"][...] = lax.dot_general(
-            ones, shares, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-        )
-    if "rhs" in refs:
-        factor = factors(refs["scales"][...], first, size, spec, columns_first=spec.transposed)
-        refs["rhs"][...] = (total * factor).astype(refs["rhs"].dtype)
+        ones = in_block(refs.rhs_scale.shape[0], first, size, spec)
+        refs.rhs_scale[...] = product(ones, shares, (1, axis), lax.Precision.HIGHEST)
+    if refs.rhs is not None:
+        factor = factors(refs.scales[...], first, size, spec, columns_first=spec.transposed)
+        refs.rhs[...] = (total * factor).astype(refs.rhs.dtype)

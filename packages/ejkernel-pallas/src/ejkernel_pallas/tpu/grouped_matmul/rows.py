@@ -1,4 +1,14 @@
-"""Rows times the matrices of their groups: the output, and the gradient of lhs."""
+"""Rows times the matrices of their groups: the output, and the gradient of lhs.
+
+    grid: (tiles of columns, visits, tiles of contracted elements); a visit is a tile of rows by one group's matrix
+
+        rows [block_m, block_k] ◄── double buffer ─┐
+        matrices [block_k, block_n] ◄── likewise ──┴─► products of parts ──► acc [block_m, block_n]
+        after the last block_k: acc, scaled, + bias, + existing ──► the visit's own rows of output
+
+A tile of rows that several groups share is visited once by each; it stays in VMEM in between, and each visit computes
+parts that have rows of its own, and writes these.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,20 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel_pallas.tpu.grouped_matmul.launch import Operand, launch
-from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, LANES, SUBLANES, Spec, factors, padded_scales, zero_outside
-from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, by_rows, visit
-from ejkernel_pallas.tpu.loops import loop
-from ejkernel_pallas.tpu.places import apart
-from ejkernel_pallas.tpu.quotients import quotient
-
-Refs = dict[str, Any]
+from ejkernel_pallas.tpu.grouped_matmul.refs import RowsRefs
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, factors, padded_scales
+from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, along, by_rows, visit
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch, vmem_limit
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product, zero_outside
 
 
 class Place(NamedTuple):
-    """Tile of columns, tile of contracted elements, and a 0 that the compiler does not know."""
+    """Tile of columns, tile of contracted elements, and a 0 that the compiler cannot fold."""
 
     n: Any
     k: Any
@@ -63,22 +74,29 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
     """
     visits, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
     array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
-    scratch: dict[str, jax.ShapeDtypeStruct] = {}
+    scratch: dict[str, Any] = {}
     if spec.sums_in_memory:
-        scratch["sum"] = jax.ShapeDtypeStruct((height, width), jnp.float32)
+        scratch["acc"] = pltpu.VMEM((height, width), jnp.float32)
         if spec.notes_last:
-            scratch["last"] = jax.ShapeDtypeStruct((height, CHUNK), jnp.float32)
+            scratch["last"] = pltpu.VMEM((height, CHUNK), jnp.float32)
     if spec.notes_own:
-        scratch["own"] = jax.ShapeDtypeStruct((spec.part_rows, LANES), jnp.int32)
+        scratch["own"] = pltpu.VMEM((spec.part_rows, LANES), jnp.int32)
+    inputs = _inputs(record, rows, spec, extra)
+    outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
     made = launch(
-        functools.partial(_kernel, spec=spec),
-        visits=visits,
-        grid=(-(-spec.columns // width), visits.total, spec.steps),
-        axis=1,
-        inputs=_inputs(record, rows, spec, extra),
-        outputs={"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))},
-        scratch=scratch,
-        name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
+        Call(
+            name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
+            kernel=functools.partial(_kernel, spec=spec),
+            refs=RowsRefs,
+            grid=(-(-spec.columns // width), visits.total, spec.steps),
+            parallel=1,
+            tables={"table": visits.table},
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            where=along(1),
+            vmem_limit=vmem_limit((*inputs.values(), *outputs.values()), scratch),
+        )
     )
     return made["output"]
 
@@ -113,16 +131,14 @@ def _scales(scales: jax.Array, spec: Spec) -> Operand:
     return Operand(scales, block, lambda v, n, k: (v.matrix, 0, n))
 
 
-def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec) -> None:
+def _kernel(refs: RowsRefs, *, spec: Spec) -> None:
     """One tile of contracted elements of one visit.
 
     Args:
-        table: Visits.
         refs: Blocks and scratch memory.
-        names: What each of them is.
         spec: The kernel's constants.
     """
-    named, v = dict(zip(names, refs, strict=True)), visit(table, pl.program_id(1))
+    v = visit(refs.table, pl.program_id(1))
     at = Place(pl.program_id(0), pl.program_id(2), v.zero)
     whole, part = v.has(WHOLE), (v.flags & (WORK | WHOLE)) == WORK
     last = at.k == spec.steps - 1
@@ -130,16 +146,16 @@ def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec) -> None:
 
         @pl.when(v.has(WORK) & (at.k == 0))
         def _() -> None:
-            named["sum"][...] = jnp.zeros_like(named["sum"])
+            refs.acc[...] = jnp.zeros_like(refs.acc)
 
-    if "sum" in named:
+    if refs.acc is not None:
         for when, cut in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
-            add = functools.partial(_add, named, at, spec=spec, cut=cut)
+            add = functools.partial(_add, refs, at, spec=spec, cut=cut)
             pl.when(whole & when)(functools.partial(_over_columns, spec, 0, add))
             pl.when(part & when)(functools.partial(_over_parts, spec, v, add))
-    write = functools.partial(_write, named, at, spec=spec)
+    write = functools.partial(_write, refs, at, spec=spec)
     pl.when(whole & last)(functools.partial(_over_columns, spec, 0, write))
-    pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_left_over, named))
+    pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_left_over, refs))
     pl.when(part & last)(functools.partial(_over_parts, spec, v, functools.partial(write, v=v)))
 
 
@@ -166,95 +182,90 @@ def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
         _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
-    loop(quotient(v.low, rows), quotient(v.high + (rows - 1), rows), some, np.int32(0))
+    loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), some, np.int32(0))
 
 
-def _add(refs: Refs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
+def _add(refs: RowsRefs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
     """Adds the products of a part of a tile; `cut` where the tiles reach beyond the contracted elements."""
     for start, size in spec.pieces:
-        product = _product(refs, at, part, spec, (start, size), cut)
+        found = _product(refs, at, part, spec, (start, size), cut)
         if start == 0 and spec.steps == 1:
-            row = apart(part.row, SUBLANES, at.zero) if spec.hides_first else part.row
-            refs["sum"][pl.ds(row, part.rows), part.c] = product
+            row = opaque_offset(part.row, SUBLANES, at.zero) if spec.hides_first else part.row
+            refs.acc[pl.ds(row, part.rows), part.c] = found
             continue
         if spec.notes_last and (start, size) == spec.pieces[-1]:
-            last = refs["last"].at[part.r, : part.columns]
-            last[...] = product
-            product = last[...]
-        refs["sum"][part.r, part.c] += product
+            last = refs.last.at[part.r, : part.columns]
+            last[...] = found
+            found = last[...]
+        refs.acc[part.r, part.c] += found
 
 
-def _product(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, int], cut: bool = False) -> jax.Array:
+def _product(refs: RowsRefs, at: Place, part: Part, spec: Spec, piece: tuple[int, int], cut: bool = False) -> jax.Array:
     """The product over a piece of the contracted elements."""
     start, size = piece
     inner = slice(start, start + size)
     row = part.row
     if spec.sums_in_memory:  # on their way there they need the registers in which rows would wait for other columns
-        row = apart(row, part.column, at.zero)
-    rows = refs["rows"][pl.ds(row, part.rows), inner]
-    matrix = refs["matrices"][part.c, inner] if spec.transposed else refs["matrices"][inner, part.c]
-    if "scales" in refs and not spec.scales_products:
+        row = opaque_offset(row, part.column, at.zero)
+    rows = refs.rows[pl.ds(row, part.rows), inner]
+    matrix = refs.matrices[part.c, inner] if spec.transposed else refs.matrices[inner, part.c]
+    if refs.scales is not None and not spec.scales_products:
         matrix = matrix.astype(jnp.float32) * _factors(refs, at, part, spec, piece)
     if cut:
         left = spec.contracted - at.k * spec.blocks.contracted - start
         rows = zero_outside(rows, 0, left, 1)
         matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
-    product = lax.dot_general(
-        rows.astype(spec.operand),
-        matrix.astype(spec.operand),
-        (((1,), (1 if spec.transposed else 0,)), ((), ())),
-        precision=spec.precision,
-        preferred_element_type=jnp.float32,
-    )
-    if spec.scales_products and not spec.scales_sum:
-        block = quotient(at.k * spec.blocks.contracted + start, spec.per_scale)
-        product = product * refs["scales"][pl.ds(block, 1), part.c]
-    return product
+    pair = rows.astype(spec.operand), matrix.astype(spec.operand)
+    found = product(*pair, (1, 1 if spec.transposed else 0), spec.precision)
+    if refs.scales is not None and spec.scales_products and not spec.scales_sum:
+        block = divide(at.k * spec.blocks.contracted + start, spec.per_scale)
+        found = found * refs.scales[pl.ds(block, 1), part.c]
+    return found
 
 
-def _factors(refs: Refs, at: Place, part: Part, spec: Spec, piece: tuple[int, int]) -> jax.Array:
+def _factors(refs: RowsRefs, at: Place, part: Part, spec: Spec, piece: tuple[int, int]) -> jax.Array:
     """The scales of a part of a matrix, in its shape."""
     columns_first = spec.transposed != spec.backward
     if spec.backward:
-        scales = refs["scales"][:, slice(piece[0], piece[0] + piece[1])]
+        scales = refs.scales[:, slice(piece[0], piece[0] + piece[1])]
         return factors(scales, at.n * spec.blocks.columns + part.column, part.columns, spec, columns_first)
     first = at.k * spec.blocks.contracted + piece[0]
-    return factors(refs["scales"][:, part.c], first, piece[1], spec, columns_first)
+    return factors(refs.scales[:, part.c], first, piece[1], spec, columns_first)
 
 
-def _left_over(refs: Refs) -> None:
+def _left_over(refs: RowsRefs) -> None:
     """Writes what rows of no matrix are."""
-    output = refs["output"]
-    if "existing" in refs:
-        output[...] = refs["existing"][...].astype(output.dtype)
+    output = refs.output
+    if refs.existing is not None:
+        output[...] = refs.existing[...].astype(output.dtype)
     else:
         output[...] = jnp.zeros_like(output)
 
 
-def _write(refs: Refs, at: Place, part: Part, spec: Spec, v: Visit | None = None) -> None:
+def _write(refs: RowsRefs, at: Place, part: Part, spec: Spec, v: Visit | None = None) -> None:
     """Writes a part of the output; of a visit's rows alone where it is given."""
-    total = refs["sum"][part.r, part.c] if "sum" in refs else _product(refs, at, part, spec, spec.pieces[0])
+    total = refs.acc[part.r, part.c] if refs.acc is not None else _product(refs, at, part, spec, spec.pieces[0])
     if spec.scales_sum:
-        total = total * refs["scales"][:1, part.c]
-    if "bias" in refs:
-        total = total + refs["bias"][:, part.c]
-    if "existing" in refs:
-        total = total + refs["existing"][part.r, part.c].astype(jnp.float32)
-    output = refs["output"]
+        total = total * refs.scales[:1, part.c]
+    if refs.bias is not None:
+        total = total + refs.bias[:, part.c]
+    if refs.existing is not None:
+        total = total + refs.existing[part.r, part.c].astype(jnp.float32)
+    output = refs.output
     if v is not None:
         own = _own_rows(refs, at, part, spec, v)
         total = jnp.where(own, total, output[part.r, part.c].astype(jnp.float32))
     output[part.r, part.c] = total.astype(output.dtype)
 
 
-def _own_rows(refs: Refs, at: Place, part: Part, spec: Spec, v: Visit) -> jax.Array:
+def _own_rows(refs: RowsRefs, at: Place, part: Part, spec: Spec, v: Visit) -> jax.Array:
     """Which rows of a part, in all of its columns, are the visit's: the same in all parts with these rows."""
     if not spec.notes_own:
         row = part.row + lax.broadcasted_iota(jnp.int32, (part.rows, part.columns), 0)
         return (row >= v.low) & (row < v.high)
-    own = refs["own"]
+    own = refs.own
     if part.column == 0:
         row = part.row + lax.broadcasted_iota(jnp.int32, own.shape, 0)
         own[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
-    noted = own[pl.ds(apart(0, part.column, at.zero), part.rows)]
+    noted = own[pl.ds(opaque_offset(0, part.column, at.zero), part.rows)]
     return jnp.concatenate([noted] * -(-part.columns // LANES), axis=1)[:, : part.columns] != 0

@@ -13,8 +13,8 @@ from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product
 
-LANES, SUBLANES = 128, 8
 CHUNK = 256
 """Columns of one product, and its contracted elements where they are summed up in registers."""
 UNROLLED = 2**30
@@ -227,8 +227,7 @@ def factors(scales: jax.Array, first: Any, size: int, spec: Spec, columns_first:
     """
     ones = in_block(scales.shape[0], first, size, spec)
     pair = (scales, ones) if columns_first else (ones, scales)
-    dims = (((0,), (0,)), ((), ()))
-    return lax.dot_general(*pair, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return product(*pair, (0, 0), lax.Precision.HIGHEST)
 
 
 def in_block(blocks: int, first: Any, size: int, spec: Spec) -> jax.Array:
@@ -236,12 +235,6 @@ def in_block(blocks: int, first: Any, size: int, spec: Spec) -> jax.Array:
     index = first + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
     block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.per_scale
     return jnp.where((index >= block) & (index < block + spec.per_scale), 1.0, 0.0)
-
-
-def zero_outside(x: jax.Array, low: Any, high: Any, axis: int) -> jax.Array:
-    """x with 0 where an index is below `low`, or not below `high`."""
-    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))
 
 
 def blocks_of(config: GroupedMatmulConfig) -> Blocks:

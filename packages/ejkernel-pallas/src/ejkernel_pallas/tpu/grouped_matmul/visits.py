@@ -5,6 +5,7 @@ once by each. The number of visits depends on the groups, which are traced, and 
 long as it could be.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ class Visit(NamedTuple):
 
     @property
     def zero(self) -> Any:
-        """0, which the compiler does not know: what is above the flags."""
+        """0, which the compiler cannot fold: what is above the flags."""
         return lax.shift_right_logical(self.flags, np.int32(FLAGS))
 
 
@@ -66,6 +67,16 @@ def visit(table: Any, step: Any) -> Visit:
     """An entry of a table."""
     most = table.shape[0] // len(Visit._fields)
     return Visit(*(table[step + field * most] for field in range(len(Visit._fields))))
+
+
+def along(axis: int) -> Callable[..., tuple[Any, ...]]:
+    """From the indices of a grid, one of which goes along visits, and the table, to the visit and the other indices."""
+
+    def where(*step: Any) -> tuple[Any, ...]:
+        *indices, table = step
+        return visit(table, indices.pop(axis)), *indices
+
+    return where
 
 
 def by_rows(record: GroupedMatmul, size: int) -> Visits:

@@ -12,7 +12,6 @@ from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
 
-MASKS = frozenset({"softmax_aux", "sliding_window", "causal"})
 COMMON = frozenset({"softmax_aux", "sliding_window", "logits_soft_cap"})
 NEW = frozenset({"new_keys", "new_values"})
 
@@ -20,15 +19,12 @@ OPS: dict[str, tuple[type, frozenset[str]]] = {
     "page_attention": (configs.PageAttentionConfig, COMMON),
     "decode_attention": (configs.DecodeAttentionConfig, COMMON),
     "prefill_page_attention": (configs.PrefillPageAttentionConfig, COMMON),
-    "unified_attention": (configs.UnifiedAttentionConfig, MASKS),
-    "chunked_prefill_paged_decode": (configs.ChunkedPrefillPagedDecodeConfig, MASKS | NEW),
+    "unified_attention": (configs.UnifiedAttentionConfig, COMMON | {"causal"}),
+    "chunked_prefill_paged_decode": (configs.ChunkedPrefillPagedDecodeConfig, COMMON | NEW | {"causal"}),
     "ragged_page_attention_v2": (configs.RaggedPageAttentionv2Config, COMMON | {"num_seqs", "compute_dtype"}),
     "ragged_page_attention_v3": (configs.RaggedPageAttentionv3Config, COMMON | NEW | {"num_seqs", "value_scale"}),
 }
-"""For every operation, the configuration its kernel reads, and the optional fields that its records can have.
-
-A soft cap is shown to be honoured by a case of the operation; those of two operations have biases as well.
-"""
+"""For every operation, the configuration its kernel reads, and the optional fields that its records can have."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -62,4 +58,5 @@ def _implementation(op: str, config: type, handles: frozenset[str]) -> Implement
             candidates=functools.partial(tiles.candidates, config=config),
         ),
         priority=10,
+        cases="ejkernel_pallas.tpu.paged_attention.cases:cases",
     )

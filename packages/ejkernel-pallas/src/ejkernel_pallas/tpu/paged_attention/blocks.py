@@ -1,4 +1,4 @@
-"""A block of keys, taken into the softmax of an item's rows chunk by chunk."""
+"""A block of keys: the softmax of an item's rows is updated with it, chunk by chunk."""
 
 import functools
 import operator
@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.loops import each, loop
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
-from ejkernel_pallas.tpu.paged_attention.copies import Block, Item, Refs
+from ejkernel_pallas.tpu.paged_attention.copies import Block, Item
 from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
-from ejkernel_pallas.tpu.paged_attention.softmax import Mask, Part, Rows, fold, masks, note_hidden
+from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.softmax import Mask, Part, Rows, masks, store_key_mask, update_softmax
 from ejkernel_pallas.tpu.paged_attention.spec import Spec
-from ejkernel_pallas.tpu.quotients import quotient
 
 HEADS = 4
 """Heads whose products of many rows are made together."""
@@ -37,7 +38,7 @@ def by_size(small: Any, spec: Spec, act: Callable[[int], None]) -> None:
         act(spec.rows)
 
 
-def attend(refs: Refs, block: Block, ahead: Block, there: Any, side: Any, spec: Spec) -> None:
+def attend(refs: PagedRefs, block: Block, ahead: Block, there: Any, side: Any, spec: Spec) -> None:
     """Starts the copies of the block ahead, if it is there, and takes the chunks of a block that its item attends.
 
     Where all of the block is attended, and the one ahead has its first page and no holes, the copies are started in
@@ -49,8 +50,8 @@ def attend(refs: Refs, block: Block, ahead: Block, there: Any, side: Any, spec: 
         at_once = plain & (ahead.item.holes == 0) & (ahead.pages(spec)[0] == 0)
     size = spec.chunk * (max(1, spec.rounds // 2) if spec.pieces else spec.rounds)
     base, item = block.number * spec.block, block.item
-    first = jnp.clip(quotient(item.low - base, size), 0, spec.block // size)
-    end = jnp.clip(quotient(item.high - base + size - 1, size), first, spec.block // size)
+    first = jnp.clip(divide(item.low - base, size), 0, spec.block // size)
+    end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block // size)
 
     @pl.when(there & jnp.logical_not(at_once))
     def _() -> None:
@@ -84,7 +85,7 @@ def _plain(item: Item, key: Any, size: int, spec: Spec) -> Any:
     return (key >= low) & (end <= high) & (item.holes == 0)
 
 
-def _take(refs: Refs, block: Block, side: Any, chunks: tuple[Any, int], spec: Spec) -> None:
+def _take(refs: PagedRefs, block: Block, side: Any, chunks: tuple[Any, int], spec: Spec) -> None:
     """Takes chunks, of which the first key and the number are given."""
     item, (start, count) = block.item, chunks
     plain = _plain(item, block.number * spec.block + start, count * spec.chunk, spec)
@@ -106,18 +107,18 @@ def _take(refs: Refs, block: Block, side: Any, chunks: tuple[Any, int], spec: Sp
 
 
 def _few(
-    refs: Refs, block: Block, side: Any, chunks: list[Chunk], between: Iterator[Callable[[], None]], spec: Spec
+    refs: PagedRefs, block: Block, side: Any, chunks: list[Chunk], between: Iterator[Callable[[], None]], spec: Spec
 ) -> None:
     """Few rows of all heads; after every slice of keys or values that is loaded, one of the actions of `between`."""
     rows = Rows(side, 0, spec.few, block.item.position)
     if chunks[0].masked and spec.tokens == 1:
-        note_hidden(refs, block.item, chunks, spec)
+        store_key_mask(refs, block.item, chunks, spec)
     found = [masks(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
     heads = spec.kv_heads // turns(spec)
 
     def turn(k: Any) -> None:
         def loaded(at: Chunk, values: bool) -> list[jax.Array]:
-            return load(_buffers(refs), k, at, spec, values=values, between=lambda: next(between, _nothing)())
+            return load(refs.buffers, k, at, spec, values=values, between=lambda: next(between, _nothing)())
 
         def parts(at: Chunk, mask: Mask | None) -> list[Part]:
             keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
@@ -125,7 +126,7 @@ def _few(
 
         pairs = zip(chunks, found, strict=True)
         lead = spec.masked_lead if chunks[0].masked else spec.lead
-        fold(refs, [part for at, mask in pairs for part in parts(at, mask)], lead, spec)
+        update_softmax(refs, [part for at, mask in pairs for part in parts(at, mask)], lead, spec)
         for left in between:
             left()
 
@@ -141,7 +142,7 @@ def _one(loaded: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Arra
     return lambda: loaded()[n]
 
 
-def _many(refs: Refs, block: Block, side: Any, start: Any, spec: Spec) -> None:
+def _many(refs: PagedRefs, block: Block, side: Any, start: Any, spec: Spec) -> None:
     """A tile's rows, a few heads after the other: keys and values are put next to each other first."""
     (chunk,) = _chunks(block, start, 1, True, spec)
     heads, item = spec.kv_heads // turns(spec), block.item
@@ -151,8 +152,8 @@ def _many(refs: Refs, block: Block, side: Any, start: Any, spec: Spec) -> None:
         at = chunk._replace(start=pl.multiple_of(start + offset, spec.part), key=chunk.key + offset, size=spec.part)
 
         def turn(k: Any) -> None:
-            for target, values in ((refs["head_keys"], False), (refs["head_values"], True)):
-                for head, rows in enumerate(load(_buffers(refs), k, at, spec, values=values)):
+            for target, values in ((refs.head_keys, False), (refs.head_values, True)):
+                for head, rows in enumerate(load(refs.buffers, k, at, spec, values=values)):
                     target[k * heads + head] = rows
 
         @pl.when((at.key < item.high) & (at.key + at.size > item.low))
@@ -166,25 +167,23 @@ def _many(refs: Refs, block: Block, side: Any, start: Any, spec: Spec) -> None:
     each(spec.chunk // spec.part, part)
 
 
-def _heads(refs: Refs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
+def _heads(refs: PagedRefs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
     """Takes such keys, as many rows and heads at once as make a good product."""
     size, lead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
-    count = quotient(item.tokens * spec.group + size - 1, size)
+    count = divide(item.tokens * spec.group + size - 1, size)
     together = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
-    keys, values, get = refs["head_keys"], refs["head_values"], operator.getitem
+    keys, values, get = refs.head_keys, refs.head_values, operator.getitem
 
     def some(k: Any) -> None:
         def part(n: jax.Array, carry: jax.Array) -> jax.Array:
             rows = Rows(side, pl.multiple_of(n * size, size), size, item.position)
             mask = masks(refs, item, rows, at, 0, spec)
             heads = [k * together + head for head in range(together)]
-            fold(refs, [Part(x, rows, partial(get, keys, x), partial(get, values, x), mask) for x in heads], lead, spec)
+            update_softmax(
+                refs, [Part(x, rows, partial(get, keys, x), partial(get, values, x), mask) for x in heads], lead, spec
+            )
             return carry
 
         loop(jnp.int32(0), count, part, jnp.int32(0))
 
     each(spec.kv_heads // together, some)
-
-
-def _buffers(refs: Refs) -> tuple[Any, ...]:
-    return tuple(refs[name + "_buffer"] for name in ("keys", "values") if name in refs)

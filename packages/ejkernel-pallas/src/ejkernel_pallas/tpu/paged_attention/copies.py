@@ -13,15 +13,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.loops import loop
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, Spec
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.spec import Spec
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
-from ejkernel_pallas.tpu.quotients import quotient
 
 TOGETHER = 8
 """Pages whose copies are started without a branch between them."""
-
-Refs = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +73,22 @@ class Cursor(NamedTuple):
         return Cursor(index, jnp.where(more, self.number + 1, following.first_block))
 
 
-def start_pages(refs: Refs, block: Block, spec: Spec) -> None:
+def start_pages(refs: PagedRefs, block: Block, spec: Spec) -> None:
     """Starts the copies of a block's pages, of which several have no branch between them."""
     first, end = block.pages(spec)
     entry, together = block.entry(spec), math.gcd(spec.pages, TOGETHER)
 
     def several(k: jax.Array, carry: jax.Array) -> jax.Array:
         for page in (k * together + n for n in range(together)):
-            number = refs["tables"][entry + page]
+            number = refs.tables[entry + page]
             there = (page >= first) & (page < end) & (number >= 0)
             pl.when(there)(functools.partial(_start, refs, block, number, page, spec))
         return carry
 
-    loop(quotient(first, together), quotient(end + together - 1, together), several, jnp.int32(0))
+    loop(divide(first, together), divide(end + together - 1, together), several, jnp.int32(0))
 
 
-def pieces(refs: Refs, block: Block, there: Any, count: int, spec: Spec) -> Iterator[Callable[[], None]]:
+def pieces(refs: PagedRefs, block: Block, there: Any, count: int, spec: Spec) -> Iterator[Callable[[], None]]:
     """What starts the copies of a block's pages up to its last, if it is there, in pieces; none of them is absent.
 
     Each copy has a condition of its own, which is no branch: the compiler can have them beside computations.
@@ -98,19 +98,19 @@ def pieces(refs: Refs, block: Block, there: Any, count: int, spec: Spec) -> Iter
 
     def piece(pages: range) -> None:
         for page in pages:
-            number = refs["tables"][entry + page]
+            number = refs.tables[entry + page]
             pl.when(page < end)(functools.partial(_start, refs, block, number, page, spec))
 
     ends = [spec.pages * k // count for k in range(count + 1)]
     return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
 
 
-def _start(refs: Refs, block: Block, number: Any, page: Any, spec: Spec) -> None:
+def _start(refs: PagedRefs, block: Block, number: Any, page: Any, spec: Spec) -> None:
     for copy in _page_copies(refs, number, block.slot, page, spec):
         copy.start()
 
 
-def wait_pages(refs: Refs, block: Block, keys: tuple[Any, Any], spec: Spec) -> None:
+def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Spec) -> None:
     """Waits for a block's pages, and makes 0 what nobody attends of those that have some of the given keys.
 
     Memory may have numbers there that are none, which no weight of 0 makes disappear.
@@ -119,16 +119,16 @@ def wait_pages(refs: Refs, block: Block, keys: tuple[Any, Any], spec: Spec) -> N
 
     @pl.when(full)
     def _() -> None:
-        for name in _caches(refs):
-            buffer = refs[name + "_buffer"].at[block.slot]
-            pltpu.make_async_copy(buffer, buffer, refs["arrived"].at[block.slot]).wait()
+        for each in refs.buffers:
+            buffer = each.at[block.slot]
+            pltpu.make_async_copy(buffer, buffer, refs.pages_arrived.at[block.slot]).wait()
 
     @pl.when(jnp.logical_not(full))
     def _() -> None:
         slots, (first, end) = spec.cache.slots, block.pages(spec)
         _wait_each(refs, block, spec)
-        low = jnp.minimum(quotient(keys[0], slots), first)
-        high = jnp.maximum(quotient(keys[1] + slots - 1, slots), end)
+        low = jnp.minimum(divide(keys[0], slots), first)
+        high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
 
         def clear(k: jax.Array, carry: jax.Array) -> jax.Array:
             _clear(refs, block, jnp.where(k < first, k, k - first + end), spec)
@@ -138,12 +138,12 @@ def wait_pages(refs: Refs, block: Block, keys: tuple[Any, Any], spec: Spec) -> N
         loop(first, jnp.where(first < end, first + 2, first), functools.partial(_cut, refs, block, spec), jnp.int32(0))
 
 
-def _wait_each(refs: Refs, block: Block, spec: Spec) -> None:
+def _wait_each(refs: PagedRefs, block: Block, spec: Spec) -> None:
     """Waits for a block's pages one by one; what is absent becomes 0."""
     entry, (first, end) = block.entry(spec), block.pages(spec)
 
     def wait(page: jax.Array, carry: jax.Array) -> jax.Array:
-        @pl.when(refs["tables"][entry + page] >= 0)
+        @pl.when(refs.tables[entry + page] >= 0)
         def _() -> None:
             for copy in _page_copies(refs, 0, block.slot, page, spec):
                 copy.wait()
@@ -151,20 +151,20 @@ def _wait_each(refs: Refs, block: Block, spec: Spec) -> None:
         return carry
 
     def clear(page: jax.Array, carry: jax.Array) -> jax.Array:
-        pl.when(refs["tables"][entry + page] < 0)(lambda: _clear(refs, block, page, spec))
+        pl.when(refs.tables[entry + page] < 0)(lambda: _clear(refs, block, page, spec))
         return carry
 
     loop(first, end, wait, jnp.int32(0))
     loop(jnp.where(block.item.holes == 0, end, first), end, clear, jnp.int32(0))
 
 
-def _clear(refs: Refs, block: Block, page: Any, spec: Spec) -> None:
-    for name in _caches(refs):
-        buffer, place = refs[name + "_buffer"], _page_place(block.slot, page, spec)
+def _clear(refs: PagedRefs, block: Block, page: Any, spec: Spec) -> None:
+    for buffer in refs.buffers:
+        place = _page_place(block.slot, page, spec)
         buffer[place] = jnp.zeros_like(buffer[place])
 
 
-def _cut(refs: Refs, block: Block, spec: Spec, k: Any, carry: Any) -> Any:
+def _cut(refs: PagedRefs, block: Block, spec: Spec, k: Any, carry: Any) -> Any:
     """Makes the keys 0 that nobody attends of the first page that is copied, and then of the last."""
     slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
     page = jnp.where(k == first, first, end - 1)
@@ -172,8 +172,8 @@ def _cut(refs: Refs, block: Block, spec: Spec, k: Any, carry: Any) -> Any:
 
     @pl.when((start < item.low) | (start + slots > item.high))
     def _() -> None:
-        for name in _caches(refs):
-            buffer, place = refs[name + "_buffer"], _page_place(block.slot, page, spec)
+        for buffer in refs.buffers:
+            place = _page_place(block.slot, page, spec)
             x = buffer[place]
             key = lax.broadcasted_iota(jnp.int32, x.shape, 1) + start
             # The way over float32: not all chips can select among narrower numbers.
@@ -181,10 +181,6 @@ def _cut(refs: Refs, block: Block, spec: Spec, k: Any, carry: Any) -> Any:
             buffer[place] = x.astype(buffer.dtype)
 
     return carry
-
-
-def _caches(refs: Refs) -> tuple[str, ...]:
-    return tuple(name for name in ("keys", "values") if name in refs)
 
 
 def _page_place(slot: Any, page: Any, spec: Spec) -> tuple[Any, ...]:
@@ -195,11 +191,10 @@ def _page_place(slot: Any, page: Any, spec: Spec) -> tuple[Any, ...]:
     return slot, slice(None), page
 
 
-def _page_copies(refs: Refs, number: Any, slot: Any, page: Any, spec: Spec) -> list[Any]:
+def _page_copies(refs: PagedRefs, number: Any, slot: Any, page: Any, spec: Spec) -> list[Any]:
     """The copies of a page of the caches to its place in a buffer."""
     cache, made = spec.cache, []
-    for name in _caches(refs):
-        source, target = refs[name], refs[name + "_buffer"]
+    for source, target in refs.caches:
         if cache.head_major:
             source = source.at[:, number] if cache.layout == "hpsd" else source.at[number]
             pairs = [(source, target.at[_page_place(slot, page, spec)])]
@@ -209,11 +204,11 @@ def _page_copies(refs: Refs, number: Any, slot: Any, page: Any, spec: Spec) -> l
             inner = (slice(None),) * (source.ndim - 2)
             parts = [(*inner, pl.ds(group * LANES, LANES)) for group in range(target.shape[1])]
             pairs = [(source.at[(number, *part)], target.at[slot, group, page]) for group, part in enumerate(parts)]
-        made += [pltpu.make_async_copy(x, y, refs["arrived"].at[slot]) for x, y in pairs]
+        made += [pltpu.make_async_copy(x, y, refs.pages_arrived.at[slot]) for x, y in pairs]
     return made
 
 
-def _query_copies(refs: Refs, item: Item, slot: Any, spec: Spec, copy: Any) -> None:
+def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: Spec, copy: Any) -> None:
     """Calls `copy` with slices of rows, of the item's tile and of all: one, or one for every few rows that it has."""
     whole = item.tokens == spec.tokens
     start = pl.multiple_of(item.row, spec.grain)
@@ -229,37 +224,37 @@ def _query_copies(refs: Refs, item: Item, slot: Any, spec: Spec, copy: Any) -> N
             copy(pl.ds(offset, spec.grain), pl.ds(pl.multiple_of(start + offset, spec.grain), spec.grain))
             return carry
 
-        count = quotient(item.tokens * spec.group + spec.grain - 1, spec.grain)
+        count = divide(item.tokens * spec.group + spec.grain - 1, spec.grain)
         loop(jnp.int32(0), count, part, jnp.int32(0))
 
 
-def queries(refs: Refs, item: Item, slot: Any, spec: Spec, *, wait: bool) -> None:
+def queries(refs: PagedRefs, item: Item, slot: Any, spec: Spec, *, wait: bool) -> None:
     """Starts the copy of an item's queries, or waits for it."""
 
     def copy(tile: Any, rows: Any) -> None:
         made = pltpu.make_async_copy(
-            refs["query"].at[:, rows], refs["query_buffer"].at[slot, :, tile], refs["asked"].at[slot]
+            refs.query.at[:, rows], refs.query_buffer.at[slot, :, tile], refs.query_arrived.at[slot]
         )
         made.wait() if wait else made.start()
 
     _query_copies(refs, item, slot, spec, copy)
 
 
-def results(refs: Refs, item: Item, slot: Any, spec: Spec, *, wait: bool) -> None:
+def results(refs: PagedRefs, item: Item, slot: Any, spec: Spec, *, wait: bool) -> None:
     """Starts the copies of an item's output and lse, or waits for them."""
 
     def copy(tile: Any, rows: Any) -> None:
         made = pltpu.make_async_copy(
-            refs["output_buffer"].at[slot, :, tile], refs["output"].at[:, rows], refs["left"].at[slot]
+            refs.output_buffer.at[slot, :, tile], refs.output.at[:, rows], refs.results_sent.at[slot]
         )
         made.wait() if wait else made.start()
 
     _query_copies(refs, item, slot, spec, copy)
-    made = pltpu.make_async_copy(refs["lse_buffer"].at[slot], refs["lse"].at[item.index], refs["left"].at[slot])
+    made = pltpu.make_async_copy(refs.lse_buffer.at[slot], refs.lse.at[item.index], refs.results_sent.at[slot])
     made.wait() if wait else made.start()
 
 
-def start_writes(refs: Refs, item: Item, spec: Spec) -> None:
+def start_writes(refs: PagedRefs, item: Item, spec: Spec) -> None:
     """Starts the copies of an item's new tokens to their slots, page by page where they fill one, else one by one."""
     slots = spec.cache.slots
     count, token, position = item.fresh, item.token, item.position
@@ -267,8 +262,8 @@ def start_writes(refs: Refs, item: Item, spec: Spec) -> None:
     def run(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         done, pages, singles = state
         at = position + done
-        entry = quotient(jnp.maximum(at, 0), slots)
-        number = refs["tables"][item.sequence * spec.entries + jnp.minimum(entry, spec.entries - 1)]
+        entry = divide(jnp.maximum(at, 0), slots)
+        number = refs.tables[item.sequence * spec.entries + jnp.minimum(entry, spec.entries - 1)]
         there = (number >= 0) & (entry < spec.entries) & (at >= 0)
         slot = jnp.maximum(at, 0) % slots
         full = (slot == 0) & (count - done >= slots) & (at >= 0)
@@ -292,11 +287,11 @@ def start_writes(refs: Refs, item: Item, spec: Spec) -> None:
 
     zero = jnp.int32(0)
     _, pages, singles = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
-    refs["writes"][0] = pages
-    refs["writes"][1] = singles
+    refs.write_counts[0] = pages
+    refs.write_counts[1] = singles
 
 
-def wait_writes(refs: Refs, spec: Spec) -> None:
+def wait_writes(refs: PagedRefs, spec: Spec) -> None:
     """Waits for the copies that were started last."""
 
     def wait(made: list[Any]) -> Any:
@@ -308,18 +303,18 @@ def wait_writes(refs: Refs, spec: Spec) -> None:
         return one
 
     zero = jnp.int32(0)
-    loop(zero, refs["writes"][0], wait(_page_writes(refs, 0, 0, spec)), zero)
-    loop(zero, refs["writes"][1], wait(_slot_writes(refs, 0, 0, 0)), zero)
+    loop(zero, refs.write_counts[0], wait(_page_writes(refs, 0, 0, spec)), zero)
+    loop(zero, refs.write_counts[1], wait(_slot_writes(refs, 0, 0, 0)), zero)
 
 
-def _page_writes(refs: Refs, token: Any, page: Any, spec: Spec) -> list[Any]:
-    pairs = [(refs["new_" + name], refs[name]) for name in _caches(refs)]
+def _page_writes(refs: PagedRefs, token: Any, page: Any, spec: Spec) -> list[Any]:
     return [
-        pltpu.make_async_copy(new.at[pl.ds(token, spec.cache.slots)], pages.at[page], refs["written"])
-        for new, pages in pairs
+        pltpu.make_async_copy(new.at[pl.ds(token, spec.cache.slots)], pages.at[page], refs.tokens_written)
+        for new, pages in refs.written
     ]
 
 
-def _slot_writes(refs: Refs, token: Any, page: Any, slot: Any) -> list[Any]:
-    pairs = [(refs["new_" + name], refs[name]) for name in _caches(refs)]
-    return [pltpu.make_async_copy(new.at[token], pages.at[page, slot], refs["written"]) for new, pages in pairs]
+def _slot_writes(refs: PagedRefs, token: Any, page: Any, slot: Any) -> list[Any]:
+    return [
+        pltpu.make_async_copy(new.at[token], pages.at[page, slot], refs.tokens_written) for new, pages in refs.written
+    ]

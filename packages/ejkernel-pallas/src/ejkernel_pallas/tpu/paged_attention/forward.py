@@ -6,27 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import custom_batching
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel_pallas.tpu.interpret import interpreting
+from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch, whole
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import operands
 from ejkernel_pallas.tpu.paged_attention.blocks import HEADS
 from ejkernel_pallas.tpu.paged_attention.kernel import kernel
 from ejkernel_pallas.tpu.paged_attention.keys import turns
-from ejkernel_pallas.tpu.paged_attention.softmax import TURNS, notes
-from ejkernel_pallas.tpu.paged_attention.spec import AHEAD, LANES, Spec, make_spec, stored
+from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.softmax import BUFFERS, staged
+from ejkernel_pallas.tpu.paged_attention.spec import AHEAD, Spec, make_spec, stored
 from ejkernel_pallas.tpu.paged_attention.tiles import chosen
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS, Work, find_work
 
-PARAMS = pltpu.CompilerParams(
-    dimension_semantics=("parallel",),
-    # Bytes: what the chip with the least memory has, with room for what XLA keeps there.
-    vmem_limit_bytes=48 * 2**20,
-    # Page numbers are known to be the cache's, and to look once more takes longer than to start a copy.
-    disable_bounds_checks=True,
-)
+# Page numbers are known to be the cache's, and a check takes longer than to start a copy.
+OPTIONS = {"disable_bounds_checks": True}
 
 
 def forward(record: PagedAttention, params: Any) -> tuple[tuple[jax.Array, ...], None]:
@@ -41,7 +37,7 @@ def forward(record: PagedAttention, params: Any) -> tuple[tuple[jax.Array, ...],
     """
     spec = make_spec(record, chosen(record, params))
     work = find_work(record, spec)
-    run = custom_batching.sequential_vmap(lambda record, work: tuple(launch(record, spec, work)))
+    run = custom_batching.sequential_vmap(lambda record, work: tuple(_run(record, spec, work)))
     output, lse, *pages = run(record, work)
     shape = None if record.value_pages is not None else record.key_pages.shape
     pages = [x if shape is None else x.reshape(shape) for x in pages]
@@ -49,39 +45,36 @@ def forward(record: PagedAttention, params: Any) -> tuple[tuple[jax.Array, ...],
     return (*results, *pages), None
 
 
-def launch(record: PagedAttention, spec: Spec, work: Work) -> list[jax.Array]:
+def _run(record: PagedAttention, spec: Spec, work: Work) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the caches that it wrote to."""
-    tables = {"items": work.items, "spans": work.spans, "tables": work.tables}
     caches: dict[str, jax.Array] = dict(zip(("keys", "values"), stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
-    constants, query = _constants(record, spec), operands.pack_queries(record, spec, work)
-    inputs = {**constants, "query": query, **tokens, **caches}
+    query = operands.pack_queries(record, spec, work)
     lanes = -(-spec.rows // LANES) * LANES
     outputs = {
         "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_size), record.query.dtype),
         "lse": jax.ShapeDtypeStruct((work.items.size // len(FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
     }
-    written = caches if tokens else {}
-    scratch = _scratch(record, spec, lanes, caches, bool(tokens))
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    first = len(tables) + len(inputs) - len(caches)
+    written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches.items()} if tokens else {}
     # A cache that is written to is one array, which the kernel knows as its output.
-    names = (*tables, *(f"{x}_before" if x in written else x for x in inputs), *outputs, *written, *scratch)
-    return pl.pallas_call(
-        functools.partial(_named, names=names, spec=spec),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tables),
+    given = {f"{name}_before" if written else name: x for name, x in caches.items()}
+    constants = {name: whole(x) for name, x in _constants(record, spec).items()}
+    made = launch(
+        Call(
+            name="paged_attention",
+            kernel=functools.partial(kernel, spec=spec),
+            refs=PagedRefs,
             grid=(spec.parts,),
-            in_specs=[_whole(x) if name in constants else anywhere for name, x in inputs.items()],
-            out_specs=[anywhere] * (len(outputs) + len(written)),
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=[*outputs.values(), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written.values())],
-        input_output_aliases={first + k: len(outputs) + k for k in range(len(written))},
-        compiler_params=PARAMS,
-        interpret=interpreting(),
-        name="paged_attention",
-    )(*tables.values(), *inputs.values())
+            parallel=1,
+            tables={"items": work.items, "spans": work.spans, "tables": work.tables},
+            inputs=constants | {name: Operand(x) for name, x in {"query": query, **tokens, **given}.items()},
+            outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
+            scratch=_scratch(record, spec, lanes, caches, bool(tokens)),
+            aliases={f"{name}_before": name for name in written},
+            options=OPTIONS,
+        )
+    )
+    return list(made.values())
 
 
 def _constants(record: PagedAttention, spec: Spec) -> dict[str, jax.Array]:
@@ -91,16 +84,8 @@ def _constants(record: PagedAttention, spec: Spec) -> dict[str, jax.Array]:
         made["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
     if spec.tokens > 1:
         places = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group
-        made["places"] = jnp.broadcast_to(places[:, None], (spec.rows, LANES))
+        made["row_tokens"] = jnp.broadcast_to(places[:, None], (spec.rows, LANES))
     return made
-
-
-def _named(*refs: Any, names: tuple[str, ...], spec: Spec) -> None:
-    kernel(*refs, names=names, spec=spec)
-
-
-def _whole(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def _scratch(
@@ -113,18 +98,18 @@ def _scratch(
         "query_buffer": pltpu.VMEM((2, heads, spec.rows, spec.size), spec.operand),
         "output_buffer": pltpu.VMEM((2, heads, spec.rows, spec.value_size), record.query.dtype),
         "lse_buffer": pltpu.VMEM((2, heads, 1, lanes), jnp.float32),
-        "peak": pltpu.VMEM(state, jnp.float32),
-        "total": pltpu.VMEM(state, jnp.float32),
-        "sum": pltpu.VMEM((heads, spec.rows, spec.value_size), jnp.float32),
+        "row_max": pltpu.VMEM(state, jnp.float32),
+        "row_sum": pltpu.VMEM(state, jnp.float32),
+        "acc": pltpu.VMEM((heads, spec.rows, spec.value_size), jnp.float32),
     }
     parts = heads // turns(spec) * spec.rounds
-    made |= notes("few", -(-parts // TURNS) * spec.few, spec.chunk * spec.joined, spec.weights)
+    made["few"] = staged(-(-parts // BUFFERS) * spec.few, spec.chunk * spec.joined, spec.weights)
     if spec.limits:
         made["limits"] = pltpu.VMEM((cache.heads_per_unit if cache.alternates else 1, spec.few, LANES), jnp.float32)
     if spec.tokens == 1:
-        made["hidden"] = pltpu.VMEM((spec.rounds, spec.chunk * spec.joined), jnp.float32)
+        made["key_mask"] = pltpu.VMEM((spec.rounds, spec.chunk * spec.joined), jnp.float32)
     if spec.rows > spec.few:
-        made |= notes("many", max(spec.row_block, HEADS // TURNS * spec.row_chunk), spec.part, spec.weights)
+        made["many"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part, spec.weights)
     for name, x in caches.items():
         if cache.head_major:
             shape = (AHEAD + 1, heads, spec.block, x.shape[-1])
@@ -135,8 +120,8 @@ def _scratch(
     if spec.rows > spec.few:
         made["head_keys"] = pltpu.VMEM((heads, spec.part, spec.size), spec.operand)
         made["head_values"] = pltpu.VMEM((heads, spec.part, spec.value_size), spec.weights)
-    made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("asked", "left")}
-    made["arrived"] = pltpu.SemaphoreType.DMA((AHEAD + 1,))
+    made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("query_arrived", "results_sent")}
+    made["pages_arrived"] = pltpu.SemaphoreType.DMA((AHEAD + 1,))
     if writes:
-        made |= {"writes": pltpu.SMEM((2,), jnp.int32), "written": pltpu.SemaphoreType.DMA}
+        made |= {"write_counts": pltpu.SMEM((2,), jnp.int32), "tokens_written": pltpu.SemaphoreType.DMA}
     return made

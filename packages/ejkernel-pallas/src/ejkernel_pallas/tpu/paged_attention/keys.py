@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, Spec
-from ejkernel_pallas.tpu.quotients import quotient
 
 SLICE = 128
 """Words of joined heads, in all lanes, that are loaded before any of them is taken apart."""
@@ -49,11 +49,11 @@ def order(index: jax.Array, size: int, spec: Spec) -> tuple[jax.Array, jax.Array
     if spec.joined == 1:
         return index, None
     if not cache.alternates:
-        return quotient(index, spec.joined), index % spec.joined
+        return divide(index, spec.joined), index % spec.joined
     words = cache.words // cache.turns
     total = size * words
-    word, which = index % total, quotient(index, total)
-    return quotient(word, words), word % words * cache.heads_per_unit + which
+    word, which = index % total, divide(index, total)
+    return divide(word, words), word % words * cache.heads_per_unit + which
 
 
 def turns(spec: Spec) -> int:

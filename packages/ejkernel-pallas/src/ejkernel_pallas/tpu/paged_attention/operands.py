@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, as_computed
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, LOG2E, Spec, stored
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, Spec, stored
 from ejkernel_pallas.tpu.paged_attention.work import Work
 
 

@@ -18,9 +18,9 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 LOG2E = math.log2(math.e)
-LANES = 128
 TILE = 8
 """Rows of words in a tile of memory."""
 

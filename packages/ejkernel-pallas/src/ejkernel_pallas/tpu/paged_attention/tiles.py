@@ -7,7 +7,8 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
-from ejkernel_pallas.tpu.paged_attention.spec import LANES, Sizes, joins_heads
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.spec import Sizes, joins_heads
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "seq_blocksize"})
 """Fields of the configuration that the kernel looks at."""

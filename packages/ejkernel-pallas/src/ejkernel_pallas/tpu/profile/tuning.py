@@ -1,6 +1,7 @@
 """Tuning without a TPU: candidates of an implementation by the predicted time of their kernels."""
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from ejkernel.ops.config.measurement import Measurement, TunerError, TuningResul
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.execution.target import Target
 from ejkernel.ops.model import load_object
+from ejkernel.ops.pullback import both_passes
 from ejkernel_pallas.tpu.profile.cases import Case, Workload
 from ejkernel_pallas.tpu.profile.chips import CHIPS
 from ejkernel_pallas.tpu.profile.jobs import NEEDS_LIBTPU, profile_many
@@ -44,7 +46,7 @@ class ProfileTuner:
     show_progress: bool = False
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
-        """Predicts every candidate of an implementation for one direction of a call.
+        """Predicts every candidate of an implementation for one direction of a call, or for both passes of a pair.
 
         Args:
             request: What is tuned; its device is the chip.
@@ -58,7 +60,8 @@ class ProfileTuner:
         parts = implementation.config.candidates(request.record, request.device, direction)
         unique = tuple(dict.fromkeys((request.heuristic(), *parts)))
         label = f"{request.op.name} {direction} {implementation.name}"
-        kwargs = {"path": path, "argument": argument}
+        then = implementation.backward if direction == "both" else None
+        kwargs = {"path": path, "then": then, "argument": argument}
         cases = [
             Case(label=f"{label} {part}", build=f"{__name__}:workload", kwargs={**kwargs, "part": part})
             for part in unique
@@ -83,9 +86,11 @@ class ProfileTuner:
             return profile_many(cases, target=self.target, progress=seen)
 
 
-def workload(path: str, argument: Any, part: Any) -> Workload:
-    """One direction of an implementation with a configuration."""
+def workload(path: str, argument: Any, part: Any, then: str | None = None) -> Workload:
+    """One direction of an implementation with a configuration; both where `then` names the backward function too."""
     kernel = load_object(path)
+    if then is not None:
+        kernel = functools.partial(both_passes, kernel, load_object(then))
     return Workload(function=lambda argument: kernel(argument, part), args=(argument,))
 
 

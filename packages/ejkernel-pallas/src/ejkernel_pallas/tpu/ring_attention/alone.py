@@ -1,23 +1,19 @@
-"""What the kernels have in common that send keys on by themselves."""
+"""What the kernels share that send keys on themselves."""
 
 import dataclasses
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel import _compat
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning.ring_schedule import Ring
-from ejkernel_pallas.tpu.ring_attention.neighbours import Lane, Route
+from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
+from ejkernel_pallas.tpu.ring_attention.neighbours import Lane, LaneRefs, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Lister, Plan
-from ejkernel_pallas.tpu.tiled_attention.launch import VMEM_LIMIT
-from ejkernel_pallas.tpu.tiled_attention.operands import Operand
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 
 MOST = 2**16
@@ -32,10 +28,37 @@ def route_of(ring: Ring, hops: range, inputs: dict[str, Operand], cargo: tuple[s
     return Route(len(hops), load, Lane(ring.axis_name, cargo, "cargo"))
 
 
-def slots_of(lane: Lane, inputs: dict[str, Operand]) -> dict[str, jax.ShapeDtypeStruct]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteRefs:
+    """Refs of a kernel that sends keys on itself.
+
+    Attributes:
+        table: Tile pairs of all loads, in scalar memory.
+        load: The keys that travel.
+        cargo: What is collected for them; None where nothing is.
+        arrays: Inputs and results in HBM, by name.
+        scratch: Scratch memory of the kernels of tiles, by name.
+    """
+
+    table: Ref
+    load: LaneRefs
+    cargo: LaneRefs | None
+    arrays: dict[str, Ref]
+    scratch: dict[str, Any]
+
+    @classmethod
+    def of(cls, route: Route, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
+        """The refs of what is named; `scratch` are the names of scratch memory of the kernels of tiles."""
+        load = route.load.take(named, neighbours)
+        cargo = route.cargo.take(named, neighbours) if route.cargo.names else None
+        kept = {name: named.pop(name) for name in scratch}
+        return cls(table=table, load=load, cargo=cargo, arrays=named, scratch=kept)
+
+
+def slots_of(lane: Lane, inputs: dict[str, Operand]) -> dict[str, Operand]:
     """The slots of what moves."""
     arrays = {name: inputs[name].array for name in lane.names}
-    return {f"{name}_slots": jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for name, x in arrays.items()}
+    return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
 
 
 def neighbours(ring: Ring, hops: range) -> jax.Array:
@@ -43,52 +66,18 @@ def neighbours(ring: Ring, hops: range) -> jax.Array:
     return (lax.axis_index(ring.axis_name) + jnp.asarray([-hops.step, hops.step], jnp.int32)) % ring.size
 
 
-def collective(ring: Ring, hops: range) -> int:
-    """A number for the semaphore that devices meet at: neighbours along other axes, or behind, have another."""
-    return zlib.crc32(ring.axis_name.encode()) % 2**12 * 2 + (hops.step < 0)
+def remote_options(ring: Ring, hops: range) -> dict[str, Any]:
+    """What the compiler is told of a kernel that sends to other devices.
 
-
-def launch_alone(
-    kernel: Callable[..., None],
-    arrays: list[Any],
-    shapes: list[Any],
-    scratch: dict[str, Any],
-    aliases: dict[int, int],
-    *,
-    collective: int,
-    name: str,
-) -> list[jax.Array]:
-    """Runs a kernel once, on arrays where they lie.
-
-    Args:
-        kernel: Called with all arrays, results and scratch memory.
-        arrays: Its inputs, of which the first two, int32 vectors, are in scalar memory.
-        shapes: Of its results.
-        scratch: What it has besides.
-        aliases: Which result takes the place of which input.
-        collective: The semaphore at which devices meet.
-        name: In traces and dumps.
+    Devices meet at a semaphore by its number: neighbours along other axes, or behind, have another.
     """
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    arrays = _compat.as_varying(arrays, arrays)
-    call = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(),
-            in_specs=[anywhere] * (len(arrays) - 2),
-            out_specs=[anywhere] * len(shapes),
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=[_compat.shape_like(x.shape, x.dtype, arrays[0]) for x in shapes],
-        input_output_aliases=aliases,
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=VMEM_LIMIT, has_side_effects=True, collective_id=collective
-        ),
-        name=name,
-    )
-    with _compat.described_tpu():
-        return call(*arrays)
+    number = zlib.crc32(ring.axis_name.encode()) % 2**12 * 2 + (hops.step < 0)
+    return {"has_side_effects": True, "collective_id": number}
+
+
+def in_hbm(operands: dict[str, Operand]) -> dict[str, Operand]:
+    """The arrays, where they lie: a kernel's own pipelines copy their blocks."""
+    return {name: Operand(x.array) for name, x in operands.items()}
 
 
 def tables(plan: Plan, spec: Spec, met: TiledAttention, hops: range, visits: Lister) -> jax.Array:

@@ -5,12 +5,10 @@ from the forward pass; what they add to a gradient they leave in float32.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
@@ -18,14 +16,11 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, 
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import Load, Ring, columns, load_of, put_columns, ring_of
-from ejkernel_pallas.tpu.ring_attention.launch import launch
+from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan
 from ejkernel_pallas.tpu.tiled_attention import backward as tiles
-from ejkernel_pallas.tpu.tiled_attention.backward import chunks
-from ejkernel_pallas.tpu.tiled_attention.backward_kernels import keys_kernel, queries_kernel
-from ejkernel_pallas.tpu.tiled_attention.launch import apart
-from ejkernel_pallas.tpu.tiled_attention.operands import Operand, kv_rows, of_queries, operands, rows, unrows
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, Spec, padded
+from ejkernel_pallas.tpu.tiled_attention.operands import of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, Spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits
 
@@ -90,7 +85,7 @@ def _around(plan: Plan, given: Rows, params: BwdParams, wanted: frozenset[str]) 
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 
     def visit(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
-        added = _encounter(plan, source, load, given, params, wanted)
+        added = _step(plan, source, load, given, params, wanted)
         if "bias" in staying:
             keys = load["key"].shape[1]
             sum_ = columns(staying["bias"], ring, source, keys) + added["bias"]
@@ -103,7 +98,7 @@ def _around(plan: Plan, given: Rows, params: BwdParams, wanted: frozenset[str]) 
     return {**collected, **kept}
 
 
-def _encounter(
+def _step(
     plan: Plan, source: jax.Array, load: Load, given: Rows, params: BwdParams, wanted: frozenset[str]
 ) -> Gradients:
     """What one load of keys adds to the gradients, float32."""
@@ -123,31 +118,15 @@ def _encounter(
 
 def _of_keys(met: TiledAttention, given: Rows, spec: Spec, table: Any, wanted: frozenset[str]) -> Gradients:
     fields = {name: getattr(met, name) for name in sorted(wanted)}
-    made = launch(
-        functools.partial(keys_kernel, spec=spec, apart=apart(table)),
-        table,
-        grid=(*met.key.shape[:3:2], table.shape[2], spec.group),
-        inputs=inputs_of(met, given, spec),
-        outputs={f"d{name}": kv_rows(_float32(x), spec) for name, x in fields.items()},
-        scratch=scratch_of(met, spec, tuple(f"d{name}" for name in fields)),
-        group=spec.group,
-        name="ejkernel_ring_backward_keys",
-    )
+    shapes = {f"d{name}": _float32(x) for name, x in fields.items()}
+    made = launch(tiles.keys_call("ejkernel_ring_backward_keys", table, inputs_of(met, given, spec), shapes, spec))
     return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
 
 
 def _of_queries(met: TiledAttention, given: Rows, spec: Spec, table: Any) -> jax.Array:
-    query = met.query
-    made = launch(
-        functools.partial(queries_kernel, spec=spec, apart=apart(table)),
-        table,
-        grid=(*query.shape[:3:2], table.shape[2]),
-        inputs=inputs_of(met, given, spec),
-        outputs={"dquery": rows(_float32(query), spec.q_block)},
-        scratch=scratch_of(met, spec, ("dquery",)),
-        name="ejkernel_ring_backward_queries",
-    )
-    return unrows(made["dquery"], query.shape)
+    inputs, shape = inputs_of(met, given, spec), _float32(met.query)
+    made = launch(tiles.queries_call("ejkernel_ring_backward_queries", table, inputs, shape, spec))
+    return unrows(made["dquery"], shape.shape)
 
 
 def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, params: BwdParams) -> jax.Array:
@@ -163,23 +142,13 @@ def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, pa
 
 
 def inputs_of(met: TiledAttention, given: Rows, spec: Spec) -> dict[str, Operand]:
-    """What kernels read of an encounter, and of its queries' rows."""
+    """What kernels read of a ring step, and of its queries' rows."""
     lse = given.lse
     return operands(met, spec) | {
         "cotangent": rows(given.cotangent, spec.q_block),
         "shift": of_queries(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
         "delta": of_queries(given.delta, spec),
     }
-
-
-def scratch_of(met: TiledAttention, spec: Spec, results: tuple[str, ...]) -> dict[str, Any]:
-    """What a kernel keeps: sums of its results, what it writes down of two products, statistics of its queries."""
-    sizes = {"dquery": spec.size, "dkey": spec.size, "dvalue": spec.value_size}
-    owned = spec.kv_block if spec.by_key else spec.q_block
-    made = {f"{name}_sum": pltpu.VMEM((owned, padded(sizes[name])), jnp.float32) for name in results}
-    made |= chunks(met, spec)
-    columns = () if spec.by_key else ("shift_column", "delta_column")
-    return made | {name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in columns}
 
 
 def _float32(x: jax.Array) -> jax.ShapeDtypeStruct:

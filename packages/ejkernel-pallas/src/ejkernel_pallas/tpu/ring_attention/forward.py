@@ -10,17 +10,16 @@ from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.ring_schedule import Load, load_of, ring_of
-from ejkernel_pallas.tpu.ring_attention import softmax
-from ejkernel_pallas.tpu.ring_attention.launch import launch
+from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
+from ejkernel_pallas.tpu.ring_attention.softmax import RingForwardRefs, continue_softmax
 from ejkernel_pallas.tpu.tiled_attention import forward as tiles
 from ejkernel_pallas.tpu.tiled_attention.forward_kernel import scratch
-from ejkernel_pallas.tpu.tiled_attention.launch import apart
-from ejkernel_pallas.tpu.tiled_attention.operands import Operand, of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.operands import of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
-from ejkernel_pallas.tpu.tiled_attention.tile import Apart, visited
+from ejkernel_pallas.tpu.tiled_attention.tile import Distinct, visited
 from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
+from ejkernel_pallas.tpu.tiled_attention.visits import distinct_rows, key_visits, walk
 
 State = tuple[jax.Array, jax.Array]
 """Output and lse of the keys so far."""
@@ -53,16 +52,23 @@ def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, Softma
 
 
 def _attend(met: TiledAttention, spec: Spec, table: Any, state: State) -> State:
-    """The state with the keys of an encounter."""
+    """The state with the keys of a ring step."""
     results = states(state, spec)
+    distinct = distinct_rows(table)
     made = launch(
-        functools.partial(_kernel, spec=spec, apart=apart(table)),
-        table,
-        grid=(*met.query.shape[:3:2], table.shape[2]),
-        inputs=operands(met, spec) | {f"{name}_before": x for name, x in results.items()},
-        outputs=results,
-        scratch=scratch(spec, met.value.dtype),
-        name="ejkernel_ring_forward",
+        Call(
+            name="ejkernel_ring_forward",
+            kernel=functools.partial(_kernel, spec=spec, distinct=distinct),
+            refs=RingForwardRefs,
+            grid=(*met.query.shape[:3:2], table.shape[2]),
+            parallel=2,
+            tables={"table": table.reshape(-1)},
+            inputs=operands(met, spec) | {f"{name}_before": x for name, x in results.items()},
+            outputs=results,
+            scratch=scratch(spec, met.value.dtype),
+            where=functools.partial(walk, distinct=distinct),
+            aliases={f"{name}_before": name for name in results},
+        )
     )
     return unrows(made["output"], state[0].shape), made["lse"].reshape(state[1].shape)
 
@@ -72,5 +78,5 @@ def states(state: State, spec: Spec) -> dict[str, Operand]:
     return {"output": rows(state[0], spec.q_block), "lse": of_queries(state[1], spec)}
 
 
-def _kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
-    softmax.go_on(visited(table, apart), dict(zip(names, refs, strict=True)), spec)
+def _kernel(refs: RingForwardRefs, *, spec: Spec, distinct: Distinct) -> None:
+    continue_softmax(visited(refs.table, distinct), refs, spec)

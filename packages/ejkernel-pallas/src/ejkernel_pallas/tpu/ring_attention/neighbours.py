@@ -21,6 +21,7 @@ hears it: it is in the same kernel by then.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Refs = dict[str, Any]
-Work = Callable[[Any, Refs], None]
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+
+Arrays = dict[str, Ref]
+"""Arrays of a load, or of its cargo, by name."""
+Work = Callable[[Any, Arrays], None]
 BEFORE, BEHIND = 0, 1
 """Where the neighbours' indices are: of whom loads come from, and of whom they go to."""
 
@@ -41,7 +45,7 @@ class Lane:
     Attributes:
         axis_name: The mesh axis.
         names: The arrays; `<name>_slots` has the two slots of each.
-        kind: What they are, which their semaphores are named by.
+        kind: What they are, `"load"` or `"cargo"`, which their semaphores are named by.
     """
 
     axis_name: str
@@ -49,7 +53,7 @@ class Lane:
     kind: str
 
     def scratch(self) -> dict[str, Any]:
-        """The semaphores: of copies that go, of those that come by slot, of a free slot."""
+        """The semaphores: of sends, of receives by slot, of a free slot."""
         count = len(self.names)
         return {
             f"{self.kind}_sent": pltpu.SemaphoreType.DMA((count,)),
@@ -57,29 +61,62 @@ class Lane:
             f"{self.kind}_room": pltpu.SemaphoreType.REGULAR,
         }
 
-    def begin(self, refs: Refs) -> list[Any]:
-        """The copies of this device's own to slot 0."""
-        return [
-            pltpu.make_async_copy(refs[name], refs[f"{name}_slots"].at[0], refs[f"{self.kind}_sent"].at[n])
-            for n, name in enumerate(self.names)
-        ]
+    def take(self, named: dict[str, Any], neighbours: Ref) -> "LaneRefs":
+        """The refs of this lane, of which slots and semaphores are taken out of `named`."""
+        return LaneRefs(
+            lane=self,
+            neighbours=neighbours,
+            own=tuple(named[name] for name in self.names),
+            slots=tuple(named.pop(f"{name}_slots") for name in self.names),
+            sent=named.pop(f"{self.kind}_sent"),
+            arrived=named.pop(f"{self.kind}_arrived"),
+            room=named.pop(f"{self.kind}_room"),
+        )
 
-    def copies(self, places: Any, refs: Refs, slot: Any) -> list[Any]:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaneRefs:
+    """A lane in a kernel.
+
+    Attributes:
+        lane: What moves.
+        neighbours: int32 [2] in scalar memory, the indices along the axis of the two neighbours.
+        own: The device's own arrays, in HBM.
+        slots: Of each array [2, ...], in HBM.
+        sent: DMA semaphores of sends, one an array.
+        arrived: DMA semaphores of receives, [2, arrays].
+        room: Counts the free slots of the next device.
+    """
+
+    lane: Lane
+    neighbours: Ref
+    own: tuple[Ref, ...]
+    slots: tuple[Ref, ...]
+    sent: Ref
+    arrived: Ref
+    room: Ref
+
+    def begin(self) -> list[Any]:
+        """The copies of this device's own arrays to slot 0."""
+        pairs = enumerate(zip(self.own, self.slots, strict=True))
+        return [pltpu.make_async_copy(own, slots.at[0], self.sent.at[n]) for n, (own, slots) in pairs]
+
+    def copies(self, slot: Any) -> list[Any]:
         """The copies from a slot to the next device, or from the device before: they look alike."""
         return [
             pltpu.make_async_remote_copy(
-                src_ref=refs[f"{name}_slots"].at[slot],
-                dst_ref=refs[f"{name}_slots"].at[1 - slot],
-                send_sem=refs[f"{self.kind}_sent"].at[n],
-                recv_sem=refs[f"{self.kind}_arrived"].at[1 - slot, n],
-                device_id={self.axis_name: places[BEHIND]},
+                src_ref=slots.at[slot],
+                dst_ref=slots.at[1 - slot],
+                send_sem=self.sent.at[n],
+                recv_sem=self.arrived.at[1 - slot, n],
+                device_id={self.lane.axis_name: self.neighbours[BEHIND]},
             )
-            for n, name in enumerate(self.names)
+            for n, slots in enumerate(self.slots)
         ]
 
-    def at(self, refs: Refs, slot: Any) -> Refs:
+    def at(self, slot: Any) -> Arrays:
         """The arrays in a slot."""
-        return {name: refs[f"{name}_slots"].at[slot] for name in self.names}
+        return {name: slots.at[slot] for name, slots in zip(self.lane.names, self.slots, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,70 +133,71 @@ class Route:
     load: Lane
     cargo: Lane
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """What moves."""
-        return (self.load, self.cargo) if self.cargo.names else (self.load,)
+    def scratch(self) -> dict[str, Any]:
+        """The semaphores of all that moves."""
+        return self.load.scratch() | (self.cargo.scratch() if self.cargo.names else {})
 
-    def walk(self, places: Any, refs: Refs, work: Work, collect: Work) -> None:
+    def walk(self, load: LaneRefs, cargo: LaneRefs | None, work: Work, collect: Work) -> None:
         """Works on one load after another.
 
         Args:
-            places: int32 [2], the indices along the axis of the two neighbours.
-            refs: Arrays and slots of all lanes, and scratch memory.
+            load: The keys.
+            cargo: What is collected for them; None where nothing is.
             work: (number of the load, its arrays by name, the cargo's not among them) -> None.
             collect: Likewise with the cargo's, to add to.
         """
-        self._enter(places, refs)
+        self._enter([load] if cargo is None else [load, cargo])
 
         def step(number: Any, carry: None) -> None:
             slot = lax.rem(number, 2)
             more, later = number + 1 < self.count, number > 0
-            _when(later, lambda: [copy.wait_recv() for copy in self.load.copies(places, refs, 1 - slot)])
-            _when(later & more, lambda: make_room(self.load, places, refs))
-            _send(self.load, places, refs, slot, more, later)
-            here = self.load.at(refs, slot)
+            _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
+            _when(later & more, lambda: make_room(load))
+            _send(load, slot, more, later)
+            here = load.at(slot)
             work(number, here)
-            if self.cargo.names:
-                _when(later, lambda: _receive(self.cargo, places, refs, slot))
-                _when(later & more, lambda: make_room(self.cargo, places, refs))
-                collect(number, {**here, **self.cargo.at(refs, slot)})
-                _send(self.cargo, places, refs, slot, more, later)
-            _when(more, lambda: [copy.wait_send() for copy in self.load.copies(places, refs, slot)])
+            if cargo is not None:
+                _when(later, functools.partial(_receive, cargo, slot))
+                _when(later & more, functools.partial(make_room, cargo))
+                collect(number, {**here, **cargo.at(slot)})
+                _send(cargo, slot, more, later)
+            # The slot is written next by the device before: not while this device still sends from it.
+            _when(more, lambda: [copy.wait_send() for copy in load.copies(slot)])
 
         lax.fori_loop(0, self.count, step, None)
 
-    def _enter(self, places: Any, refs: Refs) -> None:
-        own = [copy for lane in self.lanes for copy in lane.begin(refs)]
+    def _enter(self, lanes: list[LaneRefs]) -> None:
+        """Copies the device's own arrays to slot 0, and waits until the device behind is in this kernel too."""
+        own = [copy for lane in lanes for copy in lane.begin()]
         for copy in own:
             copy.start()
         if self.count > 1:
             here = pltpu.get_barrier_semaphore()
-            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: places[BEFORE]})
+            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: lanes[0].neighbours[BEFORE]})
             pl.semaphore_wait(here, 1)
         for copy in own:
             copy.wait()
 
 
-def make_room(lane: Lane, places: Any, refs: Refs) -> None:
+def make_room(refs: LaneRefs) -> None:
     """Tells the device before this one that the slot is free which this one does not work on."""
-    pl.semaphore_signal(refs[f"{lane.kind}_room"], 1, device_id={lane.axis_name: places[BEFORE]})
+    pl.semaphore_signal(refs.room, 1, device_id={refs.lane.axis_name: refs.neighbours[BEFORE]})
 
 
-def await_room(lane: Lane, refs: Refs) -> None:
+def await_room(refs: LaneRefs) -> None:
     """Waits until the next device has a free slot."""
-    pl.semaphore_wait(refs[f"{lane.kind}_room"], 1)
+    pl.semaphore_wait(refs.room, 1)
 
 
-def _send(lane: Lane, places: Any, refs: Refs, slot: Any, more: Any, later: Any) -> None:
+def _send(refs: LaneRefs, slot: Any, more: Any, later: Any) -> None:
     """Starts the copies to the next device, once it has room."""
-    _when(later & more, lambda: await_room(lane, refs))
-    _when(more, lambda: [copy.start() for copy in lane.copies(places, refs, slot)])
+    _when(later & more, lambda: await_room(refs))
+    _when(more, lambda: [copy.start() for copy in refs.copies(slot)])
 
 
-def _receive(lane: Lane, places: Any, refs: Refs, slot: Any) -> None:
+def _receive(refs: LaneRefs, slot: Any) -> None:
     """Waits until the cargo before has been sent, whose slot is then free, and this one's has come."""
-    for copy in lane.copies(places, refs, 1 - slot):
+    for copy in refs.copies(1 - slot):
         copy.wait()
 
 

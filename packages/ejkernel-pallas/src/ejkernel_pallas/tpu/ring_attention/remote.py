@@ -14,21 +14,22 @@ from ejkernel.families.ring_attention import RingAttention
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.ring_schedule import load_of, ring_of
-from ejkernel_pallas.tpu.ring_attention import softmax
+from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
 from ejkernel_pallas.tpu.ring_attention.alone import (
-    collective,
-    launch_alone,
+    RemoteRefs,
+    in_hbm,
     neighbours,
+    remote_options,
     route_of,
     slots_of,
     tables,
 )
 from ejkernel_pallas.tpu.ring_attention.forward import State, states
-from ejkernel_pallas.tpu.ring_attention.launch import block_of
-from ejkernel_pallas.tpu.ring_attention.neighbours import Refs, Route
+from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
+from ejkernel_pallas.tpu.ring_attention.softmax import RingForwardRefs, continue_softmax
 from ejkernel_pallas.tpu.tiled_attention import forward_kernel
-from ejkernel_pallas.tpu.tiled_attention.operands import Operand, operands, unrows
+from ejkernel_pallas.tpu.tiled_attention.operands import operands, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_tile, key_visits, query_tile
@@ -62,23 +63,23 @@ def _leg(plan: Plan, spec: Spec, met: TiledAttention, state: State, hops: range)
     """The state with the loads of one direction, the first of which is met's."""
     visits, inputs, results = tables(plan, spec, met, hops, key_visits), operands(met, spec), states(state, spec)
     route = route_of(plan.ring, hops, inputs)
-    slots = slots_of(route.load, inputs)
-    scratch = forward_kernel.scratch(spec, met.value.dtype) | route.load.scratch()
-    names = (*inputs, *(f"{name}_before" for name in results), *results, *slots, *scratch)
-    arrays = [x.array for x in (*inputs.values(), *results.values())]
-    arrays = [visits.reshape(-1), neighbours(plan.ring, hops), *arrays]
-    shapes = [*(x.array for x in results.values()), *slots.values()]
+    scratch = forward_kernel.scratch(spec, met.value.dtype)
     work = _Work(spec=spec, inputs=inputs, results=results, visits=visits.shape)
-    made = launch_alone(
-        functools.partial(_kernel, names=names, route=route, work=work),
-        arrays,
-        shapes,
-        scratch,
-        {2 + len(inputs) + n: n for n in range(len(results))},
-        collective=collective(plan.ring, hops),
-        name="ejkernel_ring_forward_remote",
+    made = launch(
+        Call(
+            name="ejkernel_ring_forward_remote",
+            kernel=functools.partial(_kernel, route=route, work=work),
+            refs=functools.partial(RemoteRefs.of, route, tuple(scratch)),
+            tables={"table": visits.reshape(-1), "neighbours": neighbours(plan.ring, hops)},
+            inputs=in_hbm(inputs | {f"{name}_before": x for name, x in results.items()}),
+            outputs=in_hbm(results) | slots_of(route.load, inputs),
+            scratch=scratch | route.scratch(),
+            aliases={f"{name}_before": name for name in results},
+            pipelines=True,
+            options=remote_options(plan.ring, hops),
+        )
     )
-    return unrows(made[0], state[0].shape), made[1].reshape(state[1].shape)
+    return unrows(made["output"], state[0].shape), made["lse"].reshape(state[1].shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +98,13 @@ class _Work:
     results: dict[str, Operand]
     visits: tuple[int, ...]
 
-    def __call__(self, table: Any, refs: Refs, number: Any, load: Refs) -> None:
+    def __call__(self, refs: RemoteRefs, number: Any, load: Arrays) -> None:
         """Takes a load into the state, tile by tile, with the next tiles on their way."""
         (_, batched, _, steps), spec = self.visits, self.spec
         read = (*self.inputs, *(f"{name}_before" for name in self.results))
 
         def entry(b: Any, step: Any) -> Any:
-            return table[(number * batched + (b if batched > 1 else 0)) * steps + step]
+            return refs.table[(number * batched + (b if batched > 1 else 0)) * steps + step]
 
         def where(b: Any, h: Any, step: Any) -> Any:
             at = entry(b, step)
@@ -111,18 +112,19 @@ class _Work:
 
         def tile(*blocks: Any) -> None:
             named = dict(zip((*read, *self.results), blocks, strict=True))
-            softmax.go_on(entry(pl.program_id(0), pl.program_id(2)), {**refs, **named}, spec)
+            own = RingForwardRefs(table=refs.table, **named, **refs.scratch)
+            continue_softmax(entry(pl.program_id(0), pl.program_id(2)), own, spec)
 
         given = [*self.inputs.values(), *self.results.values()]
-        held = {**refs, **{f"{name}_before": refs[name] for name in self.results}, **load}
+        # Results are read where they are written: the tiles of a load add to those of the load before.
+        held = {**refs.arrays, **{f"{name}_before": refs.arrays[name] for name in self.results}, **load}
         pltpu.emit_pipeline(
             tile,
             grid=(self.results["lse"].array.shape[0], spec.heads, steps),
-            in_specs=[block_of(x, where) for x in given],
-            out_specs=[block_of(x, where) for x in self.results.values()],
+            in_specs=[x.spec(where) for x in given],
+            out_specs=[x.spec(where) for x in self.results.values()],
         )(*(held[name] for name in (*read, *self.results)))
 
 
-def _kernel(table: Any, places: Any, *refs: Any, names: tuple[str, ...], route: Route, work: _Work) -> None:
-    named = dict(zip(names, refs, strict=True))
-    route.walk(places, named, lambda number, load: work(table, named, number, load), lambda number, load: None)
+def _kernel(refs: RemoteRefs, *, route: Route, work: _Work) -> None:
+    route.walk(refs.load, None, lambda number, load: work(refs, number, load), lambda number, load: None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,27 +16,28 @@ from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import load_of, ring_of
+from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
 from ejkernel_pallas.tpu.ring_attention import backward as collectives
 from ejkernel_pallas.tpu.ring_attention.alone import (
-    collective,
-    launch_alone,
+    RemoteRefs,
+    in_hbm,
     neighbours,
+    remote_options,
     route_of,
     slots_of,
     tables,
 )
-from ejkernel_pallas.tpu.ring_attention.backward import Gradients, Rows, home, inputs_of, rows_of, scratch_of, striped
-from ejkernel_pallas.tpu.ring_attention.launch import block_of
-from ejkernel_pallas.tpu.ring_attention.neighbours import Refs, Route
+from ejkernel_pallas.tpu.ring_attention.backward import Gradients, Rows, home, inputs_of, rows_of, striped
+from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Plan
+from ejkernel_pallas.tpu.tiled_attention.backward import scratch
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import keys_kernel, queries_kernel
-from ejkernel_pallas.tpu.tiled_attention.operands import Operand, kv_rows, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.operands import kv_rows, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 from ejkernel_pallas.tpu.tiled_attention.tile import visited
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import LAST, key_tile, key_visits, query_tile, query_visits
-
-Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def backward(pullback: Pullback, params: BwdParams) -> Gradients:
@@ -76,6 +78,7 @@ class Side(NamedTuple):
         visits: Table of all loads, int32 [loads, B|1, 1, steps].
         start: Where it begins in the table of both.
         scratch: What the kernel keeps between tiles.
+        kernel: Called with the refs of a tile pair.
     """
 
     spec: Spec
@@ -84,10 +87,16 @@ class Side(NamedTuple):
     visits: Any
     start: int
     scratch: dict[str, Any]
+    kernel: Callable[..., None]
 
     @property
-    def apart(self) -> tuple[bool, bool]:
-        """Whether batch rows have visits of their own; heads have none."""
+    def prefix(self) -> str:
+        """Of the names of its scratch memory, among those of both sweeps."""
+        return "keys_" if self.spec.by_key else "queries_"
+
+    @property
+    def distinct(self) -> tuple[bool, bool]:
+        """Whether batch rows have tile pairs of their own; heads have none."""
         return self.visits.shape[1] > 1, False
 
     def page(self, table: Any, number: Any) -> Any:
@@ -112,13 +121,14 @@ def _sides(plan: Plan, met: TiledAttention, given: Rows, params: BwdParams, hops
     zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", met.query), ("k", met.key), ("v", met.value))}
     visits = tables(plan, spec, met, hops, key_visits)
     results = {"dquery": rows(zeros["q"], spec.q_block)}
-    queries = Side(spec, inputs_of(met, given, spec), results, visits, 0, scratch_of(met, spec, ("dquery",)))
+    kept = scratch(spec, tuple(results), met.query.dtype)
+    queries = Side(spec, inputs_of(met, given, spec), results, visits, 0, kept, queries_kernel)
     spec = plan.spec(met, by_key, by_key=True)
     results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
     after = visits.size
     visits = tables(plan, spec, met, hops, query_visits)
-    scratch = scratch_of(met, spec, ("dkey", "dvalue"))
-    return queries, Side(spec, inputs_of(met, given, spec), results, visits, after, scratch)
+    kept = scratch(spec, tuple(results), met.query.dtype)
+    return queries, Side(spec, inputs_of(met, given, spec), results, visits, after, kept, keys_kernel)
 
 
 def _leg(
@@ -131,81 +141,72 @@ def _leg(
     inputs, results = queries.inputs, queries.results | keys.results
     route = route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
     slots = slots_of(route.load, inputs) | slots_of(route.cargo, results)
-    scratch = {f"q {name}": x for name, x in queries.scratch.items()}
-    scratch |= {f"k {name}": x for name, x in keys.scratch.items()}
-    scratch |= route.load.scratch() | route.cargo.scratch()
-    names = (*inputs, "dquery_before", "dkey", "dvalue", "dquery", *slots, *scratch)
-    made = launch_alone(
-        functools.partial(_kernel, names=names, route=route, queries=queries, keys=keys),
-        [
-            jnp.concatenate([queries.visits.reshape(-1), keys.visits.reshape(-1)]),
-            neighbours(plan.ring, hops),
-            *(x.array for x in (*inputs.values(), *results.values())),
-        ],
-        [results["dquery"].array, *slots.values()],
-        scratch,
-        {2 + len(inputs): 0},
-        collective=collective(plan.ring, hops),
-        name="ejkernel_ring_backward_remote",
+    kept = {side.prefix + name: x for side in (queries, keys) for name, x in side.scratch.items()}
+    made = launch(
+        Call(
+            name="ejkernel_ring_backward_remote",
+            kernel=functools.partial(_kernel, route=route, queries=queries, keys=keys),
+            refs=functools.partial(RemoteRefs.of, route, tuple(kept)),
+            tables={
+                "table": jnp.concatenate([queries.visits.reshape(-1), keys.visits.reshape(-1)]),
+                "neighbours": neighbours(plan.ring, hops),
+            },
+            inputs=in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
+            outputs=in_hbm(queries.results) | slots,
+            scratch=kept | route.scratch(),
+            aliases={"dquery_before": "dquery"},
+            pipelines=True,
+            options=remote_options(plan.ring, hops),
+        )
     )
     last = (len(hops) - 1) % 2
-    cargo = (unrows(x[last], like.shape) for x, like in zip(made[-2:], (met.key, met.value), strict=True))
-    return unrows(made[0], met.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
+    pairs = (("dkey_slots", met.key), ("dvalue_slots", met.value))
+    cargo = (unrows(made[name][last], like.shape) for name, like in pairs)
+    return unrows(made["dquery"], met.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
 
 
-def _kernel(
-    table: Any, places: Any, *refs: Any, names: tuple[str, ...], route: Route, queries: Side, keys: Side
-) -> None:
-    named = dict(zip(names, refs, strict=True))
+def _kernel(refs: RemoteRefs, *, route: Route, queries: Side, keys: Side) -> None:
+    def work(number: Any, load: Arrays) -> None:
+        _sweep(queries, queries.page(refs.table, number), refs, load)
 
-    def work(number: Any, load: Refs) -> None:
-        _sweep(queries, queries.page(table, number), {**named, **load}, "q ", _queries)
+    def collect(number: Any, load: Arrays) -> None:
+        _sweep(keys, keys.page(refs.table, number), refs, load)
 
-    def collect(number: Any, load: Refs) -> None:
-        _sweep(keys, keys.page(table, number), {**named, **load}, "k ", _keys)
-
-    route.walk(places, named, work, collect)
+    route.walk(refs.load, refs.cargo, work, collect)
 
 
-def _sweep(side: Side, page: Page, refs: Refs, prefix: str, kernel: Any) -> None:
+def _sweep(side: Side, page: Page, refs: RemoteRefs, load: Arrays) -> None:
     """One pass over a load's tiles, with the next tiles on their way; adds to results where they lie."""
     spec, steps = side.spec, side.visits.shape[3]
     heads = (spec.heads // spec.group, steps, spec.group) if spec.by_key else (spec.heads, steps)
     read = (*side.inputs, *(f"{name}_before" for name in side.results))
-    scratch = {name: refs[prefix + name] for name in side.scratch}
+    scratch = {name: refs.scratch[side.prefix + name] for name in side.scratch}
 
     def where(b: Any, h: Any, step: Any, *member: Any) -> Any:
-        at = page[(b if side.apart[0] else 0) * steps + step]
+        at = page[(b if side.distinct[0] else 0) * steps + step]
         return b, h * spec.group + member[0] if member else h, query_tile(at), key_tile(at)
 
     def tile(*blocks: Any) -> None:
-        kernel(page, {**dict(zip((*read, *side.results), blocks, strict=True)), **scratch}, side)
+        named = dict(zip((*read, *side.results), blocks, strict=True))
+        before = {name: named.pop(f"{name}_before") for name in side.results}
+        side.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=side.distinct)
+        last = (visited(page, side.distinct) & LAST) != 0
+        _add_before(named, before, last & (pl.program_id(3) == spec.group - 1) if spec.by_key else last)
 
-    given = [*side.inputs.values(), *side.results.values()]
-    held = {**refs, **{f"{name}_before": refs[name] for name in side.results}}
+    given, held = [*side.inputs.values(), *side.results.values()], {**refs.arrays, **load}
+    held |= {f"{name}_before": held[name] for name in side.results}
     pltpu.emit_pipeline(
         tile,
         grid=(side.inputs["query"].array.shape[0], *heads),
-        in_specs=[block_of(x, where) for x in given],
-        out_specs=[block_of(x, where) for x in side.results.values()],
+        in_specs=[x.spec(where) for x in given],
+        out_specs=[x.spec(where) for x in side.results.values()],
     )(*(held[name] for name in (*read, *side.results)))
 
 
-def _queries(page: Page, refs: Refs, side: Side) -> None:
-    queries_kernel(page, *refs.values(), names=tuple(refs), spec=side.spec, apart=side.apart)
-    _add_before(refs, side, (visited(page, side.apart) & LAST) != 0)
-
-
-def _keys(page: Page, refs: Refs, side: Side) -> None:
-    keys_kernel(page, *refs.values(), names=tuple(refs), spec=side.spec, apart=side.apart)
-    last = (visited(page, side.apart) & LAST) != 0
-    _add_before(refs, side, last & (pl.program_id(3) == side.spec.group - 1))
-
-
-def _add_before(refs: Refs, side: Side, done: Any) -> None:
+def _add_before(named: Arrays, before: Arrays, done: Any) -> None:
     """Adds what earlier loads, or devices, found to what the kernel just wrote."""
 
     @pl.when(done)
     def _() -> None:
-        for name in side.results:
-            refs[name][...] += refs[f"{name}_before"][...]
+        for name, x in before.items():
+            named[name][...] += x[...]

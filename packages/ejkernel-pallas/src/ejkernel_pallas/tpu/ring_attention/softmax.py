@@ -1,26 +1,43 @@
-"""Online softmax that goes on where the keys before left it (Milakov & Gimelshein 2018, Liu, Zaharia & Abbeel 2023).
+"""Online softmax, continued from the keys before (Milakov & Gimelshein 2018, Liu, Zaharia & Abbeel 2023).
 
-Between loads of keys a row is its output and lse: a peak of lse, a total of 1 and the output as sum say the same.
+Between ring steps a row is its output and lse, which is the same softmax as row_max = lse, row_sum = 1, acc = output.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.tiled_attention.forward_kernel import fold, whole_total
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import column, widen
+from ejkernel_pallas.tpu.tiled_attention.forward_kernel import update_softmax, whole_row_sum
+from ejkernel_pallas.tpu.tiled_attention.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, Spec
-from ejkernel_pallas.tpu.tiled_attention.tile import Refs, column, visit, wide
+from ejkernel_pallas.tpu.tiled_attention.tile import visit
 from ejkernel_pallas.tpu.tiled_attention.visits import FIRST, LAST
 
 
-def go_on(entry: Any, refs: Refs, spec: Spec) -> None:
-    """One visit of a tile pair.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingForwardRefs(ForwardRefs):
+    """Those of the forward kernel, in float32, with the results of the keys before.
+
+    Attributes:
+        output_before: [block_q, Dv].
+        lse_before: [1, block_q].
+    """
+
+    output_before: Ref
+    lse_before: Ref
+
+
+def continue_softmax(entry: Any, refs: RingForwardRefs, spec: Spec) -> None:
+    """One tile pair.
 
     Args:
-        entry: The pair's place in the table of visits.
-        refs: By name blocks, with `output_before` and `lse_before` of the keys before, and scratch memory.
+        entry: Of the pair, in the table.
+        refs: Blocks and scratch memory.
         spec: The kernel's constants.
     """
 
@@ -28,27 +45,27 @@ def go_on(entry: Any, refs: Refs, spec: Spec) -> None:
     def _() -> None:
         _begin(refs, spec)
 
-    visit(entry, spec, lambda at: fold(refs, at))
+    visit(entry, spec, lambda at: update_softmax(refs, at))
 
     @pl.when((entry & LAST) != 0)
     def _() -> None:
         _finish(refs, spec)
 
 
-def _begin(refs: Refs, spec: Spec) -> None:
-    lse = column(refs["lse_before"][...])
+def _begin(refs: RingForwardRefs, spec: Spec) -> None:
+    lse = column(refs.lse_before[...])
     some = lse > -jnp.inf
-    if not spec.counted:  # the total is kept by lane, and one lane has it
+    if not spec.counted:  # row_sum has a partial sum in every lane; one lane gets the 1
         some = some & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0)
-    refs["peak"][...] = lse * LOG2E
-    refs["total"][...] = jnp.where(some, 1.0, 0.0)
-    refs["sum"][...] = refs["output_before"][...]
+    refs.row_max[...] = lse * LOG2E
+    refs.row_sum[...] = jnp.where(some, 1.0, 0.0)
+    refs.acc[...] = refs.output_before[...]
 
 
-def _finish(refs: Refs, spec: Spec) -> None:
-    refs["total"][...] = total = whole_total(refs, spec, slice(None))
-    some = total > 0.0
-    lse = (refs["peak"][...] + jnp.log2(jnp.where(some, total, 1.0))) * (1.0 / LOG2E)
-    refs["lse"][...] = jnp.where(some, lse, -jnp.inf).T[:1]
-    factor = 1.0 / jnp.where(refs["total"][...] > 0.0, refs["total"][...], 1.0)
-    refs["output"][...] = refs["sum"][...] * wide(factor, refs["sum"].shape[1])
+def _finish(refs: RingForwardRefs, spec: Spec) -> None:
+    refs.row_sum[...] = row_sum = whole_row_sum(refs, spec, slice(None))
+    some = row_sum > 0.0
+    lse = (refs.row_max[...] + jnp.log2(jnp.where(some, row_sum, 1.0))) * (1.0 / LOG2E)
+    refs.lse[...] = jnp.where(some, lse, -jnp.inf).T[:1]
+    factor = 1.0 / jnp.where(refs.row_sum[...] > 0.0, refs.row_sum[...], 1.0)
+    refs.output[...] = refs.acc[...] * widen(factor, refs.acc.shape[1])

@@ -5,8 +5,9 @@ from typing import Any
 
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention import tiles
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
 
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:

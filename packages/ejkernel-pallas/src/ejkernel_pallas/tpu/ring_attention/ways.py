@@ -11,10 +11,11 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.interpret import interpreting
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.ring_attention import backward as collectives_backward
 from ejkernel_pallas.tpu.ring_attention import forward as collectives
 from ejkernel_pallas.tpu.ring_attention import remote, remote_backward, tiles
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
 
 VISITS = 2**15
 """Pairs of tiles of 512 by 512, or what divides a part, of all loads of a call, that a table has room for."""

@@ -22,21 +22,15 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel
-from ejkernel_pallas.tpu.tiled_attention.launch import apart, launch, walk
-from ejkernel_pallas.tpu.tiled_attention.operands import (
-    Operand,
-    canonical,
-    kv_rows,
-    of_queries,
-    operands,
-    rows,
-    unrows,
-)
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, LOWEST, Blocks, Spec, make_spec, padded
-from ejkernel_pallas.tpu.tiled_attention.tile import notes, numbers
+from ejkernel_pallas.tpu.tiled_attention.operands import canonical, kv_rows, of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Blocks, Spec, make_spec, padded
+from ejkernel_pallas.tpu.tiled_attention.tile import double_buffer, dropout_scratch
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
+from ejkernel_pallas.tpu.tiled_attention.visits import distinct_rows, key_visits, query_visits, tile_kinds, walk
 
 Gradients = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]
@@ -89,45 +83,62 @@ def _inputs(record: TiledAttention, rows_of: Rows, spec: Spec) -> dict[str, Oper
     }
 
 
+def keys_call(name: str, table: Any, inputs: dict[str, Operand], dtypes: dict[str, Any], spec: Spec) -> Call:
+    """The kernel of the gradients of keys and values.
+
+    Args:
+        name: The kernel's.
+        table: Tile pairs by key tile, int32 [B|1, Hk|1, steps].
+        inputs: What it reads.
+        dtypes: Shape and dtype of each gradient that is wanted, `"dkey"` and `"dvalue"`.
+        spec: The kernel's constants.
+    """
+    distinct = distinct_rows(table)
+    batch, kv_heads = next(iter(dtypes.values())).shape[:3:2]
+    return Call(
+        name=name,
+        kernel=functools.partial(keys_kernel, spec=spec, distinct=distinct),
+        refs=BackwardRefs,
+        grid=(batch, kv_heads, table.shape[2], spec.group),
+        parallel=2,
+        tables={"table": table.reshape(-1)},
+        inputs=inputs,
+        outputs={field: kv_rows(x, spec) for field, x in dtypes.items()},
+        scratch=scratch(spec, tuple(dtypes), inputs["query"].array.dtype),
+        where=functools.partial(walk, distinct=distinct, group=spec.group),
+    )
+
+
+def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: Spec) -> Call:
+    """The kernel of the queries' gradient, of which `dquery` is shape and dtype; the others as of `keys_call`."""
+    distinct = distinct_rows(table)
+    return Call(
+        name=name,
+        kernel=functools.partial(queries_kernel, spec=spec, distinct=distinct),
+        refs=BackwardRefs,
+        grid=(*dquery.shape[:3:2], table.shape[2]),
+        parallel=2,
+        tables={"table": table.reshape(-1)},
+        inputs=inputs,
+        outputs={"dquery": rows(dquery, spec.q_block)},
+        scratch=scratch(spec, ("dquery",), inputs["query"].array.dtype),
+        where=functools.partial(walk, distinct=distinct),
+    )
+
+
 def _of_keys(record: TiledAttention, rows_of: Rows, spec: Spec, wanted: frozenset[str]) -> Gradients:
     fields = {name: getattr(record, name) for name in ("key", "value") if name in wanted}
-    table = query_visits(record, spec)
-    own = apart(table)
-
-    def where(b: Any, h: Any, step: Any, member: Any, table: Any) -> tuple[Any, Any, Any, Any]:
-        _, _, i, j = walk(b, h, step, table, apart=own)
-        return b, h * spec.group + member, i, j
-
-    made = launch(
-        functools.partial(keys_kernel, spec=spec, apart=own),
-        grid=(record.key.shape[0], record.key.shape[2], table.shape[2], spec.group),
-        table=table,
-        where=where,
-        inputs=_inputs(record, rows_of, spec),
-        outputs={f"d{name}": kv_rows(jax.ShapeDtypeStruct(x.shape, x.dtype), spec) for name, x in fields.items()},
-        scratch={
-            f"d{name}_sum": pltpu.VMEM((spec.kv_block, padded(x.shape[3])), jnp.float32) for name, x in fields.items()
-        }
-        | chunks(record, spec),
-        name="ejkernel_attention_backward_keys",
-    )
+    shapes = {f"d{name}": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in fields.items()}
+    inputs, table = _inputs(record, rows_of, spec), query_visits(record, spec)
+    made = launch(keys_call("ejkernel_attention_backward_keys", table, inputs, shapes, spec))
     return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
 
 
 def _of_queries(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
-    table, query = key_visits(record, spec), record.query
-    made = launch(
-        functools.partial(queries_kernel, spec=spec, apart=apart(table)),
-        grid=(query.shape[0], query.shape[2], table.shape[2]),
-        table=table,
-        where=functools.partial(walk, apart=apart(table)),
-        inputs=_inputs(record, rows_of, spec),
-        outputs={"dquery": rows(jax.ShapeDtypeStruct(query.shape, query.dtype), spec.q_block)},
-        scratch={"dquery_sum": pltpu.VMEM((spec.q_block, padded(query.shape[3])), jnp.float32)}
-        | _columns(spec)
-        | chunks(record, spec),
-        name="ejkernel_attention_backward_queries",
-    )
+    query = record.query
+    inputs, table = _inputs(record, rows_of, spec), key_visits(record, spec)
+    shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    made = launch(queries_call("ejkernel_attention_backward_queries", table, inputs, shape, spec))
     return unrows(made["dquery"], query.shape)
 
 
@@ -139,16 +150,20 @@ def _of_bias(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
     counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
     own = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
     parts = tuple(n // k for n, k in zip(counts, own, strict=True))
-    result, scratch = _bias_tiles(bias, spec)
+    result, acc = _bias_tiles(bias, spec)
     made = launch(
-        functools.partial(bias_kernel, spec=spec, tiles=kinds.shape),
-        grid=(*own, *parts),
-        table=kinds,
-        where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
-        inputs=_inputs(record, rows_of, spec),
-        outputs={"dbias": result},
-        scratch={"dbias_sum": pltpu.VMEM(scratch, jnp.float32)} | _columns(spec) | chunks(record, spec),
-        name="ejkernel_attention_backward_bias",
+        Call(
+            name="ejkernel_attention_backward_bias",
+            kernel=functools.partial(bias_kernel, spec=spec, tiles=kinds.shape),
+            refs=BackwardRefs,
+            grid=(*own, *parts),
+            parallel=2,
+            tables={"table": kinds.reshape(-1)},
+            inputs=_inputs(record, rows_of, spec),
+            outputs={"dbias": result},
+            scratch={"dbias_acc": pltpu.VMEM(acc, jnp.float32), **scratch(spec, (), record.query.dtype)},
+            where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
+        )
     )["dbias"]
     if bias.shape[3] == 1:  # as a row, of queries or, where it is one number, of keys
         made = made.sum(axis=3, keepdims=True) if bias.shape[2] == 1 else made.swapaxes(2, 3)
@@ -168,15 +183,22 @@ def _bias_tiles(bias: jax.Array, spec: Spec) -> tuple[Operand, tuple[int, int]]:
     return _owned(array, (1, spec.kv_block), bias, lambda i, j: (0, j if keys > 1 else 0)), (1, spec.kv_block)
 
 
-def _columns(spec: Spec) -> dict[str, Any]:
-    """Scratch memory for the statistics of queries."""
-    return {name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in ("shift_column", "delta_column")}
+def scratch(spec: Spec, results: tuple[str, ...], dtype: Any) -> dict[str, Any]:
+    """Scratch memory of a backward kernel; `dtype` is that of queries.
 
-
-def chunks(record: TiledAttention, spec: Spec) -> dict[str, Any]:
-    """Scratch memory for what is written down of chunks, and for dropout's numbers."""
-    shape = (spec.kv_chunk, spec.q_chunk) if spec.by_key else (spec.q_chunk, spec.kv_chunk)
-    return notes("weights", shape, jnp.float32) | notes("dscores", shape, record.query.dtype) | numbers(spec)
+    Accumulators of results, statistics of queries where scores have these in sublanes, and two products of chunks.
+    """
+    sizes = {"dquery": spec.size, "dkey": spec.size, "dvalue": spec.value_size}
+    owned = spec.kv_block if spec.by_key else spec.q_block
+    chunk = (spec.kv_chunk, spec.q_chunk) if spec.by_key else (spec.q_chunk, spec.kv_chunk)
+    columns = () if spec.by_key else ("shift_column", "delta_column")
+    return {
+        **{f"{name}_acc": pltpu.VMEM((owned, padded(sizes[name])), jnp.float32) for name in results},
+        **{name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in columns},
+        "weights": double_buffer(chunk, jnp.float32),
+        "dscores": double_buffer(chunk, dtype),
+        **dropout_scratch(spec),
+    }
 
 
 def _owned(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:

@@ -1,4 +1,17 @@
-"""The backward kernels: one owns key tiles, one query tiles, one tiles of the bias; all recompute the weights."""
+"""The backward kernels: one owns key tiles, one query tiles, one tiles of the bias; all recompute the weights.
+
+    for every tile pair of what the kernel owns:
+        query, key, value, cotangent ◄── next blocks, double buffered          blocks
+        for every chunk:
+            p  = exp2(q k^T - lse), masked ─────────────────────────────────►  weights[parity]
+            ds = p (cotangent v^T - delta), through the soft cap ───────────►  dscores[parity]
+            keys kernel:     dvalue_acc += p^T cotangent;  dkey_acc += ds^T query
+            queries kernel:  dquery_acc += ds key
+            bias kernel:     dbias_acc  += ds
+    after the last pair: accumulator, scaled ──► result
+
+In the keys kernel scores are [keys, queries], so p^T and ds^T are what the products read and nothing is transposed.
+"""
 
 import functools
 from typing import Any
@@ -7,183 +20,173 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import column, lane_groups, product, widen
+from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
+from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 from ejkernel_pallas.tpu.tiled_attention.tile import (
-    Apart,
     Chunk,
-    Refs,
+    Distinct,
     allowed,
-    column,
-    dropped,
-    hidden,
+    apply_mask,
+    drop,
     load_keys,
     load_queries,
-    note,
-    product,
     scores,
-    turn_numbers,
+    transpose_dropout_keys,
     visit,
     visited,
-    wide,
 )
 from ejkernel_pallas.tpu.tiled_attention.visits import FIRST, LAST
 
 
-def keys_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
-    """One visit of a query tile by a key tile: adds to the gradients of keys and values.
+def keys_kernel(refs: BackwardRefs, *, spec: Spec, distinct: Distinct) -> None:
+    """One tile pair of a key tile: adds to the gradients of keys and values.
 
     Args:
-        table: Visits by key tile, int32 [(B|1) * (Hk|1) * steps]; each is made once a head of the group.
-        refs: Blocks and scratch memory.
-        names: What each of them is; "dkey" and "dvalue" where they are wanted.
+        refs: Blocks and scratch memory, of `dkey` and `dvalue` those that are wanted; the table lists tile pairs by key
+            tile, int32 [(B|1) * (Hk|1) * steps], each for every head of the group.
         spec: The kernel's constants.
-        apart: Whether batch rows, and heads, have visits of their own.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
-    named = dict(zip(names, refs, strict=True))
-    entry, member = visited(table, apart), pl.program_id(3)
+    entry, member = visited(refs.table, distinct), pl.program_id(3)
     first = ((entry & FIRST) != 0) & (member == 0)
-    _clear(named, first)
+    _clear(refs, first)
 
     @pl.when(first)
     def _() -> None:
-        turn_numbers(named, spec)
+        transpose_dropout_keys(refs, spec)
 
-    visit(entry, spec, lambda at: _add_to_keys(named, at))
+    visit(entry, spec, lambda at: _add_to_keys(refs, at))
 
     @pl.when(((entry & LAST) != 0) & (member == spec.group - 1))
     def _() -> None:
-        if "dkey" in named:
-            named["dkey"][...] = (named["dkey_sum"][...] * spec.scale).astype(named["dkey"].dtype)
-        if "dvalue" in named:
-            named["dvalue"][...] = (named["dvalue_sum"][...] * spec.kept).astype(named["dvalue"].dtype)
+        if refs.dkey is not None:
+            refs.dkey[...] = (refs.dkey_acc[...] * spec.scale).astype(refs.dkey.dtype)
+        if refs.dvalue is not None:
+            refs.dvalue[...] = (refs.dvalue_acc[...] * spec.kept).astype(refs.dvalue.dtype)
 
 
-def queries_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
-    """One visit of a key tile by a query tile: adds to the gradient of the queries.
+def queries_kernel(refs: BackwardRefs, *, spec: Spec, distinct: Distinct) -> None:
+    """One tile pair of a query tile: adds to the gradient of the queries.
 
     Args:
-        table: Visits by query tile, int32 [(B|1) * (H|1) * steps].
-        refs: Blocks and scratch memory.
-        names: What each of them is.
+        refs: Blocks and scratch memory; the table lists tile pairs by query tile, int32 [(B|1) * (H|1) * steps].
         spec: The kernel's constants.
-        apart: Whether batch rows, and heads, have visits of their own.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
-    named = dict(zip(names, refs, strict=True))
-    entry = visited(table, apart)
-    _clear(named, (entry & FIRST) != 0)
+    entry = visited(refs.table, distinct)
+    _clear(refs, (entry & FIRST) != 0)
 
     @pl.when((entry & FIRST) != 0)
     def _() -> None:
-        _turn_statistics(named)
-        turn_numbers(named, spec)
+        _transpose_statistics(refs)
+        transpose_dropout_keys(refs, spec)
 
-    visit(entry, spec, lambda at: _add_to_queries(named, at))
+    visit(entry, spec, lambda at: _add_to_queries(refs, at))
 
     @pl.when((entry & LAST) != 0)
     def _() -> None:
-        named["dquery"][...] = (named["dquery_sum"][...] * spec.scale).astype(named["dquery"].dtype)
+        refs.dquery[...] = (refs.dquery_acc[...] * spec.scale).astype(refs.dquery.dtype)
 
 
-def bias_kernel(kinds: Any, *refs: Any, names: tuple[str, ...], spec: Spec, tiles: tuple[int, ...]) -> None:
+def bias_kernel(refs: BackwardRefs, *, spec: Spec, tiles: tuple[int, ...]) -> None:
     """One tile pair, as a part of the sum that a tile of the bias's gradient is.
 
     Args:
-        kinds: Flags of every tile pair, int32 [(B|1) * (H|1) * query tiles * key tiles].
-        refs: Blocks and scratch memory.
-        names: What each of them is.
+        refs: Blocks and scratch memory; the table has the flags of every tile pair, int32
+            [(B|1) * (H|1) * query tiles * key tiles].
         spec: The kernel's constants.
-        tiles: Batch rows and heads that `kinds` tells apart, and tiles of queries and of keys.
+        tiles: Batch rows and heads that the table distinguishes, and tiles of queries and of keys.
     """
-    named = dict(zip(names, refs, strict=True))
     b, h, i, j = (pl.program_id(axis) + pl.program_id(axis + 4) for axis in range(4))
     row = (b if tiles[0] > 1 else 0) * tiles[1] + (h if tiles[1] > 1 else 0)
-    kind = kinds[(row * tiles[2] + i) * tiles[3] + j]
+    kind = refs.table[(row * tiles[2] + i) * tiles[3] + j]
     parts = [pl.program_id(axis) for axis in range(4, 8)]
     start, end = jnp.bool_(True), jnp.bool_(True)
     for axis, part in enumerate(parts, 4):
         start, end = start & (part == 0), end & (part == pl.num_programs(axis) - 1)
-    _clear(named, start)
-    _turn_statistics(named)
-    turn_numbers(named, spec)
-    visit((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias(named, at))
+    _clear(refs, start)
+    _transpose_statistics(refs)
+    transpose_dropout_keys(refs, spec)
+    visit((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias(refs, at))
 
     @pl.when(end)
     def _() -> None:
-        total = named["dbias_sum"][...]
-        if "bias_of_queries" in named:
+        total = refs.dbias_acc[...]
+        if refs.bias_of_queries is not None:
             total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape).T[:1]
-        named["dbias"][...] = total
+        refs.dbias[...] = total
 
 
-def _clear(refs: Refs, when: jax.Array) -> None:
+def _clear(refs: BackwardRefs, when: jax.Array) -> None:
     @pl.when(when)
     def _() -> None:
-        for name, ref in refs.items():
-            if name.endswith("_sum"):
-                ref[...] = jnp.zeros_like(ref)
+        for ref in refs.accumulators:
+            ref[...] = jnp.zeros_like(ref)
 
 
-def _add_to_keys(refs: Refs, at: Chunk) -> None:
-    query, cotangent = load_queries(refs["query"], at), load_queries(refs["cotangent"], at)
-    slope, kept = _note_weights(refs, query, at)
-    if "dvalue" in refs:
-        chosen = dropped(note(refs, "weights", at)[...], refs, at).astype(cotangent.dtype)
-        refs["dvalue_sum"][at.k, :] += product(chosen, cotangent, (1, 0), at.spec)
-    if "dkey" in refs:
-        note(refs, "dscores", at)[...] = _score_gradient(refs, cotangent, slope, kept, at).astype(query.dtype)
-        refs["dkey_sum"][at.k, :] += product(note(refs, "dscores", at)[...], query, (1, 0), at.spec)
+def _add_to_keys(refs: BackwardRefs, at: Chunk) -> None:
+    query, cotangent = load_queries(refs.query, at), load_queries(refs.cotangent, at)
+    slope, kept = _recompute_weights(refs, query, at)
+    if refs.dvalue is not None:
+        chosen = drop(at.of(refs.weights)[...], refs, at).astype(cotangent.dtype)
+        refs.dvalue_acc[at.k, :] += product(chosen, cotangent, (1, 0), at.spec.precision)
+    if refs.dkey is not None:
+        at.of(refs.dscores)[...] = _score_gradient(refs, cotangent, slope, kept, at).astype(query.dtype)
+        refs.dkey_acc[at.k, :] += product(at.of(refs.dscores)[...], query, (1, 0), at.spec.precision)
 
 
-def _add_to_queries(refs: Refs, at: Chunk) -> None:
-    slope, kept = _note_weights(refs, refs["query"][at.q, :], at)
-    key = load_keys(refs["key"], at)
-    note(refs, "dscores", at)[...] = _score_gradient(refs, refs["cotangent"][at.q, :], slope, kept, at).astype(
-        key.dtype
-    )
-    refs["dquery_sum"][at.q, :] += product(note(refs, "dscores", at)[...], key, (1, 0), at.spec)
+def _add_to_queries(refs: BackwardRefs, at: Chunk) -> None:
+    slope, kept = _recompute_weights(refs, refs.query[at.q, :], at)
+    key = load_keys(refs.key, at)
+    at.of(refs.dscores)[...] = _score_gradient(refs, refs.cotangent[at.q, :], slope, kept, at).astype(key.dtype)
+    refs.dquery_acc[at.q, :] += product(at.of(refs.dscores)[...], key, (1, 0), at.spec.precision)
 
 
-def _add_to_bias(refs: Refs, at: Chunk) -> None:
-    cotangent = load_queries(refs["cotangent"], at)
-    slope, kept = _note_weights(refs, load_queries(refs["query"], at), at)
+def _add_to_bias(refs: BackwardRefs, at: Chunk) -> None:
+    cotangent = load_queries(refs.cotangent, at)
+    slope, kept = _recompute_weights(refs, load_queries(refs.query, at), at)
     dscores = _score_gradient(refs, cotangent, slope, kept, at)
-    if refs["dbias_sum"].shape == (at.spec.q_block, at.spec.kv_block):
-        refs["dbias_sum"][at.q, at.k] += dscores
-    elif "bias_of_keys" in refs:
-        refs["dbias_sum"][:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
+    if refs.dbias_acc.shape == (at.spec.q_block, at.spec.kv_block):
+        refs.dbias_acc[at.q, at.k] += dscores
+    elif refs.bias_of_keys is not None:
+        refs.dbias_acc[:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
     else:
-        by_lane = [dscores[:, lane : lane + LANES] for lane in range(0, at.keys, LANES)]
-        refs["dbias_sum"][at.q, :] += functools.reduce(jnp.add, by_lane)
+        by_lane = lane_groups(dscores)
+        refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, by_lane)
 
 
-def _note_weights(refs: Refs, query: jax.Array, at: Chunk) -> tuple[jax.Array | None, jax.Array | None]:
-    """Writes the softmax weights down; the slope of the soft cap, and which pairs attend where products need it."""
-    s, slope = scores(refs, load_keys(refs["key"], at), query, at)
-    weights = jnp.exp2(s - _statistic(refs, "shift", at))
-    note(refs, "weights", at)[...] = hidden(weights, 0.0, refs, at) if at.masked else weights
+def _recompute_weights(refs: BackwardRefs, query: jax.Array, at: Chunk) -> tuple[jax.Array | None, jax.Array | None]:
+    """Writes the weights to scratch; returns the soft cap's slope, and the mask where products need it."""
+    s, slope = scores(refs, load_keys(refs.key, at), query, at)
+    weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
+    at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.masked else weights
     return slope, allowed(refs, at) if at.masked and at.spec.ragged_queries else None
 
 
-def _score_gradient(refs: Refs, cotangent: jax.Array, slope: Any, kept: jax.Array | None, at: Chunk) -> jax.Array:
+def _score_gradient(
+    refs: BackwardRefs, cotangent: jax.Array, slope: Any, kept: jax.Array | None, at: Chunk
+) -> jax.Array:
     """Gradient of the scaled and biased scores."""
-    value = load_keys(refs["value"], at)
+    value = load_keys(refs.value, at)
     pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
-    dweights = dropped(product(*pair, (1, 1), at.spec), refs, at)
+    dweights = drop(product(*pair, (1, 1), at.spec.precision), refs, at)
     if at.spec.threshold is not None:
         dweights = dweights * at.spec.kept
-    dscores = note(refs, "weights", at)[...] * (dweights - _statistic(refs, "delta", at))
+    dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
     if slope is not None:
         dscores = dscores * slope
-    # Beyond the last query delta is whatever memory holds.
+    # Beyond the last query delta is whatever memory holds, NaN included.
     return dscores if kept is None else jnp.where(kept, dscores, 0.0)
 
 
-def _statistic(refs: Refs, name: str, at: Chunk) -> jax.Array:
-    """Of the chunk's queries, to be broadcast against scores."""
-    return refs[name][:, at.q] if at.spec.by_key else wide(refs[name + "_column"][at.q, :], at.keys)
+def _statistic(row: Ref, column: Ref, at: Chunk) -> jax.Array:
+    """A statistic of the chunk's queries, to be broadcast against scores."""
+    return row[:, at.q] if at.spec.by_key else widen(column[at.q, :], at.keys)
 
 
-def _turn_statistics(refs: Refs) -> None:
-    """Copies the statistics of queries, which come as rows, to where scores have their queries."""
-    for name in ("shift", "delta"):
-        refs[name + "_column"][...] = column(refs[name][...])
+def _transpose_statistics(refs: BackwardRefs) -> None:
+    """Copies the statistics of queries from lanes to sublanes, where scores have their queries."""
+    refs.shift_column[...] = column(refs.shift[...])
+    refs.delta_column[...] = column(refs.delta[...])

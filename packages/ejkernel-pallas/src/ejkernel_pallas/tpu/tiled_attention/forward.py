@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
+from ejkernel_pallas.tpu.mosaic.launch import Call, launch
 from ejkernel_pallas.tpu.tiled_attention.forward_kernel import forward_kernel, scratch
-from ejkernel_pallas.tpu.tiled_attention.launch import apart, launch, walk
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical, of_heads, of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
+from ejkernel_pallas.tpu.tiled_attention.visits import distinct_rows, key_visits, walk
 
 
 def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -40,14 +41,19 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         "lse": of_queries(jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32), spec),
     }
     table = key_visits(record, spec)
+    distinct = distinct_rows(table)
     made = launch(
-        functools.partial(forward_kernel, spec=spec, apart=apart(table)),
-        grid=(batch, heads, table.shape[2]),
-        table=table,
-        where=functools.partial(walk, apart=apart(table)),
-        inputs=inputs,
-        outputs=outputs,
-        scratch=scratch(spec, record.value.dtype),
-        name="ejkernel_attention_forward",
+        Call(
+            name="ejkernel_attention_forward",
+            kernel=functools.partial(forward_kernel, spec=spec, distinct=distinct),
+            refs=ForwardRefs,
+            grid=(batch, heads, table.shape[2]),
+            parallel=2,
+            tables={"table": table.reshape(-1)},
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch(spec, record.value.dtype),
+            where=functools.partial(walk, distinct=distinct),
+        )
     )
     return unrows(made["output"], shape), SoftmaxResiduals(lse=made["lse"].reshape(batch, heads, queries))

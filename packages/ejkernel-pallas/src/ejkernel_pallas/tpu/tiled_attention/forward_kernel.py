@@ -1,4 +1,14 @@
-"""The forward kernel: online softmax over key tiles (Milakov & Gimelshein 2018, Dao et al. 2022)."""
+"""The forward kernel: online softmax over key tiles (Milakov & Gimelshein 2018, Dao et al. 2022).
+
+for every tile pair of a query tile:                       VMEM                       unit
+    query, key, value ◄── next blocks, double buffered     blocks                     DMA
+    for every chunk:
+        s = q k^T, + bias, soft cap, mask ──────────────►  scores[parity]             MXU, VPU
+        m' = max(m, s); alpha = exp2(m - m') ───────────►  row_max, alpha             VPU
+        p = exp2(s - m') ───────────────────────────────►  weights[parity]            EUP
+        l = alpha l + sum(p); acc = alpha acc + p v ────►  row_sum, acc               VPU, MXU
+after the last pair: sink; output = acc / l; lse = m + log2(l)
+"""
 
 import functools
 import math
@@ -10,112 +20,105 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOG2E, LOWEST, Spec, padded
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, product, widen
+from ejkernel_pallas.tpu.tiled_attention.refs import ForwardRefs
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Spec, padded
 from ejkernel_pallas.tpu.tiled_attention.tile import (
-    SUBLANES,
-    Apart,
     Chunk,
-    Refs,
-    dropped,
-    hidden,
+    Distinct,
+    apply_mask,
+    double_buffer,
+    drop,
+    dropout_scratch,
     load_keys,
-    note,
-    notes,
-    numbers,
-    product,
     scores,
-    turn_numbers,
+    transpose_dropout_keys,
     visit,
     visited,
-    wide,
 )
 from ejkernel_pallas.tpu.tiled_attention.visits import FIRST, LAST
 
 FINISHED = 512
-"""Queries whose results are laid out one after another; a loop goes through more."""
+"""Queries whose results are written without a loop; more take a loop, whose code is smaller."""
 
 
 def scratch(spec: Spec, dtype: Any) -> dict[str, Any]:
-    """What a kernel keeps of the query tile that it works on, and of a product; `dtype` is that of values."""
+    """The kernel's scratch memory; `dtype` is that of values."""
     chunk = (spec.q_chunk, spec.kv_chunk)
     return {
-        **{name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in ("peak", "total", "fade")},
-        "sum": pltpu.VMEM((spec.q_block, padded(spec.value_size)), jnp.float32),
-        **notes("scores", chunk, jnp.float32),
-        **notes("weights", chunk, dtype),
-        **numbers(spec),
+        **{name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in ("row_max", "row_sum", "alpha")},
+        "acc": pltpu.VMEM((spec.q_block, padded(spec.value_size)), jnp.float32),
+        "scores": double_buffer(chunk, jnp.float32),
+        "weights": double_buffer(chunk, dtype),
+        **dropout_scratch(spec),
     }
 
 
-def forward_kernel(table: Any, *refs: Any, names: tuple[str, ...], spec: Spec, apart: Apart) -> None:
-    """One visit of a tile pair.
+def forward_kernel(refs: ForwardRefs, *, spec: Spec, distinct: Distinct) -> None:
+    """One tile pair.
 
     Args:
-        table: Visits, int32 [(B|1) * (H|1) * steps].
-        refs: Blocks and scratch memory.
-        names: What each of them is.
+        refs: Blocks and scratch memory; the table is int32 [(B|1) * (H|1) * steps].
         spec: The kernel's constants.
-        apart: Whether batch rows, and heads, have visits of their own.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
-    named = dict(zip(names, refs, strict=True))
-    entry = visited(table, apart)
+    entry = visited(refs.table, distinct)
 
     @pl.when((entry & FIRST) != 0)
     def _() -> None:
-        named["peak"][...] = jnp.full_like(named["peak"], -jnp.inf)
-        named["total"][...] = jnp.zeros_like(named["total"])
-        named["sum"][...] = jnp.zeros_like(named["sum"])
-        turn_numbers(named, spec)
+        refs.row_max[...] = jnp.full_like(refs.row_max, -jnp.inf)
+        refs.row_sum[...] = jnp.zeros_like(refs.row_sum)
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        transpose_dropout_keys(refs, spec)
 
-    visit(entry, spec, lambda at: fold(named, at))
+    visit(entry, spec, lambda at: update_softmax(refs, at))
 
     @pl.when((entry & LAST) != 0)
     def _() -> None:
-        _finish(named, spec)
+        _finish(refs, spec)
 
 
-def fold(refs: Refs, at: Chunk) -> None:
-    """Takes a chunk into the running softmax: its peak, in every lane; its total, by lane unless `counted`; its sum.
+def update_softmax(refs: ForwardRefs, at: Chunk) -> None:
+    """Updates the running softmax with a chunk: row_max, row_sum (a partial sum by lane unless `counted`) and acc.
 
-    Scores, weights and what fades are written down in between, where the compiler would else run out of registers.
+    Scores, weights and alpha go through scratch memory: in registers, of which there are too few, they would spill.
     """
     spec = at.spec
-    s, _ = scores(refs, load_keys(refs["key"], at), refs["query"][at.q, :], at)
+    s, _ = scores(refs, load_keys(refs.key, at), refs.query[at.q, :], at)
     if at.masked:
-        s = hidden(s, -jnp.inf, refs, at)
-    note(refs, "scores", at)[...] = s
-    before = refs["peak"][at.q, :]
-    highest = functools.reduce(jnp.maximum, _by_lane(s))
-    shift = peak = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
+        s = apply_mask(s, -jnp.inf, refs, at)
+    at.of(refs.scores)[...] = s
+    before = refs.row_max[at.q, :]
+    # First across groups of lanes, on the VPU; one reduction across lanes is left, on the XLU.
+    highest = functools.reduce(jnp.maximum, lane_groups(s))
+    shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
     if spec.biased or (at.masked and not spec.trapezoid):
         # Rows that have seen nothing yet: exp2(-inf - 0) = 0, not NaN. On a trapezoid every row sees the first key.
-        shift = jnp.where(peak == -jnp.inf, 0.0, peak)
-    refs["peak"][at.q, :] = peak
-    refs["fade"][at.q, :] = jnp.exp2(before - shift)
-    weights = jnp.exp2(note(refs, "scores", at)[...] - wide(shift, at.keys))
+        shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+    refs.row_max[at.q, :] = row_max
+    refs.alpha[at.q, :] = jnp.exp2(before - shift)
+    weights = jnp.exp2(at.of(refs.scores)[...] - widen(shift, at.keys))
     if not spec.counted:
-        _add(refs, "total", functools.reduce(jnp.add, _by_lane(weights)), at)
-    note(refs, "weights", at)[...] = dropped(weights, refs, at).astype(refs["weights_0"].dtype)
-    value = load_keys(refs["value"], at)
+        _accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
+    at.of(refs.weights)[...] = drop(weights, refs, at).astype(refs.weights[0].dtype)
+    value = load_keys(refs.value, at)
+    # Columns of ones beside the values: the matrix unit sums the weights in outputs that are idle anyway.
     if spec.counted:
         value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
-    found = product(note(refs, "weights", at)[...], value, (1, 0), spec)
+    found = product(at.of(refs.weights)[...], value, (1, 0), spec.precision)
     if spec.counted:
-        found, total = jnp.split(found, 2, axis=1)
-        _add(refs, "total", total, at)
-    _add(refs, "sum", found, at)
+        found, row_sum = jnp.split(found, 2, axis=1)
+        _accumulate(refs.row_sum, row_sum, refs, at)
+    _accumulate(refs.acc, found, refs, at)
 
 
-def _add(refs: Refs, name: str, found: jax.Array, at: Chunk) -> None:
-    """Adds to what has faded of a sum."""
-    refs[name][at.q, :] = wide(refs["fade"][at.q, :], found.shape[1]) * refs[name][at.q, :] + found
+def _accumulate(ref: Ref, found: jax.Array, refs: ForwardRefs, at: Chunk) -> None:
+    """Rescales a running sum and adds to it."""
+    ref[at.q, :] = widen(refs.alpha[at.q, :], found.shape[1]) * ref[at.q, :] + found
 
 
-def _by_lane(x: jax.Array) -> list[jax.Array]:
-    return [x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)]
-
-
-def _finish(refs: Refs, spec: Spec) -> None:
+def _finish(refs: ForwardRefs, spec: Spec) -> None:
     """Writes the output and lse of a query tile."""
     step = math.gcd(spec.q_block, FINISHED)
 
@@ -126,34 +129,25 @@ def _finish(refs: Refs, spec: Spec) -> None:
     lax.fori_loop(0, spec.q_block // step, some, None)
 
 
-def _write(refs: Refs, spec: Spec, q: Any) -> None:
+def _write(refs: ForwardRefs, spec: Spec, q: Any) -> None:
     """Writes the results of 128 queries. The sink joins here, once."""
-    peak, total, factor = refs["peak"][q, :], whole_total(refs, spec, q), spec.kept
-    if "sinks" in refs:
-        sink, before = refs["sinks"][...] * LOG2E, peak
-        peak = jnp.maximum(before, sink)
-        shift = jnp.where(peak == -jnp.inf, 0.0, peak)
-        fade = jnp.exp2(before - shift)
-        total, factor = total * fade + jnp.exp2(sink - shift), factor * fade
-    output = refs["sum"][q, :] * wide(factor / jnp.where(total > 0.0, total, 1.0), refs["sum"].shape[1])
-    refs["output"][q, :] = output.astype(refs["output"].dtype)
-    peak, total = as_row(peak), as_row(total)
-    lse = (peak + jnp.log2(jnp.where(total > 0.0, total, 1.0))) * (1.0 / LOG2E)
+    row_max, row_sum, factor = refs.row_max[q, :], whole_row_sum(refs, spec, q), spec.kept
+    if refs.sinks is not None:
+        sink, before = refs.sinks[...] * LOG2E, row_max
+        row_max = jnp.maximum(before, sink)
+        shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+        alpha = jnp.exp2(before - shift)
+        row_sum, factor = row_sum * alpha + jnp.exp2(sink - shift), factor * alpha
+    output = refs.acc[q, :] * widen(factor / jnp.where(row_sum > 0.0, row_sum, 1.0), refs.acc.shape[1])
+    refs.output[q, :] = output.astype(refs.output.dtype)
+    row_max, row_sum = lane_row(row_max), lane_row(row_sum)
+    lse = (row_max + jnp.log2(jnp.where(row_sum > 0.0, row_sum, 1.0))) * (1.0 / LOG2E)
     if spec.biased:
-        lse = jnp.where(peak == LOWEST, jnp.finfo(jnp.float32).min, lse)
-    refs["lse"][:, q] = jnp.where(total > 0.0, lse, -jnp.inf)
+        lse = jnp.where(row_max == LOWEST, jnp.finfo(jnp.float32).min, lse)
+    refs.lse[:, q] = jnp.where(row_sum > 0.0, lse, -jnp.inf)
 
 
-def whole_total(refs: Refs, spec: Spec, q: Any) -> jax.Array:
-    """The total of some queries in every lane."""
-    total = refs["total"][q, :]
-    return total if spec.counted else jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape)
-
-
-def as_row(x: jax.Array) -> jax.Array:
-    """[128, 128], the same in every lane, as [1, 128], without the unit that transposes and is slow at it."""
-    sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1))
-    folded = x[:SUBLANES]
-    for row in range(SUBLANES, LANES, SUBLANES):
-        folded = jnp.where(lane >= row, x[row : row + SUBLANES], folded)
-    return jnp.sum(jnp.where(lane % SUBLANES == sublane, folded, 0.0), axis=0, keepdims=True)
+def whole_row_sum(refs: ForwardRefs, spec: Spec, q: Any) -> jax.Array:
+    """The row sums of some queries, in every lane."""
+    row_sum = refs.row_sum[q, :]
+    return row_sum if spec.counted else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_sum.shape)

@@ -1,7 +1,9 @@
-"""A record's arrays as the kernels read them: which layout each has, and which block of it a grid step needs."""
+"""A record's arrays as the kernels read them: which layout each has, and which block of it a grid step needs.
+
+Index maps read the coordinates (batch row, query head, query tile, key tile).
+"""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,30 +13,10 @@ from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
 from ejkernel.planning.tile_pairs import padding_as_segments
+from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.patterns import Drawn, drawn
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Spec, padded
-
-Index = tuple[Any, ...]
-Where = Callable[..., tuple[Any, Any, Any, Any]]
-"""From the indices of a grid step, tables included, to batch row, query head, query tile and key tile."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """One array of a kernel.
-
-    Attributes:
-        array: What is passed, or for results its shape and dtype.
-        block: Shape of a block; None drops an axis.
-        index: From (batch row, query head, query tile, key tile) to the block's place; then from `table` where there
-            is one.
-        table: int32 vector that `index` reads.
-    """
-
-    array: Any
-    block: tuple[int | None, ...]
-    index: Callable[..., Index]
-    table: Any = None
+from ejkernel_pallas.tpu.tiled_attention.spec import Spec, padded
 
 
 def canonical(record: TiledAttention) -> TiledAttention:
@@ -55,7 +37,7 @@ def canonical(record: TiledAttention) -> TiledAttention:
 
 
 def operands(record: TiledAttention, spec: Spec) -> dict[str, Operand]:
-    """The arrays of a record that is canonical, by the names under which the kernels know them."""
+    """The arrays of a canonical record, by the names of `TileRefs`."""
     made = {
         "query": rows(record.query, spec.q_block),
         "key": kv_rows(record.key, spec),

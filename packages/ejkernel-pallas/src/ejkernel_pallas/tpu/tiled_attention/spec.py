@@ -16,9 +16,9 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_wide
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 LOG2E = math.log2(math.e)
-LANES = 128
 LOWEST = -3e38
 """The least score as a power of two: what a bias hides by the least number there is must stay finite."""
 

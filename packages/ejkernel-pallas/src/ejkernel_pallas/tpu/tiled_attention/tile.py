@@ -1,4 +1,13 @@
-"""What all kernels do with a chunk of a tile: scores, which of them count, and dropout."""
+"""What all kernels do with a chunk of a tile: scores, masks and dropout.
+
+tile pair (block_q x block_kv)          one chunk = one product
++-------+-------+-------+               buffer 0   buffer 1
+| c0    | c1    | c2    |  q_chunk      c0         c1
++-------+-------+-------+               c2         c3      ...
+| c3    | c4    | c5    |               chunks alternate between two buffers, so that the compiler can
++-------+-------+-------+               overlap the product of one with the softmax of the other
+ kv_chunk
+"""
 
 import math
 from collections.abc import Callable
@@ -10,16 +19,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, LOWEST, Spec
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, column, product, widen
+from ejkernel_pallas.tpu.tiled_attention.refs import TileRefs
+from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, Spec
 from ejkernel_pallas.tpu.tiled_attention.visits import MASKED, WORK, entry_at, key_tile, query_tile
 
-Refs = dict[str, Any]
-Apart = tuple[bool, bool]
+Distinct = tuple[bool, bool]
+"""Whether batch rows, and heads, have tile pairs of their own."""
 DIAGONAL = 256
 """The most queries, and keys, of a product on the diagonal of a query tile, so that little lies beyond it."""
 UNROLLED = 2**20
 """Pairs of a tile whose products are laid out one after another; of larger tiles a loop goes through the queries."""
-SUBLANES = 8
 
 
 class Chunk(NamedTuple):
@@ -33,7 +44,7 @@ class Chunk(NamedTuple):
         keys: How many.
         masked: Whether some pair may not attend.
         spec: The kernel's constants.
-        turn: 0 or 1 in turns, so that what is kept of a chunk does not wait for the chunk before.
+        parity: 0 or 1, which of two scratch buffers is the chunk's.
     """
 
     entry: Any
@@ -43,7 +54,7 @@ class Chunk(NamedTuple):
     keys: int
     masked: bool
     spec: Spec
-    turn: int = 0
+    parity: int = 0
 
     @property
     def q(self) -> Any:
@@ -60,11 +71,15 @@ class Chunk(NamedTuple):
         """Of the scores."""
         return (self.keys, self.queries) if self.spec.by_key else (self.queries, self.keys)
 
+    def of(self, buffers: tuple[Ref, Ref]) -> Ref:
+        """The chunk's part of a scratch double buffer."""
+        return buffers[self.parity].at[: self.shape[0], : self.shape[1]]
 
-def visited(table: Any, apart: Apart) -> Any:
+
+def visited(table: Any, distinct: Distinct) -> Any:
     """The entry of the step that a kernel is at, whose grid is (batch rows, heads, visits, ...)."""
     b, h, step = (pl.program_id(axis) for axis in range(3))
-    return entry_at(table, apart, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
+    return entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
 
 
 def visit(entry: Any, spec: Spec, work: Callable[[Chunk], None]) -> None:
@@ -81,12 +96,12 @@ def visit(entry: Any, spec: Spec, work: Callable[[Chunk], None]) -> None:
             for at in _chunks(entry, spec, (spec.q_block, spec.kv_block), masked=True):
                 work(at)
     else:
-        # Entries are positive: this never runs. What scratch memory is for one block of code alone, the compiler
-        # dissolves into registers, which it has not, and spills.
+        # Entries are positive: this never runs. The compiler keeps scratch memory that only one block of code uses in
+        # registers, of which there are too few, and spills.
         @pl.when(entry < 0)
         def _() -> None:
-            for turn in (0, 1):
-                work(Chunk(entry, 0, LANES, 0, LANES, False, spec, turn))
+            for parity in (0, 1):
+                work(Chunk(entry, 0, LANES, 0, LANES, False, spec, parity))
 
 
 def _visit_unmasked(entry: Any, spec: Spec, work: Callable[[Chunk], None]) -> None:
@@ -118,7 +133,7 @@ def _chunks(entry: Any, spec: Spec, part: tuple[int, int], masked: bool) -> list
     ]
     if cut:
         found = [_cut(at) for at in found if at.key < at.query + at.queries]
-    return [at._replace(turn=n % 2) for n, at in enumerate(found)]
+    return [at._replace(parity=n % 2) for n, at in enumerate(found)]
 
 
 def _cut(at: Chunk) -> Chunk:
@@ -130,19 +145,12 @@ def _cut(at: Chunk) -> Chunk:
     return at._replace(query=at.query + skipped, queries=at.queries - skipped)
 
 
-def product(a: jax.Array, b: jax.Array, contract: tuple[int, int], spec: Spec) -> jax.Array:
-    """Product of two matrices over one axis of each, in float32."""
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=spec.precision, preferred_element_type=jnp.float32)
-
-
 def load_keys(ref: Any, at: Chunk) -> jax.Array:
     """The chunk's rows of keys or values, 0 beyond the last key."""
     x = ref[at.k, :]
     if not (at.masked and at.spec.ragged_keys):
         return x
-    index = key_tile(at.entry) * at.spec.kv_block + at.key + lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    return jnp.where(index < at.spec.keys, x, jnp.zeros_like(x))
+    return _zero_from(x, key_tile(at.entry) * at.spec.kv_block + at.key, at.spec.keys)
 
 
 def load_queries(ref: Any, at: Chunk) -> jax.Array:
@@ -150,18 +158,24 @@ def load_queries(ref: Any, at: Chunk) -> jax.Array:
     x = ref[at.q, :]
     if not (at.masked and at.spec.ragged_queries):
         return x
-    index = query_tile(at.entry) * at.spec.q_block + at.query + lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    return jnp.where(index < at.spec.queries, x, jnp.zeros_like(x))
+    return _zero_from(x, query_tile(at.entry) * at.spec.q_block + at.query, at.spec.queries)
 
 
-def scores(refs: Refs, key: jax.Array, query: jax.Array, at: Chunk) -> tuple[jax.Array, jax.Array | None]:
+def _zero_from(x: jax.Array, first: Any, end: int) -> jax.Array:
+    """Rows from `first` on, with 0 from `end` on: memory beyond an array holds anything, NaN included."""
+    index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where(index < end, x, jnp.zeros_like(x))
+
+
+def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: Chunk) -> tuple[jax.Array, jax.Array | None]:
     """Scores in powers of two before masking, and the slope of the soft cap."""
     spec, slope = at.spec, None
-    s = product(key, query, (1, 1), spec) if spec.by_key else product(query, key, (1, 1), spec)
+    pair = (key, query) if spec.by_key else (query, key)
+    s = product(*pair, (1, 1), spec.precision)
     if spec.plain:
         return s * spec.factor, None
     s = s * spec.scale
-    bias = _pairs(refs, "bias", at)
+    bias = _of_pairs(refs.bias, refs.bias_of_queries, refs.bias_of_keys, at)
     if bias is not None:
         s = s + bias
     if spec.cap is not None:
@@ -172,16 +186,16 @@ def scores(refs: Refs, key: jax.Array, query: jax.Array, at: Chunk) -> tuple[jax
     return s * spec.factor, slope
 
 
-def allowed(refs: Refs, at: Chunk) -> jax.Array:
+def allowed(refs: TileRefs, at: Chunk) -> jax.Array:
     """Which pairs of a masked chunk attend."""
     spec, conditions = at.spec, []
     if spec.left is not None or spec.right is not None:
         conditions += _in_band(refs, at)
-    if "q_ids" in refs:
-        q_ids, k_ids = of_query(refs["q_ids"], at), of_key(refs["k_ids"], at)
+    if refs.q_ids is not None:
+        q_ids, k_ids = of_query(refs.q_ids, at), of_key(refs.k_ids, at)
         conditions += [q_ids == k_ids, q_ids >= 0]
-    for name in ("mask", "pattern"):
-        mask = _pairs(refs, name, at)
+    for rectangle, queries, keys in ((refs.mask, refs.mask_of_queries, refs.mask_of_keys), (refs.pattern, None, None)):
+        mask = _of_pairs(rectangle, queries, keys, at)
         if mask is not None:
             conditions.append(mask != 0.0)
     if spec.ragged_keys:
@@ -194,8 +208,8 @@ def allowed(refs: Refs, at: Chunk) -> jax.Array:
     return kept
 
 
-def hidden(x: jax.Array, instead: float, refs: Refs, at: Chunk) -> jax.Array:
-    """What a masked chunk has of every pair, with another number where pairs do not attend."""
+def apply_mask(x: jax.Array, instead: float, refs: TileRefs, at: Chunk) -> jax.Array:
+    """Scores or weights of a masked chunk, with another number where pairs do not attend."""
     late = at.key + at.keys - at.query
     if not (at.spec.trapezoid and at.spec.by_columns and late < at.queries):
         return jnp.where(allowed(refs, at), x, instead)
@@ -204,74 +218,59 @@ def hidden(x: jax.Array, instead: float, refs: Refs, at: Chunk) -> jax.Array:
     return jnp.concatenate([jnp.where(allowed(refs, at._replace(queries=late)), first, instead), rest], axis=axis)
 
 
-def notes(name: str, shape: tuple[int, int], dtype: Any) -> dict[str, Any]:
-    """Scratch memory for what is written down of chunks because registers would not hold it: an array for each turn.
+def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
+    """Scratch memory for scores or weights of chunks, which registers would not hold: two arrays that alternate.
 
-    In one array for both, the compiler would have what is written of a chunk wait for what is read of the one before.
+    Two, and not one of twice the size: in one array the writes of a chunk would wait for the reads of the one before.
     """
-    return {f"{name}_{turn}": pltpu.VMEM(shape, dtype) for turn in (0, 1)}
+    return pltpu.VMEM(shape, dtype), pltpu.VMEM(shape, dtype)
 
 
-def note(refs: Refs, name: str, at: Chunk) -> Any:
-    """Where scratch memory has what is written down of a chunk."""
-    return refs[f"{name}_{at.turn}"].at[: at.shape[0], : at.shape[1]]
-
-
-def numbers(spec: Spec) -> dict[str, Any]:
-    """Scratch memory for dropout's numbers of what a kernel owns, where scores have it."""
+def dropout_scratch(spec: Spec) -> dict[str, Any]:
+    """Scratch memory for dropout's hash keys of what a kernel owns."""
     owned = spec.kv_block if spec.by_key else spec.q_block
-    return {} if spec.threshold is None else {"drawn": pltpu.VMEM((owned, LANES), jnp.int32)}
+    return {} if spec.threshold is None else {"dropout_column": pltpu.VMEM((owned, LANES), jnp.int32)}
 
 
-def turn_numbers(refs: Refs, spec: Spec) -> None:
-    """Copies dropout's numbers of what a kernel owns, which come as a row, to where scores have it."""
+def transpose_dropout_keys(refs: TileRefs, spec: Spec) -> None:
+    """Copies dropout's hash keys of what a kernel owns from lanes to sublanes, where scores have it."""
     if spec.threshold is not None:
-        refs["drawn"][...] = column(refs["column_keys" if spec.by_key else "row_keys"][...])
+        refs.dropout_column[...] = column((refs.column_keys if spec.by_key else refs.row_keys)[...])
 
 
-def dropped(x: jax.Array, refs: Refs, at: Chunk) -> jax.Array:
-    """x with 0 where dropout drops; what is kept is not scaled."""
+def drop(x: jax.Array, refs: TileRefs, at: Chunk) -> jax.Array:
+    """x with 0 where dropout drops; kept elements are not scaled."""
     if at.spec.threshold is None:
         return x
-    owned, met = (at.k, refs["row_keys"][:, at.q]) if at.spec.by_key else (at.q, refs["column_keys"][:, at.k])
-    drawn = wide(refs["drawn"][owned, :], at.shape[1]) * met
+    owned, across = (at.k, refs.row_keys[:, at.q]) if at.spec.by_key else (at.q, refs.column_keys[:, at.k])
+    drawn = widen(refs.dropout_column[owned, :], at.shape[1]) * across
     # Unsigned comparison in signed arithmetic: both sides with their top bit flipped, the products by their columns.
     return jnp.where(drawn >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
 
 
 def of_query(ref: Any, at: Chunk) -> jax.Array:
-    """What a row [1, queries of the tile] says of the chunk's queries, to be broadcast against scores."""
+    """A row [1, block_q]: the chunk's part, to be broadcast against scores."""
     row = _row(ref, at.q)
-    return row if at.spec.by_key else wide(column(row), at.keys)
+    return row if at.spec.by_key else widen(column(row), at.keys)
 
 
 def of_key(ref: Any, at: Chunk) -> jax.Array:
-    """What a row [1, keys of the tile] says of the chunk's keys, to be broadcast against scores."""
+    """A row [1, block_kv]: the chunk's part, to be broadcast against scores."""
     row = _row(ref, at.k)
-    return wide(column(row), at.queries) if at.spec.by_key else row
+    return widen(column(row), at.queries) if at.spec.by_key else row
 
 
 def _row(ref: Any, part: slice) -> jax.Array:
-    """A part of a row, in 32 bits: what there is less of cannot be broadcast and transposed everywhere."""
+    """A part of a row, in 32 bits: not every chip broadcasts and transposes narrower types."""
     row = ref[:, part]
     return row if row.dtype.itemsize == 4 else row.astype(jnp.float32)
 
 
-def column(row: jax.Array) -> jax.Array:
-    """[1, n] as [n, 128], the same in every lane."""
-    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
-
-
-def wide(x: jax.Array, width: int) -> jax.Array:
-    """[n, 128], the same in every lane, as [n, width]."""
-    return jnp.concatenate([x] * (width // LANES), axis=1)
-
-
-def _in_band(refs: Refs, at: Chunk) -> list[jax.Array]:
+def _in_band(refs: TileRefs, at: Chunk) -> list[jax.Array]:
     spec = at.spec
-    if "q_positions" in refs or "k_positions" in refs:
-        q = of_query(refs["q_positions"], at) if "q_positions" in refs else _query_index(at)
-        k = of_key(refs["k_positions"], at) if "k_positions" in refs else _key_index(at)
+    if refs.q_positions is not None or refs.k_positions is not None:
+        q = _query_index(at) if refs.q_positions is None else of_query(refs.q_positions, at)
+        k = _key_index(at) if refs.k_positions is None else of_key(refs.k_positions, at)
         sides = [] if spec.left is None else [k - q >= -spec.left]
         return sides if spec.right is None else [*sides, k - q <= spec.right]
     sides = [] if spec.left is None else [_by_distance(at, jnp.greater_equal, -spec.left)]
@@ -281,8 +280,8 @@ def _in_band(refs: Refs, at: Chunk) -> list[jax.Array]:
 def _by_distance(at: Chunk, compare: Callable[[Any, Any], jax.Array], bound: int) -> jax.Array:
     """How key minus query compares with a bound for every pair, register by register.
 
-    All registers are the first but for a number, which is taken from the bound. Where the first is, only a table says:
-    so none is the same as in another chunk, and the compiler does not keep them in registers that it has not.
+    Every register is the first one plus a constant, which is moved to the bound. The first one depends on the table,
+    so no two chunks share a mask, and the compiler does not keep masks in registers from one chunk to the next.
     """
     spec, sign = at.spec, 1 if at.spec.by_key else -1
     corner = key_tile(at.entry) * spec.kv_block + at.key - query_tile(at.entry) * spec.q_block - at.query
@@ -295,14 +294,14 @@ def _by_distance(at: Chunk, compare: Callable[[Any, Any], jax.Array], bound: int
     return jnp.concatenate(rows, axis=0)
 
 
-def _pairs(refs: Refs, name: str, at: Chunk) -> jax.Array | None:
-    """What is known of the chunk's pairs, in float32, to be broadcast against scores."""
-    if name in refs:
-        x = refs[name][at.q, at.k].astype(jnp.float32)
+def _of_pairs(rectangle: Ref, queries: Ref, keys: Ref, at: Chunk) -> jax.Array | None:
+    """A bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None without."""
+    if rectangle is not None:
+        x = rectangle[at.q, at.k].astype(jnp.float32)
         return x.T if at.spec.by_key else x
-    if name + "_of_queries" in refs:
-        return of_query(refs[name + "_of_queries"], at)
-    return of_key(refs[name + "_of_keys"], at) if name + "_of_keys" in refs else None
+    if queries is not None:
+        return of_query(queries, at)
+    return None if keys is None else of_key(keys, at)
 
 
 def _key_index(at: Chunk) -> jax.Array:

@@ -6,7 +6,8 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
 from ejkernel.planning import attention_kinds
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
-from ejkernel_pallas.tpu.tiled_attention.spec import LANES, Blocks, padded
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, padded
 
 READS = frozenset({"q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n", "blocksize_k"})
 """Fields of the configuration that the kernels look at."""

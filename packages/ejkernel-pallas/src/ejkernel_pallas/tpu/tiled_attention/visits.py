@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning.tile_pairs import sorted_pairs
@@ -50,18 +51,40 @@ def _pairs(record: TiledAttention, spec: Spec) -> tuple[Any, Any, Any]:
     return some & pattern.some, every & pattern.every, xp if record.dropout_origin is None else jnp
 
 
-def entry_at(table: Any, apart: tuple[bool, bool], b: Any, h: Any, step: Any, sizes: tuple[Any, Any]) -> Any:
+def distinct_rows(table: Any) -> tuple[bool, bool]:
+    """Whether batch rows, and heads, have tile pairs of their own in a table [B|1, H|1, ...]."""
+    return table.shape[0] > 1, table.shape[1] > 1
+
+
+def walk(b: Any, h: Any, step: Any, *rest: Any, distinct: tuple[bool, bool], group: int = 1) -> tuple[Any, ...]:
+    """Batch row, query head, query tile and key tile of a grid step.
+
+    Args:
+        b: Batch row.
+        h: Query head; KV head where the grid has an axis for the heads of a group.
+        step: Which tile pair.
+        rest: Query head of the group, if the grid tells them apart, and the table.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
+        group: Query heads a KV head.
+    """
+    *member, table = rest
+    entry = entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
+    i, j = query_tile(entry), key_tile(entry)
+    return b, h * group + member[0] if member else h, i, j
+
+
+def entry_at(table: Any, distinct: tuple[bool, bool], b: Any, h: Any, step: Any, sizes: tuple[Any, Any]) -> Any:
     """An entry of a table [B|1, H|1, steps] that is one vector.
 
     Args:
         table: The vector.
-        apart: Whether batch rows, and heads, have visits of their own.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
         b: Batch row.
         h: Head.
         step: Which visit.
         sizes: Heads and visits.
     """
-    row = (b if apart[0] else 0) * (sizes[0] if apart[1] else 1) + (h if apart[1] else 0)
+    row = (b if distinct[0] else 0) * (sizes[0] if distinct[1] else 1) + (h if distinct[1] else 0)
     return table[row * sizes[1] + step]
 
 
@@ -77,7 +100,7 @@ def key_tile(entry: Any) -> Any:
 
 def _listed(some: Any, every: Any, xp: Any, by_query: bool) -> Any:
     """The list of visits. A tile that has no work is visited once, for its result to be written."""
-    apart, (q_tiles, k_tiles) = some.shape[:2], some.shape[2:]
+    rows, (q_tiles, k_tiles) = some.shape[:2], some.shape[2:]
     some, every = some.reshape(-1, q_tiles, k_tiles), every.reshape(-1, q_tiles, k_tiles)
     if max(q_tiles, 2 * k_tiles) > 2**14:
         raise ValueError(f"tiles: got {q_tiles} of queries and {k_tiles} of keys, wants fewer: choose larger tiles")
@@ -95,4 +118,4 @@ def _listed(some: Any, every: Any, xp: Any, by_query: bool) -> Any:
     final = xp.take_along_axis(entries, total - 1, axis=1) & ~(WORK | MASKED | FIRST | LAST)
     entries = xp.where(np.arange(entries.shape[1]) < total, entries, final)
     entries = entries[:, : total.max()] if xp is np else entries
-    return entries.reshape(*apart, -1).astype(np.int32)
+    return entries.reshape(*rows, -1).astype(np.int32)

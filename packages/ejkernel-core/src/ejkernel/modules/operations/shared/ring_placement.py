@@ -26,7 +26,7 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
     if split or args.axis_name is None or axis_bound(args.axis_name):
         if all(value is not None for value in given.values()):
             _check_axis(args.axis_name, mesh)
-            _check_specs(args.axis_name, in_specs)
+            _check_specs(args.axis_name, in_specs, mesh)
         return given
     mesh = _compat.ambient_mesh() if mesh is None else mesh
     if mesh is None:
@@ -47,14 +47,23 @@ def _check_axis(axis_name: str | None, mesh: Any) -> None:
         raise ValueError(f"axis_name: got {axis_name!r}, the mesh has {', '.join(map(repr, axes))}")
 
 
-def _check_specs(axis_name: str | None, in_specs: Any) -> None:
-    """Queries, keys and values are spread over the axis, and over that alone; `call` checks everything else."""
+def _check_specs(axis_name: str | None, in_specs: Any, mesh: Any) -> None:
+    """Queries, keys and values are spread over the axis, and over that alone; `call` checks everything else.
+
+    Mesh axes of size 1 split nothing.
+    """
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
         return
     names = ("query", "key", "value")
-    along = {name: _axes(spec, 1) for name, spec in zip(names, in_specs, strict=False) if spec is not None}
+    sizes = getattr(mesh, "shape", {})
+
+    def splitting(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(axis for axis in axes if sizes.get(axis) != 1)
+
+    given = zip(names, in_specs, strict=False)
+    along = {name: splitting(_axes(spec, 1)) for name, spec in given if spec is not None}
     if axis_name is not None:
-        wrong = {name: axes for name, axes in along.items() if axes != (axis_name,)}
+        wrong = {name: axes for name, axes in along.items() if axes != splitting((axis_name,))}
         if wrong:
             name, axes = next(iter(wrong.items()))
             raise ValueError(

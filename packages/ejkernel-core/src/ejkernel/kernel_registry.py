@@ -1,0 +1,71 @@
+"""A view of the registered implementations, to read. `ejkernel.explain` says which of them a call would use, and why.
+
+Implementations are registered by distributions, through the entry-point group `ejkernel`; nothing can be added here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ejkernel.ops.plugins import registry
+
+__all__ = ["KernelSpec", "get", "list_algorithms", "list_implementations"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """One implementation of an operation.
+
+    Attributes:
+        platform: Toolchain.
+        backend: Device kind.
+        algorithm: Name of the operation.
+        implementation: Name of the implementation.
+        priority: Higher is tried first.
+    """
+
+    platform: str
+    backend: str
+    algorithm: str
+    implementation: str
+    priority: int = 0
+
+
+def list_algorithms() -> list[str]:
+    """The names of all operations."""
+    return sorted(registry().ops)
+
+
+def list_implementations(algorithm: str) -> list[KernelSpec]:
+    """The implementations of an operation, in the order in which they are tried.
+
+    Raises:
+        ValueError: There is no such operation.
+    """
+    name = registry().op(algorithm).name
+    return [
+        KernelSpec(i.platform, i.backend, name, i.name, i.priority) for i in registry().implementations.get(name, ())
+    ]
+
+
+def get(algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Any]:
+    """The public function of an operation, bound to a toolchain if one is named.
+
+    Args:
+        algorithm: Name of the operation.
+        platform: Toolchain; None and `"auto"` leave it to dispatch.
+        backend: Device kind that the toolchain must have an implementation for; None and `"any"` for no wish.
+
+    Raises:
+        ValueError: There is no such operation, or no implementation of it fits.
+    """
+    wishes = {"platform": platform, "backend": backend}
+    wishes = {name: wish for name, wish in wishes.items() if wish not in (None, "auto", "any")}
+    specs = list_implementations(algorithm)
+    fits = [s for s in specs if all(getattr(s, name) in (wish, "any") for name, wish in wishes.items())]
+    if not fits:
+        there = ", ".join(f"{s.platform}/{s.backend}" for s in specs)
+        raise ValueError(f"algorithm: no implementation of {algorithm!r} fits {wishes}; there are {there or 'none'}")
+    function = registry().op(algorithm).function
+    return functools.partial(function, platform=str(platform)) if "platform" in wishes else function

@@ -1,0 +1,85 @@
+"""`flash_attention` over a cache of pages: a call of `unified_attention`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
+from ejkernel.ops.model import Op
+
+_UNMEANT = ("bias", "mask_info", "dropout_seed", "precision")
+
+
+def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+    """The call of `unified_attention` that a call with `block_tables` means.
+
+    Args:
+        args: Argument record of `flash_attention`.
+        options: Its call options.
+
+    Raises:
+        ValueError: A shape is wrong.
+        NotImplementedError: An argument has no meaning with pages.
+    """
+    from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
+
+    _check(args, options)
+    batch, tokens, heads, size = args.query.shape
+    tables = args.block_tables
+    full: Any = np.full(tables.shape[:1], tables.shape[1] * args.key.shape[1], np.int32)
+    starts: Any = np.arange(batch + 1, dtype=np.int32) * tokens if args.cum_seqlens_q is None else args.cum_seqlens_q
+    window = args.sliding_window
+    given: dict[str, Any] = {"softmax_scale": args.softmax_scale, "logits_soft_cap": args.logits_soft_cap}
+    record = UnifiedAttentionArguments(
+        queries=args.query.reshape(batch * tokens, heads, size),
+        key_cache=args.key,
+        value_cache=args.value,
+        kv_lens=full if args.cum_seqlens_k is None else jnp.diff(args.cum_seqlens_k),
+        block_tables=tables,
+        query_start_loc=starts,
+        softmax_aux=args.softmax_aux,
+        sliding_window=None if window is None else (window[0], 0),
+        **given,
+    )
+    return _with_rows(batch, tokens), record, options
+
+
+def _check(args: Any, options: dict[str, Any]) -> None:
+    sizes: dict[str, int] = {}
+    check_shape("query", args.query, "B T H D", sizes)
+    for name in ("key", "value"):
+        check_shape(name, getattr(args, name), "pages slots Hk Dv" if name == "value" else "pages slots Hk D", sizes)
+    packed = args.cum_seqlens_q is not None
+    if packed and sizes["B"] != 1:
+        raise ValueError(f"cum_seqlens_q: got it with block_tables and {sizes['B']} rows, wants one row that holds all")
+    check_shape("block_tables", args.block_tables, "N max_blocks" if packed else "B max_blocks", sizes)
+    check_dtype("block_tables", args.block_tables, jnp.integer, "an integer dtype")
+    given = [name for name in _UNMEANT if getattr(args, name) is not None]
+    given += [] if args.normalize_output else ["normalize_output"]
+    given += [] if args.logits_dtype == jnp.float32 else ["logits_dtype"]
+    given += [name for name in ("mesh", "in_specs", "out_specs") if options[name] is not None]
+    if given:
+        raise NotImplementedError(f"{given[0]}: means nothing together with block_tables; see unified_attention")
+    if not args.causal and sizes["T"] != 1:
+        raise NotImplementedError(
+            f"causal: got False with block_tables and {sizes['T']} queries a row, wants True: a query sits at the end "
+            "of its sequence in the cache"
+        )
+    if args.sliding_window is not None and args.sliding_window[1] is not None and args.sliding_window[1] < 0:
+        raise NotImplementedError(f"sliding_window: got {got(args.sliding_window)}, wants one that ends at the query")
+
+
+@functools.cache
+def _with_rows(batch: int, tokens: int) -> Op:
+    """The operation with rows of queries in its result."""
+    from ejkernel.modules.operations.unified_attention import OP
+
+    def finish(args: Any, output: Any) -> jax.Array:
+        found = OP.finish(args, output)
+        return found.reshape(batch, tokens, *found.shape[1:])
+
+    return dataclasses.replace(OP, finish=finish)

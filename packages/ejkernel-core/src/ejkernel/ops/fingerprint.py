@@ -1,0 +1,52 @@
+"""Words for devices and values that are the same in every process, for keys and file names of one's own."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from ejkernel import _compat
+from ejkernel.ops.device import device_info
+
+__all__ = ["device_fingerprint", "device_kind", "get_device_platform", "short_hash", "stable_json"]
+
+
+def device_kind(device: Any = None) -> str:
+    """JAX's name for the kind of a device; of the default device without one."""
+    return (device or _compat.default_device()).device_kind
+
+
+def device_fingerprint(device: Any = None) -> str:
+    """`"kind|version of the platform"` of a device; of the default device without one."""
+    device = device or _compat.default_device()
+    return f"{device.device_kind}|{getattr(device.client, 'platform_version', '') or device.platform}"
+
+
+def get_device_platform(device: Any = None) -> str:
+    """`"gpu"`, `"tpu"`, `"cpu"` or `"unknown"`."""
+    platform = device_info(device or _compat.default_device()).platform
+    return platform if platform in ("gpu", "tpu", "cpu") else "unknown"
+
+
+def stable_json(value: Any) -> str:
+    """JSON text that is equal for equal values: keys are sorted, arrays are their shapes and dtypes.
+
+    Dataclasses are objects, dtypes their names; what JSON has no word for is its `repr`.
+    """
+    return msgspec.json.encode(value, enc_hook=_described, order="sorted").decode()
+
+
+def short_hash(value: Any) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a text, or of `stable_json` of any other value."""
+    text = value if isinstance(value, str) else stable_json(value)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or hasattr(value, "__array__"):
+        return {"shape": list(jnp.shape(value)), "dtype": str(jax.dtypes.result_type(value))}
+    if hasattr(value, "dtype"):  # jnp.float32 and its like
+        return jnp.dtype(value.dtype).name
+    return repr(value)

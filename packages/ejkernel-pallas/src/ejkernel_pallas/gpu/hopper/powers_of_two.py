@@ -1,0 +1,71 @@
+"""Powers of two of a tile, half of them without the unit that has the instruction for it.
+
+    2 ** x = 2 ** n * 2 ** f        n = x rounded, -1/2 <= f <= 1/2
+    2 ** f = c0 + c1 f + c2 f^2 + c3 f^3
+
+`n` is added to the exponent of the polynomial's value. The coefficients are those of the least relative error, 7.5e-5,
+a twenty-fifth of what rounding a weight to bfloat16 costs. Source: Cody and Waite 1980 (reduction of the argument).
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, vector
+
+from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, with_registers
+
+COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
+ROUNDS = 1.5 * 2.0**23
+"""A number whose sum with another, less than 2**22, has that other one, rounded, in its lowest bits."""
+MANTISSA = 23
+"""Bits of a float32 before those of its exponent."""
+SMALLEST = -125.0
+"""Exponent of a float32 that is normal even if the polynomial is a little too small."""
+
+
+def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
+    """2 ** (scores * factor - shift) of a float32 tile.
+
+    Args:
+        scores: So that exponents are at most 127; polynomials are no less than 2 ** -125, about.
+        factor: On the scores.
+        shift: A tile.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def run(_: Any, scores: Any, shift: Any) -> Any:
+        made: list[Any] = []
+        for registers in zip(scores.registers.flat, shift.registers.flat, strict=True):
+            first, second = zip(*map(pair, registers), strict=True)
+            computed = polynomial(arith.maximumf(_exponent(factor, *first), number(SMALLEST)), 1.0)
+            values = [computed, instruction(_exponent(factor, *second))]
+            made.append(vector.from_elements(registers[0].type, values))
+        return with_registers(scores, made)
+
+    return run(scores, shift)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def instruction(exponent: Any) -> Any:
+    """2 ** exponent of one float32."""
+    return llvm.inline_asm(ir.F32Type.get(), [exponent], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
+
+
+def polynomial(score: Any, factor: float) -> Any:
+    """2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
+    rounded: Any = math.fma(score, number(factor), number(ROUNDS))
+    rest = math.fma(score, number(factor), arith.subf(number(ROUNDS), rounded))
+    value: Any = number(COEFFICIENTS[-1])
+    for coefficient in COEFFICIENTS[-2::-1]:
+        value = math.fma(value, rest, number(coefficient))
+    exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA))
+    return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
+
+
+def _exponent(factor: float, score: Any, shift: Any) -> Any:
+    return math.fma(score, number(factor), arith.negf(shift))

@@ -1,0 +1,144 @@
+"""What the warpgroups of the backward kernel have in common."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.tiled_attention.masks import tile_masks
+from ejkernel_pallas.gpu.tiled_attention.masks.padding import clean_rows
+from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.tiles import BackwardTile
+
+I32 = jnp.int32
+Buffers = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the kernel is given.
+
+    Attributes:
+        spec: Constants.
+        tile: Tile sizes.
+        plan: Which block owns what.
+        by_head: Whether a block visits all tiles of a head before those of the next head that shares its keys.
+        operands: Arrays in device memory.
+        outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries; where tiles
+            are split, also the first two of their parts, in float32.
+        taken: Counter of the tiles of keys that blocks took, or pairs of blocks.
+        turns: How many blocks have added their part, for every tile of queries.
+        buffers: Shared memory and barriers.
+        member: Place of the block among those that own keys together.
+    """
+
+    spec: Spec
+    tile: BackwardTile
+    plan: tile_scheduler.Plan
+    by_head: bool
+    operands: Buffers
+    outputs: Any
+    taken: Any
+    turns: Any
+    buffers: Buffers
+    member: Any = 0
+
+
+def visit_heads(call: Call, first: Any, visits: Any, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
+    """Visits tiles, the last one first, in runs: cut, full and cut ones; each of all heads, or head by head."""
+    start, clear, unclear, stop = visits
+    heads = 1 if call.by_head else call.spec.group
+
+    def run(head: Any, low: Any, high: Any, cut: bool, state: Any) -> Any:
+        def step(n: Any, state: Any) -> Any:
+            return visit(cut, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+
+        return lax.fori_loop(0, (high - low) * heads, step, state)
+
+    def runs(n: Any, state: Any) -> Any:
+        head = first + n
+        if not cuts:
+            return run(head, start, stop, False, state)
+        state = run(head, clear, unclear, False, run(head, unclear, stop, True, state))
+        return run(head, start, clear, True, state)
+
+    return lax.fori_loop(0, call.spec.group, runs, state) if call.by_head else runs(I32(0), state)
+
+
+def await_visited(call: Call, count: Any, cut: bool) -> None:
+    """Waits for a visit's tiles where there are segments, and cleans them if some of their rows may be padding.
+
+    Without segments, products wait for them.
+    """
+    if not call.spec.segments:
+        return
+    buffers = call.buffers
+    slots = {name: lax.rem(count, I32(stages)) for name, stages in call.tile.stages.items()}
+    for name, slot in slots.items():
+        plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
+    if cut:
+        ids = buffers["q_ids"].at[slots["q"]]
+        clean(ids, *((buffers[name].at[slot], call.tile.line(name)) for name, slot in slots.items()))
+
+
+def adder(call: Call, count: Any, piece: int) -> Any:
+    """Which warp adds a piece of a visit's part of dq."""
+    return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
+
+
+def handed_over(call: Call, count: Any, piece: int) -> Any:
+    """The barrier at which the warp that adds a piece of a visit's part of dq waits for it.
+
+    Each warp has one for every piece: what the warpgroups make comes in no order.
+    """
+    return call.buffers["dq_full"].at[piece * call.tile.adders + adder(call, count, piece)]
+
+
+def write_part(call: Call, item: tile_scheduler.Item, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
+    """Writes what a part of a tile's visits adds to the gradient of 64 keys or values, the first of which is `row`."""
+    _, _, _, keys, values = call.outputs
+    parts = keys if name == "k" else values
+    parts[item.part, pl.ds(row, ROWS)] = gradient
+
+
+def of_keys(call: Call, name: str, item: tile_scheduler.Item, place: Any) -> Any:
+    """What an operand has, in device memory, of 64 of a tile's keys."""
+    operand = call.operands[name]
+    return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * ROWS, ROWS)]
+
+
+def query_numbers(call: Call, item: tile_scheduler.Item, head: Any, index: Any) -> Any:
+    """Dropout's numbers of a visit's queries in device memory, where shared memory has no room for them."""
+    numbers, queries = call.operands["q_numbers"], call.tile.queries
+    return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
+
+
+def clean(ids: Any, *parts: tuple[Any, int]) -> None:
+    """Zeros in the rows of padding, which may hold anything: a weight of zero times NaN is NaN.
+
+    A warpgroup cleans all that its products read: what the other one cleans, too, is the same zeros.
+    """
+    for part, line in parts:
+        clean_rows(part, ids, line)
+    plgpu.commit_smem()
+
+
+def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, scores: Any) -> Any:
+    """Scores of 64 keys with a visited tile, with minus infinity for pairs that do not attend.
+
+    Args:
+        call: The kernel's arguments.
+        key: Index of the first key.
+        row_ids: Segment ids of the keys, or None.
+        slot: The stage that the queries are in.
+        index: The tile of queries.
+        scores: Float32 [64, queries].
+    """
+    limits = tile_masks.query_range(call.spec, ROWS, index * call.tile.queries, key)
+    return tile_masks.between(scores, *limits, None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot]))

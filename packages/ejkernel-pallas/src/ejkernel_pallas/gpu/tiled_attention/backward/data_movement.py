@@ -1,0 +1,86 @@
+"""The warps of the backward kernel that fetch, and those that add to device memory."""
+
+import functools
+from typing import Any, Literal
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
+from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.tiled_attention.backward.call import I32, Call, adder, handed_over
+
+
+def fetch(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
+    """Fetches what the block owns, and then tiles of queries as their stages become free."""
+    buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
+    for w in range(tile.owners):
+        rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * ROWS, ROWS)
+        for part in range(tile.parts):
+            source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
+            plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["own_full"])
+        source = values.at[item.row(values), rows, item.head]
+        plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["own_full"])
+        for extra in tile.extras(call.spec, "k"):
+            source = call.operands[extra]
+            plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["own_full"])
+    for part in range(tile.shared_parts):
+        rows = pl.ds(item.tile * tile.keys + (1 - call.member) * ROWS, ROWS)
+        columns = pl.ds((call.member * tile.shared_parts + part) * PART, PART)
+        source = keys.at[item.row(keys), rows, item.head, columns]
+        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["own_full"])
+    visits(functools.partial(_fetch_visited, call, item), I32(0), False)
+
+
+def _fetch_visited(call: Call, item: tile_scheduler.Item, _: bool, head: Any, index: Any, count: Any) -> Any:
+    # Each of two blocks that visit the same fetches one half for both.
+    copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.AXIS if call.tile.wide else None)
+    for name, stages in call.tile.stages.items():
+        slot = lax.rem(count, I32(stages))
+        full, free = call.buffers[f"{name}_full"].at[slot], call.buffers[f"{name}_free"].at[slot]
+        pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, free))
+        rows = pl.ds(index * call.tile.queries, call.tile.queries)
+        source = call.operands[name]
+        copy(source.at[item.row(source), rows, head], call.buffers[name].at[slot], full)
+        for extra in call.tile.extras(call.spec, name):
+            source = call.operands[extra]
+            row = item.row(source)
+            source = source.at[row, rows] if extra.endswith("ids") else source.at[row, head, rows]
+            copy(source, call.buffers[extra].at[slot], full)
+    return count + 1
+
+
+def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) -> None:
+    """Adds the pieces of dq that are warp `place`'s to device memory when their turn comes."""
+    buffers, tile, first = call.buffers, call.tile, call.operands["first"]
+    tiles = first.shape[1]
+
+    def add(_: bool, head: Any, index: Any, count: Any) -> Any:
+        for piece in range(tile.pieces):
+            mine = adder(call, count, piece) == place
+            pl.when(mine)(functools.partial(add_piece, piece, head, index, handed_over(call, count, piece)))
+        return count + 1
+
+    def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
+        for maker in range(piece * tile.makers, (piece + 1) * tile.makers):
+            row, column = tile.dq_start(call.member, maker, strip)
+            rows, columns = pl.ds(index * tile.queries + row, ROWS), pl.ds(column, tile.dq_columns)
+            target = call.outputs[2].at[item.batch, rows, head, columns]
+            plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
+
+    def add_piece(piece: int, head: Any, index: Any, full: Any) -> None:
+        before = item.tile - first[item.row(first), index]
+        place = (item.batch * call.spec.heads + head) * tiles + index
+        turn = call.turns.at[(place * tile.members + call.member) * tile.pieces + piece]
+        plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")
+        for strip in range(tile.strips):
+            plgpu.barrier_wait(full)
+            pl.when(before == 0)(functools.partial(copy, None, piece, strip, head, index))
+            pl.when(before > 0)(functools.partial(copy, "add", piece, strip, head, index))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(buffers["dq_free"].at[piece])
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
+
+    visits(add, I32(0), False)

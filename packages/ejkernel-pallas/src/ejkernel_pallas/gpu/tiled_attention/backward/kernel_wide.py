@@ -1,0 +1,251 @@
+"""The backward kernel's warpgroups that multiply for large heads, of which one's registers hold one gradient.
+
+A block owns 64 keys, and a pair of blocks, which is a cluster, 128 that are one after the other. The first warpgroup
+has scores and weights and sums dv up; the second makes gradients of scores of its weights, which go to it through
+shared memory and are replaced there, and sums dk up. Both blocks visit the same tiles of queries, of which each fetches
+one half for both. They exchange their gradients of scores, and each makes one half of the columns of what the pair adds
+to dq: device memory takes half as much as if each block added for its own keys.
+
+A warpgroup makes a quarter of the last visit's part of dq, and hands it over in two strips that are half a visit apart:
+there is room for one strip of each.
+"""
+
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
+from ejkernel_pallas.gpu.hopper.arrays import over_rows
+from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.tiled_attention.backward.call import (
+    I32,
+    Call,
+    await_visited,
+    clean,
+    handed_over,
+    hidden,
+    of_keys,
+    query_numbers,
+    write_part,
+)
+from ejkernel_pallas.gpu.tiled_attention.masks import dropout
+
+INITIAL = plgpu.WGMMAAccumulatorRef.init
+
+
+def own_wide(call: Call, item: tile_scheduler.Item, w: Any, visits: Any) -> None:
+    """What the two warpgroups do for their block's keys."""
+    plgpu.barrier_wait(call.buffers["own_full"])
+    pl.when(w == 0)(functools.partial(_own_values, call, item, visits))
+    pl.when(w == 1)(functools.partial(_own_keys, call, item, visits))
+
+
+def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
+    spec, tile, buffers = call.spec, call.tile, call.buffers
+    first, row_ids = _first_key(call, item, call.member), None
+    row_numbers = arrays.load_rows(of_keys(call, "k_numbers", item, call.member)) if spec.drops else None
+    if spec.segments:
+        ids, others = (of_keys(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
+        row_ids = arrays.load_rows(ids)
+        line = tile.line("k")
+        clean(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
+        clean(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_parts)))
+
+    def visit(cut: bool, head: Any, index: Any, state: Any) -> Any:
+        count, dv, rest = state
+        slot, place = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
+        await_visited(call, count, cut)
+        hide = functools.partial(hidden, call, first, row_ids, slot, index) if cut else None
+        numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.drops else None
+        weights, factors = _weigh(call, count, slot, rest, hide, numbers)
+        # Both members have made their parts of dq of what was here before.
+        pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[place]))
+        buffers["ds"].at[place][...] = factors.astype(spec.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(buffers["weights_full"])
+        plgpu.barrier_arrive(buffers["q_free"].at[slot])
+        weights = lax.optimization_barrier(weights.astype(spec.dtype))
+
+        def products(refs: Any) -> None:
+            dv_ref, dq_ref, rest_ref = refs
+            _multiply_slopes(call, count - 1, 0, dq_ref)
+            if not spec.segments:
+                plgpu.barrier_wait(buffers["do_full"].at[0])
+            plgpu.wgmma(dv_ref, weights, buffers["do"].at[_zero()])
+            rest_ref[...] = _hand_over_first(call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
+
+        dv, _, rest = pl.run_state(products)((INITIAL(dv), INITIAL(_no_dq()), rest))
+        plgpu.barrier_arrive(buffers["do_free"].at[0])
+        return count + 1, dv, rest
+
+    start = I32(0), arrays.full_tile((ROWS, spec.value_size)), _no_strip(call)
+    count, dv, rest = visits(visit, start, tile.cuts(spec))
+    _hand_over(call, count - 2, 0, 1, rest)
+    _make_last(call, count - 1, 0)
+    plgpu.barrier_arrive(buffers["dq_done"])
+    dv = dv * spec.kept
+    part = functools.partial(write_part, call, item, "v", call.member * ROWS, dv)
+    tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
+
+
+def _write_values(call: Call, item: tile_scheduler.Item, dv: Any) -> None:
+    """Writes dv by way of the values' place."""
+    place = call.buffers["v"].at[0]
+    place[...] = dv.astype(call.spec.dtype)
+    plgpu.commit_smem()
+    rows = pl.ds(_first_key(call, item, call.member), ROWS)
+    plgpu.copy_smem_to_gmem(place, call.outputs[1].at[item.batch, rows, item.head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _first_key(call: Call, item: tile_scheduler.Item, member: Any) -> Any:
+    return item.tile * call.tile.keys + member * ROWS
+
+
+def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any, numbers: Any) -> tuple[Any, Any]:
+    """A visit's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
+    spec, buffers, shape = call.spec, call.buffers, (ROWS, call.tile.queries)
+
+    def product(scores_ref: Any) -> None:
+        if not spec.segments:
+            plgpu.barrier_wait(buffers["q_full"].at[slot])
+        for part in range(call.tile.parts):
+            queries = buffers["q"].at[slot, :, pl.ds(part * PART, PART)]
+            plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
+        _hand_over(call, count - 2, 0, 1, rest)
+
+    scores: Any = pl.run_state(product)(INITIAL(arrays.full_tile(shape)))
+    bend = None
+    if spec.cap is not None:
+        scores = jnp.tanh(scores * spec.inner)
+        bend = 1 - scores * scores
+    if hide is not None:
+        scores = hide(scores)
+    weights = jnp.exp2(scores * spec.exponent - over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape))
+    factors = weights if bend is None else weights * bend
+    if numbers is not None:
+        weights, factors = dropout.where_kept(spec, *numbers, (weights, 0.0), (factors, -factors))
+    return weights, factors
+
+
+def _multiply_slopes(call: Call, count: Any, w: int, dq_ref: Any) -> None:
+    """Issues the products that are a warpgroup's part of a visit's dq, once both members' gradients are there."""
+    tile, buffers = call.tile, call.buffers
+    pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
+    place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
+    for source, keys in ((place, part), (place + 2, I32(tile.parts + w))):
+        keys = buffers["k"].at[_zero() + keys]
+        plgpu.wgmma(dq_ref, buffers["ds"].at[source].transpose((1, 0)), keys)
+
+
+def _zero() -> Any:
+    """Zero, but not known before a visit: else places in shared memory would be, and take registers up."""
+    return lax.optimization_barrier(I32(0))
+
+
+def _no_dq() -> Any:
+    return arrays.full_tile((ROWS, PART))
+
+
+def _no_strip(call: Call) -> Any:
+    return arrays.full_tile((ROWS, call.tile.dq_columns))
+
+
+def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
+    """Leaves a strip of a visit's part of dq to a warp that adds; before the first visit nobody takes it."""
+    buffers = call.buffers
+    pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
+    buffers["dq"].at[w][...] = dq
+    plgpu.commit_smem()
+    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(handed_over(call, count, w)))
+
+
+def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
+    """Hands over the first strip of a visit's part of dq, for which gradients of scores have been read; the second."""
+    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(count, I32(2))]))
+    _hand_over(call, count, w, 0, dq[:, : call.tile.dq_columns])
+    # In registers of its own: else they would be read only when all products have ended that come until then.
+    return dq[:, call.tile.dq_columns :] * (1 + _zero()).astype(jnp.float32)
+
+
+def _make_last(call: Call, count: Any, w: int) -> None:
+    """Makes the last visit's part of dq, and hands it over."""
+    dq: Any = pl.run_state(functools.partial(_multiply_slopes, call, count, w))(INITIAL(_no_dq()))
+    _hand_over(call, count, w, 1, _hand_over_first(call, count, w, dq))
+
+
+def _own_keys(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
+    spec, tile, buffers = call.spec, call.tile, call.buffers
+    if spec.segments:
+        clean(of_keys(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
+
+    def visit(cut: bool, _head: Any, _index: Any, state: Any) -> Any:
+        count, dk, slopes, rest = state
+        await_visited(call, count, cut)
+        dk, slopes, rest = _slope(call, count, dk, slopes, rest)
+        return count + 1, dk, slopes, rest
+
+    nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
+    start = I32(0), arrays.full_tile((ROWS, spec.size)), nothing, _no_strip(call)
+    count, dk, slopes, rest = visits(visit, start, spec.segments)
+    _hand_over(call, count - 2, 1, 1, rest)
+    _make_last(call, count - 1, 1)
+    last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
+    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, slopes, last))(INITIAL(dk))
+    plgpu.barrier_wait(buffers["dq_done"])
+    dk = dk * (spec.scale * spec.kept)
+    part = functools.partial(write_part, call, item, "k", call.member * ROWS, dk)
+    tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
+
+
+def _write_keys(call: Call, item: tile_scheduler.Item, dk: Any) -> None:
+    """Writes dk by way of the keys' place."""
+    places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), ROWS)
+    for part in range(call.tile.parts):
+        places.at[part][...] = dk[:, part * PART : (part + 1) * PART].astype(call.spec.dtype)
+    plgpu.commit_smem()
+    for part in range(call.tile.parts):
+        columns = pl.ds(part * PART, PART)
+        plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch, rows, item.head, columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _slope(call: Call, count: Any, dk: Any, slopes: Any, rest: Any) -> tuple[Any, Any, Any]:
+    """dk with the last visit's part, the gradients of this visit's scores, and the rest of the last visit's dq."""
+    spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (ROWS, call.tile.queries)
+    slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
+    place = lax.rem(count, I32(2))
+    if not spec.segments:
+        plgpu.barrier_wait(buffers["q_full"].at[slot])
+    delta = over_rows(arrays.load_columns(buffers["delta"].at[slot]), shape)
+
+    def products(refs: Any) -> None:
+        dk_ref, slopes_ref, dq_ref, new_ref, rest_ref = refs
+        plgpu.wgmma(dk_ref, slopes, buffers["q"].at[last])
+        _hand_over(call, count - 2, 1, 1, rest)
+        if not spec.segments:
+            plgpu.barrier_wait(buffers["do_full"].at[0])
+        plgpu.wgmma(slopes_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
+        _multiply_slopes(call, count - 1, 1, dq_ref)
+        new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
+        plgpu.barrier_wait(buffers["weights_full"])
+        factors = arrays.widened(arrays.load_tile(buffers["ds"].at[place]))
+        if spec.drops:
+            delta = arrays.load_columns(buffers["delta"].at[slot])
+            new, factors = dropout.where_positive(factors, new, delta), jnp.abs(factors)
+        new_ref[...] = (factors * new).astype(spec.dtype)
+        plgpu.commit_smem()  # all weights have been read
+        plgpu.barrier_arrive(buffers["do_free"].at[0])
+        pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
+        buffers["ds"].at[place][...] = new_ref[...]
+        plgpu.commit_smem()
+        clusters.send(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
+        rest_ref[...] = _hand_over_first(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
+
+    initial = INITIAL(dk), INITIAL(delta), INITIAL(_no_dq()), arrays.full_tile(shape).astype(spec.dtype), rest
+    dk, _, _, new, rest = pl.run_state(products)(initial)
+    return dk, new, rest

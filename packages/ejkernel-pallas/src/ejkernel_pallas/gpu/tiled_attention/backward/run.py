@@ -1,0 +1,267 @@
+"""Backward pass of tiled softmax attention on Hopper.
+
+With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+
+    dv_j    = sum_i dropout_ij p_ij do_i
+    ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i), through the soft cap
+    dq_i    = scale sum_j ds_ij k_j
+    dk_j    = scale sum_i ds_ij q_i
+    dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+
+Delta and the sink's gradient are sums over rows that XLA is left to do.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.families.tiled_attention import sinks_gradient
+from ejkernel.ops.config.params import BwdParams
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.batch_rows import in_rows
+from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
+from ejkernel_pallas.gpu.tiled_attention.backward.call import Call
+from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_visitors
+from ejkernel_pallas.gpu.tiled_attention.backward.kernel import backward_kernel
+from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles, without_padding
+from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
+from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
+from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, backward_tile
+
+Operands = dict[str, jax.Array]
+APART = 2
+"""Visits between the beginnings of two blocks of a head, at least."""
+SHORT = 32
+"""Of segments, of which it is not known how long they are: what part of a row one is taken for."""
+
+
+def backward(pullback: Pullback, params: BwdParams) -> dict[str, jax.Array]:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        params: Tile sizes and stages. A block owns `kv_blocksize` keys and visits tiles of `q_blocksize` queries, with
+            `num_stages` of them in shared memory.
+
+    Raises:
+        ValueError: A tile size is none that the kernel can have.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    wanted, spec = pullback.wanted, make_spec(pullback.record)
+    tile = backward_tile(params, spec)
+    operands, delta = _operands(pullback, spec, tile)
+    gradients: dict[str, jax.Array] = {}
+    if wanted & {"query", "key", "value"}:
+        gradients = _gradients(spec, tile, operands)
+    if "softmax_aux" in wanted:
+        gradients["softmax_aux"] = sinks_gradient(pullback, delta)
+    return {name: gradients[name] for name in sorted(wanted)}
+
+
+def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
+    """What the kernel reads, in whole tiles where it is one number a row; and delta as it is, [B, H, T]."""
+    record, lse = pullback.record, pullback.residuals.lse
+    cotangent = pullback.cotangent.astype(spec.dtype)
+    delta = cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32)
+    if spec.segments:  # of padding, it has to be a number
+        delta = without_padding(delta, record.q_segment_ids)
+    delta = jnp.sum(delta, axis=-1).swapaxes(1, 2)
+    padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
+    # A row that attends to nothing has no weights: they are powers of two of minus infinity.
+    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
+    operands |= {"k": whole(record.key, ROWS), "v": whole(record.value, ROWS)}
+    operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
+    # Gradients have at their ends what kept weights are larger by.
+    operands["delta"] = jnp.pad(-delta / spec.kept, padding)
+    operands |= numbers(record, spec, tile.queries, tile.keys)
+    if spec.segments:
+        operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
+        operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
+    return operands, delta
+
+
+def _gradients(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, jax.Array]:
+    """Of queries, keys and values."""
+    ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
+    visits = query_visits(spec, ids, tile.queries, tile.keys)
+    first = first_visitors(visits, tiles(spec.queries, tile.queries))
+    operands = operands | {"table": jnp.asarray(visits), "first": jnp.asarray(first)}
+    plan, by_head = _plan(visits, spec, tile), _by_head(visits, spec, tile)
+    run = functools.partial(_run, spec, tile, plan, by_head)
+    dk, dv, dq = in_rows(run, operands, spec.batch)
+    dq = dq[:, : spec.queries] * (spec.scale * spec.kept)
+    visited = first < visits.shape[1]
+    if not (isinstance(visited, np.ndarray) and visited.all()):
+        some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=1)[:, : spec.queries, None, None]
+        dq = jnp.where(some, dq, 0)
+    return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
+
+
+def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], tile_scheduler.Plan]:
+    """Which block owns what, of a number of batch rows.
+
+    There is a block on every multiprocessor, and they begin evenly while one makes its visits: so many heads are worked
+    on together that two blocks of a head begin some visits apart. Under a causal mask, where later blocks are shorter,
+    they only do so if the list is folded. Then the queries of that many heads are in use all the time, and have to stay
+    in the cache.
+    """
+    lengths = np.full((1, visits.shape[1]), max(visits.shape[1] / SHORT, 8))
+    if isinstance(visits, np.ndarray):
+        lengths = visits[..., 3] - visits[..., 0]
+    mean, half = lengths.mean() * spec.group, lengths.shape[1] // 2
+    fitting = tile_scheduler.CACHE / (spec.group * spec.queries * tile.row_bytes(spec))
+    falling = spec.left is None and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+    folded = falling and fitting > 0.75
+    apart = math.ceil(APART * tile_scheduler.multiprocessors() / (mean * tile.members))
+    together = round(fitting) if folded else max(int(fitting), apart)
+
+    def plan(batch: int) -> tile_scheduler.Plan:
+        count, blocks = lengths.shape[1], tile_scheduler.multiprocessors() // tile.members
+        all_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
+        made = tile_scheduler.make_plan(
+            count,
+            batch=batch,
+            heads=spec.kv_heads,
+            reverse=False,
+            head_bytes=tile_scheduler.CACHE // together,
+            group=1,
+            dealt=False,
+            split=WHOLE if spec.bounded else make_split(all_tiles, blocks, queries, spec.group),
+        )
+        return dataclasses.replace(made, folded=folded)
+
+    return plan
+
+
+def _by_head(visits: Any, spec: Spec, tile: BackwardTile) -> bool:
+    """Whether a block visits a head's tiles before the next head's.
+
+    With a window, the next block comes to a tile later by the visits that the window has moved on by, of all heads
+    that are visited together. What all blocks visit in between, and add to, would have to stay in the cache.
+    """
+    if spec.group == 1 or not isinstance(visits, np.ndarray) or visits.shape[1] == 1:
+        return False
+    moved = (visits[0, -1, 3] - visits[0, 0, 3]) / (visits.shape[1] - 1)
+    between = (APART + moved * spec.group) * tile_scheduler.multiprocessors()
+    return between * tile.queries * tile.row_bytes(spec) > 2 * tile_scheduler.CACHE
+
+
+def _run(
+    spec: Spec,
+    tile: BackwardTile,
+    make_plan: Callable[[int], tile_scheduler.Plan],
+    by_head: bool,
+    operands: Operands,
+    batch: int,
+) -> tuple[jax.Array, ...]:
+    """Gradients of keys and of values, and sums that are gradients of queries but for their scale."""
+    plan = make_plan(batch)
+    places = batch * spec.heads * operands["first"].shape[1] * tile.pieces * tile.members
+
+    def body(given: Operands, made: Any, buffers: Any) -> None:
+        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
+        member = lax.axis_index(clusters.AXIS) if tile.wide else 0
+        buffers = _with_views(buffers) if "rows" in buffers else buffers
+        backward_kernel(Call(spec, tile, plan, by_head, given, made, tile_scheduler.counter(), turns, buffers, member))
+
+    shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
+    outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
+    if plan.split.tiles:
+        parts = (plan.split.tiles * plan.split.parts, tile.keys)
+        outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.size, spec.value_size)]
+    cluster = {clusters.AXIS: tile.members} if tile.wide else None
+    made = launch(body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster)
+    return _with_split(plan, *made) if plan.split.tiles else made
+
+
+def _with_split(
+    plan: tile_scheduler.Plan, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Gradients, with those of the tiles that were split made of their parts."""
+    place = tile_scheduler.split_rows(plan, parts[0].shape[1])
+
+    def put(gradient: jax.Array, sums: jax.Array) -> jax.Array:
+        sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
+        return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
+
+    return put(dk, parts[0]), put(dv, parts[1]), dq
+
+
+def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
+    """Shared memory and barriers, by the names that the kernel knows."""
+    made: dict[str, Any] = {
+        "k": matrix((tile.parts * tile.owners + tile.shared_parts, ROWS, tile.part), spec.dtype, tile.line("k")),
+        "v": matrix((tile.owners, ROWS, spec.value_size), spec.dtype),
+        "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype, tile.line("ds")),
+        "dq": plgpu.SMEM(
+            (WARPGROUPS, ROWS, tile.dq_columns),
+            jnp.float32,
+            transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
+        ),
+    }
+    for name, stages in tile.stages.items():
+        size = spec.size if name == "q" else spec.value_size
+        made[name] = matrix((stages, tile.queries, size), spec.dtype, tile.line(name))
+        made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.extras(spec, name)), num_barriers=stages)
+        made[f"{name}_free"] = _freed(tile, stages)
+    copies = tile.owners * (tile.parts + 1 + len(tile.extras(spec, "k"))) + tile.shared_parts
+    made["own_full"] = plgpu.Barrier(num_arrivals=copies)
+    made["dq_done"] = plgpu.Barrier(num_arrivals=tile.makers)
+    made["dq_full"] = plgpu.Barrier(num_arrivals=tile.makers, num_barriers=tile.pieces * tile.adders)
+    made["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
+    return made | (_pair_scratch(tile) if tile.wide else _single_scratch(spec, tile, operands))
+
+
+def _single_scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
+    """What blocks have that own keys by themselves."""
+    number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
+    if tile.crowded:
+        return _packed_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
+    made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32)} | number_full
+    for name in tile.extras(spec, "q"):
+        made[name] = plgpu.SMEM((tile.depth, tile.queries), operands[name].dtype)
+    for name in tile.extras(spec, "k"):
+        made[name] = plgpu.SMEM((tile.owners, ROWS), operands[name].dtype)
+    return made | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
+
+
+def _pair_scratch(tile: BackwardTile) -> dict[str, Any]:
+    """What pairs of blocks have."""
+    return _packed_scratch(tile) | {"weights_full": plgpu.Barrier(num_arrivals=1), "ds_free": _freed(tile, 2)}
+
+
+def _packed_scratch(tile: BackwardTile) -> dict[str, Any]:
+    """Numbers of rows where little room is left: no array begins within 1024 bytes of the last."""
+    return {
+        "rows": plgpu.SMEM((2, tile.depth, tile.queries), jnp.float32),
+        "words": plgpu.SMEM((tile.depth + 1, tile.queries), jnp.int32),
+    }
+
+
+def _with_views(buffers: dict[str, Any]) -> dict[str, Any]:
+    """Names for the parts of packed arrays. After the ids of queries is a row for `pairs`, or the tile's number."""
+    rows, words = buffers["rows"], buffers["words"]
+    last = words.at[words.shape[0] - 1]
+    return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": last, "number": last}
+
+
+def _freed(tile: BackwardTile, count: int) -> Any:
+    """Barriers at which all warpgroups that multiply arrive, of both members where there are two."""
+    if tile.wide:
+        return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), num_arrivals=WARPGROUPS, num_barriers=count)
+    return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count)

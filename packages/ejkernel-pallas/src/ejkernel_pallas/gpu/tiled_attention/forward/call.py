@@ -1,0 +1,104 @@
+"""What the warpgroups of the forward kernel have in common."""
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.tiles import ForwardTile
+
+I32 = jnp.int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Buffers in shared memory and their barriers.
+
+    Attributes:
+        q: Queries, [buffers * warpgroups, 64, D]; outputs leave through the buffer that their queries came in.
+        k: Keys, [stages, block, D].
+        v: Values, likewise.
+        lse: [buffers * warpgroups, 64].
+        q_full: The queries are there; and so on.
+        q_free: They have been read.
+        k_full: Keys.
+        k_free: Keys.
+        v_full: Values.
+        v_free: Values.
+        number: Numbers of the tiles that the block owns in even and in odd turns, [2].
+        number_full: They are there.
+        number_free: They have been read.
+        q_numbers: Of queries, for dropout, [buffers * warpgroups, 64], or None.
+        k_numbers: Of keys, [stages + 1, block], or None. They are there with the keys, and are read when those need not
+            be there any more: while another stage has its keys read.
+        ranges: First and last key of every query where there are segment ids, [buffers * warpgroups, 2, 64], or None.
+        v_raw: Values that have padding among them are there, or None.
+        output: Outputs in the memory of the queries where head dimensions differ, [64-column tiles, 64, 64], or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+    number: Any
+    number_full: Any
+    number_free: Any
+    q_numbers: Any = None
+    k_numbers: Any = None
+    ranges: Any = None
+    v_raw: Any = None
+    output: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the kernel is given.
+
+    Attributes:
+        spec: Constants.
+        tile: Tile sizes.
+        plan: Which block owns what.
+        operands: Arrays in device memory.
+        outputs: Likewise: outputs and lse, and those of parts of tiles where some are split.
+        shared: Shared memory and barriers.
+        taken: Counter of the tiles that blocks took.
+    """
+
+    spec: Spec
+    tile: ForwardTile
+    plan: tile_scheduler.Plan
+    operands: dict[str, Any]
+    outputs: Any
+    shared: Shared
+    taken: Any
+
+    def slot(self, count: Any) -> Any:
+        """The stage that a visit's keys and values are in."""
+        return lax.rem(count, I32(self.tile.stages))
+
+    def numbers(self, count: Any) -> Any:
+        """Dropout's numbers of a visit's keys."""
+        return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
+
+    def buffer(self, turn: Any, warpgroup: Any) -> Any:
+        """The buffer that the queries of a turn are in."""
+        return lax.rem(turn, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
+
+
+def next_tile(call: Call, turn: Any) -> tuple[Any, Any]:
+    """Number and visits of the tile for the turn after this one."""
+    place = lax.rem(turn, I32(2))
+    plgpu.barrier_wait(call.shared.number_full.at[place])
+    number = call.shared.number[place]
+    plgpu.barrier_arrive(call.shared.number_free.at[place])
+    return number, tile_scheduler.visits(call.plan, call.operands["table"], number)

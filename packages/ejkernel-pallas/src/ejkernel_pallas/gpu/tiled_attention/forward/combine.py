@@ -1,0 +1,20 @@
+"""Merges what the parts of a split tile of queries gave (split-KV)."""
+
+import jax
+
+from ejkernel.planning.softmax_merge import Partial, merge
+
+
+def merged(outputs: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tiles of their parts.
+
+    Args:
+        outputs: Float32 [tiles, parts, queries, D].
+        lse: Float32 [tiles, parts, queries].
+
+    Returns:
+        Outputs [tiles, queries, D] and lse [tiles, queries].
+    """
+    parts = (Partial(outputs[:, n, :, None], lse[:, n, None]) for n in range(lse.shape[1]))
+    whole = merge(*parts)
+    return whole.output[:, :, 0], whole.lse[:, 0]

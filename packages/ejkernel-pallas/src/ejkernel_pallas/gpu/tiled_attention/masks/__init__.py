@@ -1,0 +1,1 @@
+"""Which pairs attend: block maps, masks of a tile, padding and dropout."""

@@ -1,0 +1,140 @@
+"""Which weights of a tile dropout keeps: numbers of rows and columns, made before a kernel, say so.
+
+A weight takes a multiplication, a comparison, and a selection or another multiplication. That kept ones are larger is
+left to what is done once a row.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
+from ejkernel_pallas.gpu.hopper.layouts import COLUMNS, ROWS
+from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, number, pair, scalar, with_registers
+from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+
+TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
+"""What the backward pass has instead of zero for a dropped weight: less than sums of weights have digits for.
+
+Float16 has nothing smaller. Where cotangents have one sign, dv is too large there by that times how many are dropped:
+of 32768 keys and a tenth dropped by 0.0002 of itself, of 131072 and half by 0.008.
+"""
+ZERO = "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p mul.f32 $0, $0, 0f00000000; }"
+"""PTX: a number times zero if a word is below another."""
+
+
+def numbers(record: TiledAttention, spec: Spec, queries: int, keys: int) -> dict[str, jax.Array]:
+    """Uint32 of queries [B, H, T] and of keys [1, S], up to whole tiles, by the kernels' names; none without dropout.
+
+    Args:
+        record: The call.
+        spec: Its kernel's constants.
+        queries: Of a tile.
+        keys: Likewise.
+    """
+    if not spec.drops:
+        return {}
+    made = dropout_numbers(record)
+    padding = [[(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(made, (queries, keys), strict=True)]
+    return {name: jnp.pad(x, n) for name, x, n in zip(("q_numbers", "k_numbers"), made, padding, strict=True)}
+
+
+def zero_dropped(spec: Spec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
+    """Weights [rows, columns] with zeros where dropout drops one.
+
+    By a multiplication, and not a selection: those, comparisons and conversions are one unit's, and keep it busier than
+    products keep the matrix unit. Weights are finite.
+
+    Args:
+        spec: The kernel's constants.
+        rows: Uint32 numbers of the rows.
+        columns: Uint32 numbers of the columns.
+        weights: Float32.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROWS, COLUMNS, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
+        made: list[Any] = []
+        for register, products in zip(tile.registers.flat, _products(rows, columns), strict=True):
+            given = ([weight, n, _limit(spec)] for weight, n in zip(pair(register), products, strict=True))
+            values: list[Any] = [llvm.inline_asm(each[0].type, each, ZERO, "=f,0,r,n") for each in given]
+            made.append(vector.from_elements(register.type, values))
+        return with_registers(tile, made)
+
+    return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
+    """Tiles that have one thing where dropout keeps a weight, and another where it drops it.
+
+    Comparisons are scalar: Mosaic's own, of pairs, have their results in bytes, and twice as many instructions.
+
+    Args:
+        spec: The kernel's constants.
+        rows: Uint32 numbers of the rows.
+        columns: Uint32 numbers of the columns.
+        choices: For every tile what it has of kept ones, and of dropped ones: float32 [rows, columns], or a number.
+    """
+    shape = rows.shape[0], columns.shape[0]
+    tiles = [plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA) for both in choices for x in both]
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROWS, COLUMNS, *(plgpu.Layout.WGMMA for _ in tiles)),
+        return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA) for _ in choices),
+    )
+    def select(_: Any, rows: Any, columns: Any, *tiles: Any) -> Any:
+        made: list[list[Any]] = [[] for _ in choices]
+        places = zip(*(tile.registers.flat for tile in tiles), strict=True)
+        for registers, products in zip(places, _products(rows, columns), strict=True):
+            kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _limit(spec)) for product in products]
+            for n, registers_made in enumerate(made):
+                both = zip(kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
+                values = [arith.select(condition, x, y) for condition, x, y in both]
+                registers_made.append(vector.from_elements(registers[0].type, values))
+        return tuple(with_registers(tiles[0], values) for values in made)
+
+    return select(rows, columns, *tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _products(rows: Any, columns: Any) -> Iterator[list[Any]]:
+    """For every register of a tile, row's number times column's: dropout keeps those that are not below the limit."""
+    own = [scalar(x) for x in rows.registers.flat]
+    for met in map(pair, columns.registers.flat):
+        for row in own:
+            yield [arith.muli(row, column) for column in met]
+
+
+def _limit(spec: Spec) -> Any:
+    return constant(as_int32(spec.threshold))
+
+
+def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
+    """A tile, but where another one is negative the number of the column.
+
+    Args:
+        signs: Float32 [rows, columns].
+        tile: Likewise.
+        columns: Float32 [columns].
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, COLUMNS),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def select(_: Any, signs: Any, tile: Any, columns: Any) -> Any:
+        made: list[Any] = []
+        for place, registers in enumerate(zip(signs.registers.flat, tile.registers.flat, strict=True)):
+            given = zip(*(pair(x) for x in (*registers, columns.registers.flat[place // 2])), strict=True)
+            negative = arith.CmpFPredicate.OLT
+            values = [arith.select(arith.cmpf(negative, sign, number(0.0)), y, x) for sign, x, y in given]
+            made.append(vector.from_elements(registers[0].type, values))
+        return with_registers(tile, made)
+
+    return select(signs, tile, columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

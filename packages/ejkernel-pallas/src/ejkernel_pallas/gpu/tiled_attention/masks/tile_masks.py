@@ -1,0 +1,219 @@
+"""Masks of one tile of scores: a range of columns for every row, and equal segment ids."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
+
+from ejkernel_pallas.gpu.hopper.layouts import ROWS
+from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.sizes import THREADS
+from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+
+FAR = 2**30
+WORD = 32
+"""Bits of a word."""
+SPAN = 4 * WORD
+"""Columns of which a thread has as many as a word has bits: a fourth."""
+
+
+class Mixed(NamedTuple):
+    """Segment ids that are in no order, so that the keys of a query are not one after the other.
+
+    Attributes:
+        flag: Whether they are, int32 [rows], the same for all rows.
+        row_ids: Reference to int32 [rows] in device memory.
+        column_ids: Likewise, [columns].
+    """
+
+    flag: Any
+    row_ids: Any
+    column_ids: Any
+
+
+def key_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """First and last column, as int32 [rows], that every row of a tile may attend to; None where all columns may.
+
+    Args:
+        spec: The kernel's constants.
+        rows: Queries of the tile, its rows.
+        query: Index of its first query.
+        key: Index of its first key.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS) + (query - key)
+    low = None if spec.left is None else row - spec.left
+    last = spec.keys - 1 - key
+    return low, jnp.full((rows,), last, jnp.int32) if spec.right is None else jnp.minimum(row + spec.right, last)
+
+
+def query_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Likewise where keys are the rows of a tile and queries its columns."""
+    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS) + (key - query)
+    low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
+    low = jnp.where(row < spec.keys - query, low, FAR)
+    return low, None if spec.left is None else row + spec.left
+
+
+def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, mixed: Mixed | None = None) -> jax.Array:
+    """Scores with -inf in columns before `low` and after `high`, both int32 for every row.
+
+    Where `mixed` says so, also where the ids of row and column differ.
+
+    The columns that a thread keeps of a row are bits of a word, of which the assembler makes seven predicates at a
+    time; comparisons would be two or three for every score, which is more than its exponential takes.
+    """
+    if low is None and high is None and mixed is None:
+        return scores
+    here = [limit is not None for limit in (low, high)]
+    limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
+    refs = () if mixed is None else (mixed.row_ids, mixed.column_ids)
+    flag = () if mixed is None else (plgpu.layout_cast(mixed.flag, ROWS),)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*flag, *limits))),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def select(_: Any, tile: Any, *given: Any) -> Any:
+        ids, given_limits = given[: len(refs) + len(flag)], iter(given[len(refs) + len(flag) :])
+        bounds = [
+            [scalar(register) for register in next(given_limits).registers.flat] if there else (None, None)
+            for there in here
+        ]
+        numbers = range(-(-scores.shape[1] // SPAN))
+        words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
+        if mixed is not None:
+            words = _same_words(words, ids, scores.shape[1])
+        return _kept(tile, words)
+
+    operands = *refs, *flag, *limits
+    return select(scores, *operands)
+
+
+def between(
+    scores: jax.Array, low: jax.Array, high: jax.Array | None, ids: tuple[jax.Array, Any] | None = None
+) -> jax.Array:
+    """As `within`, without a register for words: columns are constants of the instructions that compare.
+
+    For the backward kernel, whose registers are full: with words, the assembler runs the products of heads of 64 one by
+    one. It does, too, where a branch says whether ids are compared; so they always are, those of columns as they lie in
+    shared memory.
+
+    Args:
+        scores: Float32 [rows, columns].
+        low: As `within`.
+        high: Likewise.
+        ids: Segment ids of rows, and a reference to those of columns.
+    """
+    limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
+    tests = ["setp.le", "setp.ge"][: len(limits)]
+    row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROWS),), () if ids is None else (ids[1],)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*limits, *row_ids))),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def select(_: Any, tile: Any, *given: Any) -> Any:
+        column_ids, rows = given[: len(refs)], [[scalar(x) for x in row.registers.flat] for row in given[len(refs) :]]
+        return _between(tile, tests, rows, *column_ids)
+
+    return select(scores, *refs, *limits, *row_ids)
+
+
+def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
+    """Every thread has two rows, and of each eight columns the two that its place among four threads says."""
+    place = _own_column()
+    limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(tests)]]
+    tests = [f"{test}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};" for n, test in enumerate(tests)]
+    if column_ids is not None:
+        tests.append(f"setp.eq.and.s32 p, ${len(limits) + 3}, ${len(limits) + 4}, p;")
+    code = f"{{ .reg .pred p; {' '.join(tests)} selp.f32 $0, $1, 0fFF800000, p; }}"
+    registers: list[Any] = []
+    for number, register in enumerate(tile.registers.flat):
+        eight, half = divmod(number, 2)
+        kept: list[Any] = []
+        for n, score in enumerate(pair(register)):
+            operands = [score, constant(eight * 8 + n), *(limit[half] for limit in limits)]
+            if column_ids is not None:
+                operands += [rows[-1][half], _number(column_ids, arith.addi(place, constant(eight * 8 + n)))]
+            constraints = "=f,f,n" + ",r" * (len(operands) - 2)
+            kept.append(llvm.inline_asm(ir.F32Type.get(), operands, code, constraints, has_side_effects=False))
+        registers.append(vector.from_elements(register.type, kept))
+    return with_registers(tile, registers)
+
+
+def _range_word(number: int, low: Any, high: Any) -> Any:
+    """Bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
+    before = constant(0) if low is None else _columns(number, arith.subi(low, constant(1)))
+    through = constant(WORD) if high is None else _columns(number, high)
+    count = arith.maxsi(arith.subi(through, before), constant(0))
+    return llvm.inline_asm(i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
+
+
+def _columns(number: int, last: Any) -> Any:
+    """How many of a thread's columns in a word come no later than a column of the tile."""
+    last = arith.subi(last, arith.addi(_own_column(), constant(number * SPAN)))
+    last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN - 1))
+    pairs, rest = arith.shrsi(last, constant(3)), arith.andi(last, constant(7))
+    return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, constant(1)), constant(2)))
+
+
+def _own_column() -> Any:
+    """The first of a thread's columns: its place among four threads says which two of every eight it has."""
+    return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
+
+
+def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
+    """Words without the bits of columns whose ids are not the row's, where a flag is set."""
+    (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
+    is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
+    branch: Any = scf.IfOp(is_set, [i32()] * len(flat), has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        same = _id_words(rows, columns, width)
+        scf.yield_([arith.andi(word, other) for word, other in zip(flat, same, strict=True)])
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(flat)
+    made = list(branch.results)
+    return [made[:count], made[count:]]
+
+
+def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
+    """Bits of the columns whose ids are those of a thread's rows: the words of the first row, then of the second."""
+    thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+    row = arith.addi(
+        arith.muli(arith.divui(thread, constant(32)), constant(16)),
+        arith.divui(arith.remui(thread, constant(32)), constant(4)),
+    )
+    ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
+    words = [[constant(0)] * -(-width // SPAN) for _ in ids]
+    for place in range(width // 4):
+        eight, n = divmod(place, 2)
+        column = _number(columns, arith.addi(_own_column(), constant(eight * 8 + n)))
+        word, bit = divmod(place, WORD)
+        for own, number in zip(words, ids, strict=True):
+            same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
+            own[word] = arith.ori(own[word], arith.select(same, constant(as_int32(1 << bit)), constant(0)))
+    return [*words[0], *words[1]]
+
+
+def _number(ids: Any, place: Any) -> Any:
+    return memref.load(ids, [arith.index_cast(ir.IndexType.get(), place)])
+
+
+def _kept(tile: Any, words: list[list[Any]]) -> Any:
+    """A tile with -inf where the words have no bits. Every thread has two rows, and of each eight columns two."""
+    lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -math.inf))
+    registers: list[Any] = []
+    for number, register in enumerate(tile.registers.flat):
+        eight, half = divmod(number, 2)
+        kept: list[Any] = []
+        for n, score in enumerate(pair(register)):
+            word, bit = divmod(2 * eight + n, WORD)
+            found = arith.andi(words[half][word], constant(as_int32(1 << bit)))
+            kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, constant(0)), score, lowest))
+        registers.append(vector.from_elements(register.type, kept))
+    return with_registers(tile, registers)

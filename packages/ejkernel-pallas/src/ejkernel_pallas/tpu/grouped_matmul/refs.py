@@ -1,0 +1,67 @@
+"""The refs of the grouped-matmul kernels: blocks of arrays, results and scratch memory, each with its shape."""
+
+import dataclasses
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsRefs:
+    """Refs of the kernel that owns tiles of rows; a field that is None is not needed.
+
+    Attributes:
+        table: Visits in scalar memory, as `visits` lists them.
+        rows: [block_m, block_k].
+        matrices: [block_k, block_n], or the other way around if `Spec.transposed`.
+        output: [block_m, block_n].
+        scales: [blocks of scales, block_n], or [blocks of scales, block_k] of the gradient.
+        bias: [1, block_n].
+        existing: [block_m, block_n].
+        acc: Scratch, float32 [block_m, block_n].
+        last: Scratch, float32 [block_m, CHUNK]: the last product of a sum.
+        own: Scratch, int32 [rows of a part, 128]: 1 where a row is the matrix's own.
+    """
+
+    table: Ref
+    rows: Ref
+    matrices: Ref
+    output: Ref
+    scales: Ref = None
+    bias: Ref = None
+    existing: Ref = None
+    acc: Ref = None
+    last: Ref = None
+    own: Ref = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatricesRefs:
+    """Refs of the kernel that owns tiles of matrices; a field that is None is not needed.
+
+    Attributes:
+        table: Visits in scalar memory, as `visits` lists them.
+        cotangent: [block_m, block_n].
+        rows: [block_m, block_k].
+        scales: [blocks of scales, block_n].
+        matrices: [block_k, block_n], or the other way around if `Spec.transposed`.
+        rhs: As the matrices.
+        rhs_scale: [blocks of scales, block_n].
+        rhs_bias: [1, block_n].
+        acc: Scratch, float32, as the matrices.
+        own_rows: Scratch, [rows of a part, block_k]: rows with 0 in place of other matrices' own.
+        own_cotangent: Scratch, [rows of a part, block_n], likewise.
+        bias_acc: Scratch, float32 [1, block_n].
+    """
+
+    table: Ref
+    cotangent: Ref
+    rows: Ref = None
+    scales: Ref = None
+    matrices: Ref = None
+    rhs: Ref = None
+    rhs_scale: Ref = None
+    rhs_bias: Ref = None
+    acc: Ref = None
+    own_rows: Ref = None
+    own_cotangent: Ref = None
+    bias_acc: Ref = None

@@ -1,0 +1,161 @@
+"""The one door to `pallas_call` for TPU kernels: arrays by name in, typed refs in the kernel, results by name out.
+
+tables ────────────────────────────────► SMEM ─┐  (prefetched: index maps and the kernel read them)
+inputs ─ Operand.block ─ double buffer ─► VMEM ─┤
+         no block: left in HBM ────────────────┼─► refs(table=..., query=..., acc=...) ─► kernel(refs)
+outputs ◄─ Operand.block ─ double buffer ─ VMEM ┤
+scratch ───────────────── VMEM, SMEM, semaphores┘
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel import _compat
+from ejkernel_pallas.tpu.interpret import interpreting
+
+Ref = Any
+"""A reference to VMEM, SMEM, HBM or a semaphore, inside a kernel."""
+Index = tuple[Any, ...]
+
+VMEM_LIMIT = 48 * 2**20
+"""Bytes that a kernel may take: what the chip with the least memory has, with room for what XLA keeps there."""
+ROOM = 8 * 2**20
+"""Bytes that the compiler may take beside blocks and scratch memory, where a limit is computed from them."""
+
+
+def steps_as_they_are(*step: Any) -> Index:
+    """Grid indices and tables, for operands whose index maps read these."""
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One array of a kernel.
+
+    Attributes:
+        array: What is passed; for results, a shape and dtype.
+        block: Shape of a block, where None drops an axis. Without a block the array stays in HBM, and the kernel
+            copies what it needs.
+        index: From the coordinates of a grid step, then `table` where there is one, to the block's place.
+        table: int32 vector that `index` reads; prefetched to scalar memory.
+    """
+
+    array: Any
+    block: tuple[int | None, ...] | None = None
+    index: Callable[..., Index] = steps_as_they_are
+    table: Any = None
+
+    @property
+    def bytes(self) -> int:
+        """Of one block."""
+        return math.prod(size or 1 for size in self.block or ()) * jnp.dtype(self.array.dtype).itemsize
+
+    def spec(self, where: Callable[..., Index]) -> pl.BlockSpec:
+        """The block's specification, where `where` gives a grid step's coordinates."""
+        if self.block is None:
+            return pl.BlockSpec(memory_space=pl.ANY)
+        return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)))
+
+
+def whole(array: Any) -> Operand:
+    """An array that VMEM has all of, all the time."""
+    return Operand(array, array.shape, lambda *_: (0,) * array.ndim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A kernel, what it is called with, and what it is compiled for.
+
+    Attributes:
+        name: In traces and dumps.
+        kernel: Called with the refs.
+        refs: Makes the refs of what is named: of tables, inputs, outputs and scratch memory, by keyword.
+        grid: Steps along each axis; may be traced.
+        parallel: How many of its first axes are independent.
+        tables: int32 vectors in scalar memory.
+        inputs: What the kernel reads.
+        outputs: What it writes.
+        scratch: What it keeps between steps: memories and semaphores, or tuples of them.
+        where: From grid indices and tables to the coordinates that operands' index maps read.
+        aliases: Inputs whose memory becomes an output's, by the input's name.
+        vmem_limit: Bytes of VMEM.
+        pipelines: Whether the kernel runs pipelines of its own.
+        options: Further fields of `pltpu.CompilerParams`.
+    """
+
+    name: str
+    kernel: Callable[[Any], None]
+    refs: Callable[..., Any]
+    grid: tuple[Any, ...] = ()
+    parallel: int = 0
+    tables: Mapping[str, Any]
+    inputs: Mapping[str, Operand]
+    outputs: Mapping[str, Operand]
+    scratch: Mapping[str, Any]
+    where: Callable[..., Index] = steps_as_they_are
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    vmem_limit: int = VMEM_LIMIT
+    pipelines: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def spec(self, name: str, x: Operand) -> pl.BlockSpec:
+        """The specification of an operand's block."""
+        count = len(self.grid) + len(self.tables)
+        if x.table is None:  # tables of other operands are left out
+            return x.spec(lambda *step: self.where(*step[:count]))
+        own = count + [key for key, y in self.inputs.items() if y.table is not None].index(name)
+        return x.spec(lambda *step: (*self.where(*step[:count]), step[own]))
+
+
+def launch(call: Call) -> dict[str, jax.Array]:
+    """Runs a kernel; its results by name."""
+    inputs, outputs = call.inputs, list(call.outputs)
+    names = (*call.tables, *inputs, *outputs, *call.scratch)
+    tables = [*call.tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
+    arrays = [x.array for x in inputs.values()]
+    given = _compat.as_varying([*tables, *arrays], arrays)
+
+    def kernel(*refs: Any) -> None:
+        # Tables of single operands are for index maps alone.
+        own = (*refs[: len(call.tables)], *refs[len(tables) :])
+        call.kernel(call.refs(**dict(zip(names, own, strict=True))))
+
+    run = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables),
+            grid=call.grid,
+            in_specs=[call.spec(*item) for item in inputs.items()],
+            out_specs=[call.spec(*item) for item in call.outputs.items()],
+            scratch_shapes=list(call.scratch.values()),
+        ),
+        out_shape=[_compat.shape_like(x.array.shape, x.array.dtype, given[-1]) for x in call.outputs.values()],
+        input_output_aliases={
+            n: outputs.index(call.aliases[name]) for n, name in enumerate(inputs, len(tables)) if name in call.aliases
+        },
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * call.parallel + ("arbitrary",) * (len(call.grid) - call.parallel)
+            or None,
+            vmem_limit_bytes=call.vmem_limit,
+            **call.options,
+        ),
+        interpret=interpreting(),
+        name=call.name,
+    )
+    with _compat.described_tpu() if call.pipelines else contextlib.nullcontext():
+        return dict(zip(outputs, run(*given), strict=True))
+
+
+def vmem_limit(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
+    """Bytes of VMEM for two blocks of every operand, scratch memory, and room for the compiler."""
+    kept = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
+    taken = 2 * sum(x.bytes for x in operands) + kept
+    return taken + max(ROOM, taken // 4)

@@ -1,0 +1,20 @@
+"""Opaque offsets: addresses that the compiler cannot fold."""
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+
+
+def opaque_offset(start: Any, by: Any, zero: Any) -> Any:
+    """`start`, as an offset that the compiler cannot fold: `start + by * zero`.
+
+    The compiler loads from equal addresses once, and forwards what was just stored instead of loading it. Either way
+    the value stays in registers, and spills where they are too few. A load from an opaque offset is a load.
+
+    Args:
+        start: The offset.
+        by: A multiple of the alignment that the offset must have; different values are different addresses to the
+            compiler. With 0, or with a traced value, the offset is returned as it is.
+        zero: 0, read from scalar memory.
+    """
+    return start + pl.multiple_of(by * zero, by) if isinstance(by, int) and by else start

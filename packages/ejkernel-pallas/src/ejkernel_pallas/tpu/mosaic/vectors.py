@@ -1,0 +1,52 @@
+"""Values of rows and of lanes: broadcasting, transposing and splitting them by vector register.
+
+A statistic of rows, such as the maximum of a softmax, is kept as [rows, 128] with the same value in every lane, which
+is what an operation with scores [rows, keys] reads without a broadcast.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES, SUBLANES = 128, 8
+
+
+def lane_groups(x: jax.Array) -> list[jax.Array]:
+    """[n, m] as parts [n, 128]."""
+    return [x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)]
+
+
+def widen(x: jax.Array, width: int) -> jax.Array:
+    """[n, 128], the same in every lane, as [n, width]."""
+    if width <= LANES:
+        return x if width == LANES else x[:, :width]
+    made = jnp.concatenate([x] * -(-width // LANES), axis=1)
+    return made[:, :width] if width % LANES else made
+
+
+def column(row: jax.Array) -> jax.Array:
+    """[1, n] as [n, 128], the same in every lane."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def lane_row(x: jax.Array) -> jax.Array:
+    """[128, 128], the same in every lane, as [1, 128], without the transpose unit, which is slow at it."""
+    sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1))
+    folded = x[:SUBLANES]
+    for row in range(SUBLANES, x.shape[0], SUBLANES):
+        folded = jnp.where(lane >= row, x[row : row + SUBLANES], folded)
+    return jnp.sum(jnp.where(lane % SUBLANES == sublane, folded, 0.0), axis=0, keepdims=True)
+
+
+def product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
+    """Product of two matrices over one axis of each, accumulated in float32."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def zero_outside(x: jax.Array, low: Any, high: Any, axis: int) -> jax.Array:
+    """x with 0 where an index is below `low`, or not below `high`."""
+    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    return jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))

@@ -1,0 +1,19 @@
+"""Conformance cases of this kernel: a soft cap alone, where the operations' own cases combine it with biases."""
+
+from ejkernel.modules.operations.cases.paged import MIXED
+from ejkernel.modules.operations.cases.paged_inputs import Sizes, chunked_inputs, packed_inputs
+from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.chunked_prefill_paged_decode import ChunkedPrefillPagedDecodeArguments
+from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
+from ejkernel.ops.model import Case
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """By operation."""
+    rows: tuple[Row[Sizes], ...] = (
+        ("soft cap", MIXED, lambda key: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+    )
+    return {
+        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, rows),
+        "chunked_prefill_paged_decode": table(ChunkedPrefillPagedDecodeArguments, chunked_inputs, rows),
+    }

@@ -1,0 +1,112 @@
+"""The refs of the tiled-attention kernels: blocks of arrays, results and scratch memory, each with its shape."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileRefs:
+    """What every kernel reads of a tile pair; a field that is None is not in the record.
+
+    Attributes:
+        table: Tile pairs in scalar memory, as `visits` lists them.
+        query: [block_q, D].
+        key: [block_kv, D].
+        value: [block_kv, Dv].
+        q_ids: Segment ids of queries, [1, block_q]; `k_ids`, of keys, [1, block_kv].
+        q_positions: Positions of queries, [1, block_q]; `k_positions`, of keys, [1, block_kv].
+        row_keys: Dropout's hash keys of queries, [1, block_q]; `column_keys`, of keys, [1, block_kv].
+        bias: [block_q, block_kv]; `bias_of_queries` [1, block_q] and `bias_of_keys` [1, block_kv] where it is a row.
+        mask: As the bias.
+        pattern: [block_q, block_kv].
+        dropout_column: Scratch, [rows that the kernel owns, 128]: the hash keys of what it owns, in sublanes.
+    """
+
+    table: Ref
+    query: Ref
+    key: Ref
+    value: Ref
+    q_ids: Ref = None
+    k_ids: Ref = None
+    q_positions: Ref = None
+    k_positions: Ref = None
+    row_keys: Ref = None
+    column_keys: Ref = None
+    bias: Ref = None
+    bias_of_queries: Ref = None
+    bias_of_keys: Ref = None
+    mask: Ref = None
+    mask_of_queries: Ref = None
+    mask_of_keys: Ref = None
+    pattern: Ref = None
+    dropout_column: Ref = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardRefs(TileRefs):
+    """Refs of the forward kernel.
+
+    Attributes:
+        sinks: [1, 128], a head's in every lane.
+        output: [block_q, Dv].
+        lse: [1, block_q].
+        row_max: Scratch, [block_q, 128], the same in every lane.
+        row_sum: Scratch, [block_q, 128]: a partial sum in every lane, or the whole sum if `Spec.counted`.
+        alpha: Scratch, [block_q, 128]: factor on `acc` and `row_sum`, the same in every lane.
+        acc: Scratch, [block_q, Dv].
+        scores: Scratch, two buffers [q_chunk, kv_chunk].
+        weights: Scratch, likewise.
+    """
+
+    output: Ref
+    lse: Ref
+    row_max: Ref
+    row_sum: Ref
+    alpha: Ref
+    acc: Ref
+    scores: tuple[Ref, Ref]
+    weights: tuple[Ref, Ref]
+    sinks: Ref = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardRefs(TileRefs):
+    """Refs of the backward kernels; a result and its accumulator are None where another kernel writes it.
+
+    Attributes:
+        cotangent: [block_q, Dv].
+        shift: Log-sum-exp as a power of two, [1, block_q].
+        delta: <cotangent, output>, [1, block_q].
+        dquery: [block_q, D].
+        dkey: [block_kv, D].
+        dvalue: [block_kv, Dv].
+        dbias: A tile of the bias, or a row of it.
+        dquery_acc: Scratch, float32; likewise the other accumulators.
+        shift_column: Scratch, [block_q, 128], the same in every lane; likewise `delta_column`.
+        weights: Scratch, two buffers of the shape of scores.
+        dscores: Scratch, likewise.
+    """
+
+    cotangent: Ref
+    shift: Ref
+    delta: Ref
+    weights: tuple[Ref, Ref]
+    dscores: tuple[Ref, Ref]
+    dquery: Ref = None
+    dkey: Ref = None
+    dvalue: Ref = None
+    dbias: Ref = None
+    dquery_acc: Ref = None
+    dkey_acc: Ref = None
+    dvalue_acc: Ref = None
+    dbias_acc: Ref = None
+    shift_column: Ref = None
+    delta_column: Ref = None
+
+    @property
+    def accumulators(self) -> tuple[Any, ...]:
+        """Those of the kernel's own results."""
+        made = (self.dkey_acc, self.dvalue_acc, self.dquery_acc, self.dbias_acc)
+        return tuple(ref for ref in made if ref is not None)

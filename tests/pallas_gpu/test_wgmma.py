@@ -1,0 +1,34 @@
+"""The instructions of a product: each reads its own 16 columns, and the first alone adds to nothing."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ejkernel_pallas.gpu.hopper import wgmma
+
+ROWS, PART = 8, 64
+BYTES = 2
+
+
+def numbers(pattern, code):
+    return [int(x) for x in re.findall(pattern, code)]
+
+
+@pytest.mark.parametrize("keys", [64, 128, 192])
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_instructions_walk_along_the_columns(size, keys):
+    code = wgmma._code(keys, size, "bf16")
+    # Shared memory has eight rows after the last eight, and of these the parts of 64 columns one after the other.
+    memory = np.arange(2 * ROWS * size).reshape(2, size // PART, ROWS, PART)
+    columns = memory[0, :, 0].reshape(-1)[::16] * BYTES
+    registers = keys // 2
+    for operand in (registers, registers + 1):
+        places = np.array(numbers(rf"add\.u32 place, \${operand}, (\d+);", code)) * wgmma.UNIT
+        np.testing.assert_array_equal(places, columns)
+    (upper,) = numbers(r"mov\.b32 upper, (\d+);", code)
+    assert upper & wgmma.SWIZZLED
+    assert (upper ^ wgmma.SWIZZLED) * wgmma.UNIT == (memory[1] - memory[0]).flat[0] * BYTES
+    assert code.count(f"wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.bf16.bf16") == size // 16
+    # `adds` is whether a column is not zero.
+    assert numbers(r"setp\.ne\.b32 adds, zero, (\d+);", code) == list(range(0, size, 16))

@@ -1,0 +1,80 @@
+"""The Triton kernels in programs that JAX lowers for CUDA, through jax-triton, on a machine without a GPU.
+
+It wants jax-triton and JAX's CUDA plugin, whose compiler needs no driver: `nox -s triton_lowering` brings both.
+"""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("jax_triton")
+pytest.importorskip("jax_cuda13_plugin")
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules import flash_attention
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_triton import _compat, launch
+from ejkernel_triton.tiled_attention import tiles
+from ejkernel_triton.tiled_attention.forward import forward
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+ARRAY = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+
+
+def attention(query, key, value):
+    return flash_attention(query, key, value, causal=True, platform="triton")
+
+
+def loss(query, key, value):
+    return attention(query, key, value).astype(jnp.float32).sum()
+
+
+def scanned(query, key, value):
+    return jax.lax.scan(lambda q, _: (attention(q, key, value), None), query, None, length=2)[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels"),
+    [
+        (attention, 1),
+        (jax.grad(loss, (0, 1, 2)), 3),
+        (jax.grad(jax.checkpoint(loss), (0, 1, 2)), 3),
+        (lambda q, k, v: jax.vmap(lambda q: attention(q, k, v))(jnp.stack([q, q])), 1),
+        (scanned, 1),
+    ],
+    ids=["forward", "gradients", "checkpoint", "vmap", "scan"],
+)
+def test_a_program_holds_the_kernels(function, kernels):
+    with target_device(H200):
+        program = jax.jit(function).trace(ARRAY, ARRAY, ARRAY).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("custom_call @triton_kernel_call") == kernels
+
+
+def test_dead_code_elimination_goes_through_a_kernel(monkeypatch):
+    """As JAX's own transformations do it, on a launch that nothing wraps."""
+    partial_eval = importlib.import_module("jax._src.interpreters.partial_eval")
+    monkeypatch.setattr(launch.custom_batching, "custom_vmap", lambda run: _Unwrapped(run))
+    _compat.triton_call()
+    record = TiledAttention(query=ARRAY, key=ARRAY, value=ARRAY, softmax_scale=0.125)
+    with target_device(H200):
+        run = functools.partial(forward, params=tiles.heuristic(record, H200, "forward"))
+        traced = jax.make_jaxpr(lambda record: run(record)[0])(record)
+    assert any(equation.primitive.name == "triton_kernel_call" for equation in traced.jaxpr.eqns)
+    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
+    assert used == [True, True, True]
+
+
+class _Unwrapped:
+    """A function in the clothes of `custom_vmap`."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self, *arrays):
+        return self.run(*arrays)
+
+    def def_vmap(self, rule):
+        """Nothing is mapped."""
