@@ -194,7 +194,7 @@ class Requires:
     extra: Callable[[Any], Iterable[str]] = _no_reasons
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigSpace:
     """The configurations of an implementation.
 
