@@ -54,7 +54,12 @@ def implementations() -> tuple[Implementation, ...]:
             requires=_requires(tuple(tiles.FORWARD)),
             backward_requires=_requires(tuple(tiles.BACKWARD)),
             config=ConfigSpace(
-                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+                heuristic=tiles.heuristic,
+                candidates=tiles.candidates,
+                kind=kind_of_large,
+                forward=tiles.HopperForward,
+                backward=tiles.HopperBackward,
+                faces=tiles.FACES,
             ),
             priority=20,
             tuned="ejkernel_pallas:tuned",
