@@ -18,7 +18,6 @@ import ejkernel_cuda
 from ejkernel import explain
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules import ragged_decode_attention
-from ejkernel.ops.config.params import FwdParams
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_cuda import dense_decode, library
 from ejkernel_cuda.dense_decode import splits
@@ -111,7 +110,7 @@ def test_a_paged_cache_is_refused():
     ids=str,
 )
 def test_splits_fill_the_chip(shape, expected):
-    assert splits.heuristic(record(**shape), H200, "forward") == FwdParams(num_key_splits=expected)
+    assert splits.heuristic(record(**shape), H200, "forward") == splits.DecodeSplits(num_splits=expected)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 33, 132, 300])
@@ -119,11 +118,9 @@ def test_splits_fill_the_chip(shape, expected):
 def test_splits_stay_within_reason(rows, capability):
     device = dataclasses.replace(H200, compute_capability=capability)
     for keys in (1, 255, 4096, 100_000):
-        chosen = splits.heuristic(record(rows=rows, keys=keys), device, "forward").num_key_splits
+        chosen = splits.heuristic(record(rows=rows, keys=keys), device, "forward").num_splits
         assert 1 <= chosen <= max(1, min(splits.MOST, keys // splits.SHORTEST))
-        assert all(
-            1 <= c.num_key_splits <= splits.MOST for c in splits.candidates(record(keys=keys), device, "forward")
-        )
+        assert all(1 <= c.num_splits <= splits.MOST for c in splits.candidates(record(keys=keys), device, "forward"))
 
 
 def build(folder):
@@ -154,7 +151,7 @@ def test_sources_compile_and_the_call_lowers(tmp_path, monkeypatch):
     library.registered.cache_clear()
 
     given = record(rows=4, keys=1024, softmax_aux=jax.ShapeDtypeStruct((32,), jnp.float32), sliding_window=(99, -2))
-    call = functools.partial(forward, config=FwdParams(num_key_splits=3))
+    call = functools.partial(forward, config=splits.DecodeSplits(num_splits=3))
     text = jax.jit(call).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert "@ejkernel_split_decode" in text
     assert "left = 99 : i32, right = -2 : i32" in text

@@ -20,8 +20,9 @@ from ejkernel.modules import (
     create_default_executor,
     flash_attention,
 )
+from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments, lower
 from ejkernel.types import MaskInfo
-from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, NumpyMask
+from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, NumpyMask
 
 B, T, S, H, G, D = 2, 16, 16, 4, 2, 8
 QUERY = jax.random.normal(jax.random.key(0), (B, H, T, D))
@@ -324,3 +325,35 @@ def test_kernel_objects_and_executors_call_it():
         BlockSparseAttention().get_impl(TILES)(QUERY, KEY, VALUE, mask_builder=by_head, fused_backward=True),
     ):
         close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "given", "causal", "window"),
+    [
+        (FullMask((T, S)), {}, False, None),
+        (CausalMask((T, S)), {}, True, None),
+        (CausalMask((T, S)) & LocalMask((T, S), (3, 5)), {}, True, (3, None)),
+        (LocalMask((T, S), (3, 5), offset=2), {"sliding_window": (4, 9)}, False, (1, 7)),
+        (LocalMask((T, S), (3, None)), {"causal": True}, True, (3, None)),
+    ],
+)
+def test_a_pattern_that_is_a_band_is_lowered_to_a_window(pattern, given, causal, window):
+    options = {"causal": False, "mask_builder": pattern, "softmax_scale": 0.2, **given}
+    record = lower(BlockSparseAttentionArguments(query=QUERY, key=KEY, value=VALUE, **options))
+    assert (record.pattern, record.causal, record.sliding_window) == (None, causal, window)
+    got = blocksparse_attention(QUERY, KEY, VALUE, cfg=TILES, **options)
+    scattered = NumpyMask(np.asarray(pattern.allowed(0, 0, (T, S))))
+    close(got, blocksparse_attention(QUERY, KEY, VALUE, cfg=TILES, **options | {"mask_builder": scattered}))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "more"),
+    [
+        (CausalMask((T, S), -2), {}),
+        (LocalMask((T, S), (1, 1)) | CausalMask((T, S), -3), {}),
+        (LocalMask((T, S), (2, 2)), {"mask_info": MaskInfo(q_positions=jnp.zeros((B, T), jnp.int32)), "causal": True}),
+    ],
+)
+def test_other_patterns_and_those_beside_positions_stay_patterns(pattern, more):
+    options = {"causal": False, "mask_builder": pattern, **more}
+    assert lower(BlockSparseAttentionArguments(query=QUERY, key=KEY, value=VALUE, **options)).pattern == pattern

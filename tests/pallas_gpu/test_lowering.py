@@ -88,7 +88,7 @@ def test_candidates_fit_shared_memory(size):
         assert tiles.backward_bytes(tiles.backward_tile(params, spec), spec) <= tiles.SHARED_MEMORY
 
 
-@pytest.mark.parametrize("name", ["q_blocksize", "kv_blocksize", "num_stages"])
+@pytest.mark.parametrize("name", ["block_q", "block_kv", "stages"])
 def test_tiles_that_are_none_are_refused_by_name(name):
     import dataclasses
 
@@ -102,14 +102,12 @@ def test_tiles_beyond_shared_memory_are_refused():
     import dataclasses
 
     record = make(256, "full")
-    params = dataclasses.replace(config(record, "forward"), num_stages=8)
+    params = dataclasses.replace(config(record, "forward"), stages=8)
     with pytest.raises(ValueError, match="shared memory"):
         forward(record, params)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "word"), [("kv_blocksize", 64, "128 keys"), ("num_stages", 9, "shared memory")]
-)
+@pytest.mark.parametrize(("name", "value", "word"), [("block_kv", 64, "128 keys"), ("stages", 9, "shared memory")])
 def test_backward_tiles_that_are_none_are_refused(name, value, word):
     import dataclasses
 

@@ -13,25 +13,35 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+FLASH = ("flash_attention",)
+SPARSE = ("blocksparse_attention",)
+OTHERS = ("scaled_dot_product_attention", "flash_mla", "mla_decode")
 MASKS = "(causal or window or segments or pack or padded or positions or mask)"
+VALUES = "(test_value and not test_shapes and not test_residuals and not test_eager)"
+GRADIENTS = "(test_gradients and not after_another)"
+# Operations other than flash attention lower to the same record, so each has what its own cases add: their numbers.
 PARTS = {
-    "values": "test_value and not test_shapes and not test_residuals and not test_eager",
-    "residuals": "test_residuals and (sinks or numerator)",
-    "gradients of masks": f"test_gradients and {MASKS}",
-    "gradients of the rest": f"test_gradients and not {MASKS}",
-    "padding": "test_padding",
-    "transforms": "(test_vmap and (sinks or dropout)) or (test_shard and (everything or packed))",
-    "candidates": "test_candidates and forward",
+    "values": (FLASH, VALUES),
+    "residuals": (FLASH, "test_residuals and (sinks or numerator)"),
+    "gradients of masks": (FLASH, f"{GRADIENTS} and {MASKS}"),
+    "gradients of the rest": (FLASH, f"{GRADIENTS} and not {MASKS}"),
+    "gradients after another forward": (FLASH, "after_another and (sinks or numerator or packed)"),
+    "padding": (FLASH, "test_padding"),
+    "transforms": (FLASH, "(test_vmap and (sinks or dropout)) or (test_shard and (everything or packed))"),
+    "candidates": (FLASH, "test_candidates and forward"),
+    "patterns": (SPARSE, f"({VALUES} or {GRADIENTS} or test_padding) and (patterns or scattered or chunks)"),
+    "transforms of patterns": (SPARSE, "(test_vmap or test_shard) and patterns"),
+    "other operations": (OTHERS, f"{VALUES} or {GRADIENTS}"),
+    "claims": (FLASH + SPARSE + OTHERS, "test_capabilities"),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
+    operations, selection = PARTS[part]
     command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton", "--ejk-op", "flash_attention", "-k", PARTS[part]]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
+    command += ["--ejk-impl", "triton", *(x for op in operations for x in ("--ejk-op", op)), "-k", selection]
+    ran = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=300, check=False)
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout
     assert "skipped" not in ran.stdout
@@ -39,8 +49,21 @@ def test_conformance(part):
 
 def test_on_several_devices_and_under_checkpoint():
     """`shard_map`, dropout's counters and a sink's gradient among it, `jax.checkpoint` and `jax.vmap`, against XLA."""
-    script = Path(__file__).with_name("transformed_process.py")
-    flags = "--xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    _run("transformed_process.py", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+
+
+def test_blocks():
+    """What the toolkit has for families to come."""
+    _run("blocks_process.py")
+
+
+def _run(script, **variables):
+    command = [sys.executable, Path(__file__).with_name(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=_environment(**variables), check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def _environment(**variables):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", **variables}
+    environment.pop("PYTEST_ADDOPTS", None)
+    return environment

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel.modules import FlashAttentionConfig, flash_attention
+from ejkernel.modules import FlashAttentionConfig, blocksparse_attention, flash_attention
 from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.types import MaskInfo
+from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask
 from ejkernel_triton import interpreter
 
 SPEC = PartitionSpec("rows", None, "heads", None)
@@ -39,9 +40,28 @@ def main():
         return jax.jit(jax.grad(lambda query: (call(query) ** 2).sum()))(query)
 
     np.testing.assert_allclose(slope("triton", jax.checkpoint), slope("xla", lambda f: f), rtol=2e-5, atol=2e-5)
+    pattern_by_parts(mesh)
     mapped(query, key, value)
     hidden(query, key, value)
     long_rows()
+
+
+def pattern_by_parts(mesh):
+    """A pattern by head, of which each device has its own heads and queries."""
+    keys = jax.random.split(jax.random.key(5), 3)
+    query, key, value = (jax.random.normal(k, (1, heads, 32, 16)) for k, heads in zip(keys, (4, 2, 2), strict=True))
+
+    def pattern(queries, keys, heads, head, _):
+        return LocalMask((queries, keys), (9, 2)) if head % 2 else ChunkedCausalMask((queries, keys), 12)
+
+    def loss(options, *arrays):
+        return (blocksparse_attention(*arrays, mask_builder=pattern, causal=False, **options) ** 2).sum()
+
+    split, whole = PartitionSpec(None, "heads", "rows", None), PartitionSpec(None, "heads", None, None)
+    sharded = {"platform": "triton", "mesh": mesh, "in_specs": (split, whole, whole), "out_specs": split}
+    want = jax.jit(jax.grad(functools.partial(loss, {"platform": "xla"}), (0, 1, 2)))(query, key, value)
+    got = jax.jit(jax.grad(functools.partial(loss, sharded), (0, 1, 2)))(query, key, value)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5), got, want)
 
 
 def mapped(query, key, value):

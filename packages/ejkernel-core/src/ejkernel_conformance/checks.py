@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.call import decide
+from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import Direction
+from ejkernel.ops.grad import Plan
 from ejkernel.ops.model import Op
 from ejkernel.ops.pullback import Pullback
 from ejkernel_conformance import running
@@ -152,10 +154,7 @@ def check_gradient_determinism(subject: Subject) -> None:
 def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
     """With a configuration part of one direction, the answer is the reference's."""
     op = subject.op
-    parts = (None, part) if direction == "backward" else (part, None)
-    # An operation whose configuration has no parts has whole configurations as candidates.
-    cfg = part if isinstance(part, op.config) else op.config.from_parts(*parts)
-    plan = pinned_plan(op, subject.implementation, cfg)
+    plan = _with_part(subject, direction, part)
     output, gradients = running.expected(op, subject.case)
     if direction == "forward":
         got = jax.jit(lambda args: running.call(plan, args))(subject.args)
@@ -165,6 +164,20 @@ def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
     run = jax.jit(running.with_gradients(lambda args: running.call(plan, args), names))
     _, got = run(subject.args, running.cotangent(op, subject.case))
     assert_gradients_close(got, gradients, subject.tolerance, f"{subject} with {part}")
+
+
+def _with_part(subject: Subject, direction: Direction, part: Any) -> Plan:
+    """A plan of which the implementation gets a configuration part of one direction."""
+    op, implementation = subject.op, subject.implementation
+    if implementation.config.own_type(direction) is None:
+        parts = (None, part) if direction == "backward" else (part, None)
+        # An operation whose configuration has no parts has whole configurations as candidates.
+        return pinned_plan(op, implementation, part if isinstance(part, op.config) else op.config.from_parts(*parts))
+    # The public configuration need not have all of the kernel's fields: its own part is put where measured ones are.
+    plan = dataclasses.replace(pinned_plan(op, implementation), chain=ConfigSelectorChain())
+    choice = plan.pick(subject.record, direction if direction == "backward" else "forward")
+    plan.chain.cache.put(dataclasses.replace(plan.request(choice, subject.record), direction=direction).key(), part)
+    return plan
 
 
 def _floating(tree: Any) -> list[Any]:

@@ -9,10 +9,14 @@ device, the CPU among them: slow, and right to the last bit that the kernel deci
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
-from ejkernel_triton import ring_attention, tiled_attention
+from ejkernel_triton import paged_attention, ring_attention, tiled_attention
 
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations this package registers; an operation it does not serve is simply absent."""
-    return (*tiled_attention.implementations(), *ring_attention.implementations())
+    return (
+        *tiled_attention.implementations(),
+        *ring_attention.implementations(),
+        *paged_attention.implementations(),
+    )

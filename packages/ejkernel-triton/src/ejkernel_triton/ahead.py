@@ -26,6 +26,8 @@ POINTERS = {
     "int8": "*i8",
     "uint32": "*u32",
     "bool": "*i1",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
 }
 
 

@@ -52,22 +52,30 @@ class _Tensor:
 
 
 def run(
-    kernel: Any, inputs: Sequence[Any], outputs: Sequence[Any], grid: int, constants: Mapping[str, Any]
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    grid: int,
+    constants: Mapping[str, Any],
+    aliases: Mapping[int, int],
 ) -> tuple[np.ndarray, ...]:
     """Runs all programs of a kernel, one after the other.
 
     Args:
         kernel: What `triton.jit` returns where TRITON_INTERPRET=1.
         inputs: Arrays.
-        outputs: Shapes and dtypes; they start as NaN, or as the smallest integer.
+        outputs: Shapes and dtypes; they start as NaN, or as the smallest integer, but for aliases.
         grid: Programs.
         constants: The `tl.constexpr` arguments.
+        aliases: Input number -> number of the output that starts as that input.
 
     Returns:
         The outputs.
     """
     read = [np.ascontiguousarray(np.asarray(x)) for x in inputs]
     written = [np.full(x.shape, _poison(x.dtype), x.dtype) for x in outputs]
+    for source, target in aliases.items():
+        written[target][...] = read[source]
     tensors = [_Tensor(x, str(x.dtype)) for x in (*read, *written)]
     _compat.mend_interpreter()
     with _lock, np.errstate(all="ignore"):

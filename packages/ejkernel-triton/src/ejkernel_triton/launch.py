@@ -38,6 +38,7 @@ class Launch:
         num_warps: Warps a program.
         num_stages: Depth of the software pipelines.
         constants: Its `tl.constexpr` arguments by name.
+        aliases: Input number -> output number: an input whose memory the output takes over, with what is in it.
     """
 
     kernel: Any
@@ -47,6 +48,7 @@ class Launch:
     num_warps: int
     num_stages: int
     constants: Mapping[str, Any]
+    aliases: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
 
 
 _collecting: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("collecting", default=None)
@@ -74,7 +76,7 @@ def interpreting() -> bool:
 def launch(
     kernel: Any,
     inputs: Sequence[jax.Array | None],
-    outputs: Sequence[Shape],
+    outputs: Sequence[Shape | int],
     *,
     batch: int,
     grid: int,
@@ -91,7 +93,8 @@ def launch(
     Args:
         kernel: A `triton.jit` function whose parameters are the inputs, the outputs and the constants, in this order.
         inputs: Arrays. None, for an input that the constants say is not there, passes the first array in its place.
-        outputs: Shapes and dtypes of what it writes.
+        outputs: Shapes and dtypes of what it writes; or, for one that is written in part, the number of the input that
+            it starts as, whose memory it takes over.
         batch: Number of batch rows.
         grid: Number of programs, in proportion to the batch.
         num_warps: Warps a program.
@@ -103,29 +106,36 @@ def launch(
     """
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "constants": constants}
     arrays = tuple(inputs[0] if x is None else x for x in inputs)
+    aliases = {x: n for n, x in enumerate(outputs) if isinstance(x, int)}
+    shapes = [_shape_of(arrays[x]) if isinstance(x, int) else x for x in outputs]
     call = Launch(
         kernel=kernel,
-        inputs=tuple(Shape(x.shape, x.dtype) for x in arrays if x is not None),
-        outputs=tuple(outputs),
+        inputs=tuple(map(_shape_of, arrays)),
+        outputs=tuple(shapes),
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
-        constants={**constants, "per": _per(kernel, batch, [*inputs, *outputs])},
+        constants={**constants, "per": _per(kernel, batch, [*inputs, *shapes])},
+        aliases=aliases,
     )
     if (launches := _collecting.get()) is not None:
         launches.append(call)
-        return tuple(jnp.zeros(x.shape, x.dtype) for x in outputs)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
 
     def folded(size: int, batched: list[bool], *given: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         longer = [_longer(x, size, b) for x, b in zip(given, batched, strict=True)]
         there = [None if x is None else y for x, y in zip(inputs, longer, strict=True)]
-        shapes = [Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs]
-        made = launch(kernel, there, shapes, batch=size * batch, grid=size * grid, **options)
-        return tuple(x.reshape(size, *y.shape) for x, y in zip(made, outputs, strict=True)), (True,) * len(made)
+        wanted = [x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs]
+        made = launch(kernel, there, wanted, batch=size * batch, grid=size * grid, **options)
+        return tuple(x.reshape(size, *y.shape) for x, y in zip(made, shapes, strict=True)), (True,) * len(made)
 
     run = custom_batching.custom_vmap(_interpreted(call) if _compat.is_interpreted(kernel) else _on_device(call))
     run.def_vmap(folded)
     return core_compat.as_varying(run(*core_compat.as_varying(arrays, arrays)), arrays)
+
+
+def _shape_of(x: Any) -> Shape:
+    return Shape(x.shape, x.dtype)
 
 
 def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
@@ -162,6 +172,7 @@ def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
             num_warps=call.num_warps,
             num_stages=call.num_stages,
             compute_capability=None if capability is None else round(capability * 10),
+            input_output_aliases=dict(call.aliases),
             **options,
         )
         return tuple(made)
@@ -174,7 +185,7 @@ def _interpreted(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         def callback(*values: Any) -> tuple[Any, ...]:
-            return interpreter.run(call.kernel, values, call.outputs, call.grid, call.constants)
+            return interpreter.run(call.kernel, values, call.outputs, call.grid, call.constants, call.aliases)
 
         return jax.pure_callback(callback, call.outputs, *arrays, vmap_method="sequential")
 

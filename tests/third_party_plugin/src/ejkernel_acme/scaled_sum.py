@@ -94,16 +94,27 @@ def reference(args: ScaledSumArguments) -> jax.Array:
     return args.scale * jnp.sum(weighted, axis=1)
 
 
-def forward(record: ScaledSumArguments, config: ScaledSumConfig) -> tuple[jax.Array, None]:
-    """The sums, as `config.pieces` partial sums; nothing is left for the backward pass."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumPieces:
+    """The kernels' own configuration: what the store and tables hold.
+
+    Attributes:
+        num_pieces: Partial sums a row.
+    """
+
+    num_pieces: int
+
+
+def forward(record: ScaledSumArguments, config: SumPieces) -> tuple[jax.Array, None]:
+    """The sums, as `config.num_pieces` partial sums; nothing is left for the backward pass."""
     rows, length = record.x.shape
     weighted = record.x if record.weights is None else record.x * record.weights
-    pieces = config.pieces or 1
+    pieces = config.num_pieces
     padded = jnp.pad(weighted, ((0, 0), (0, -length % pieces)))
     return record.scale * padded.reshape(rows, pieces, -1).sum(axis=2).sum(axis=1), None
 
 
-def backward(pullback: Pullback, config: ScaledSumConfig) -> dict[str, jax.Array]:
+def backward(pullback: Pullback, config: SumPieces) -> dict[str, jax.Array]:
     """`dx_bn = scale dy_b weights_n` and `dweights_n = scale sum_b dy_b x_bn`."""
     record, rows = pullback.record, pullback.record.scale * pullback.cotangent[:, None]
     weights = jnp.ones_like(record.x[0]) if record.weights is None else record.weights
@@ -111,13 +122,13 @@ def backward(pullback: Pullback, config: ScaledSumConfig) -> dict[str, jax.Array
     return {name: gradients[name] for name in pullback.wanted}
 
 
-def _rule(record: ScaledSumArguments, device: Any, direction: Any) -> ScaledSumConfig:
-    return ScaledSumConfig(pieces=4)
+def _rule(record: ScaledSumArguments, device: Any, direction: Any) -> SumPieces:
+    return SumPieces(num_pieces=4)
 
 
-def _candidates(record: ScaledSumArguments, device: Any, direction: Any) -> tuple[ScaledSumConfig, ...]:
+def _candidates(record: ScaledSumArguments, device: Any, direction: Any) -> tuple[SumPieces, ...]:
     # The backward pass has nothing to choose.
-    return tuple(ScaledSumConfig(pieces=n) for n in (1, 4, 8)) if direction == "forward" else ()
+    return tuple(SumPieces(num_pieces=n) for n in (1, 4, 8)) if direction == "forward" else ()
 
 
 def _localise(record: ScaledSumArguments, offsets: Mapping[str, Any]) -> ScaledSumArguments:
@@ -138,22 +149,24 @@ def make_inputs(args: ScaledSumArguments, key: jax.Array) -> ScaledSumArguments:
     return jax.tree.map(lambda x: jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype), args)
 
 
+FAMILY = Family(
+    name="scaled sum",
+    record=ScaledSumArguments,
+    differentiable=("x", "weights"),
+    dtype=lambda record: record.x.dtype,
+    head_dims=lambda record: (),
+    axes={"x": "b n", "weights": "n", "output": "b"},
+    shardable="b",
+    aligned=(),
+    localise=_localise,
+    reference=lambda record: (reference(record), None),
+)
+
 OP = Op(
     name=NAME,
     function=scaled_sum,
     arguments=ScaledSumArguments,
-    family=Family(
-        name="scaled sum",
-        record=ScaledSumArguments,
-        differentiable=("x", "weights"),
-        dtype=lambda record: record.x.dtype,
-        head_dims=lambda record: (),
-        axes={"x": "b n", "weights": "n", "output": "b"},
-        shardable="b",
-        aligned=(),
-        localise=_localise,
-        reference=lambda record: (reference(record), None),
-    ),
+    family=FAMILY,
     config=ScaledSumConfig,
     validate=validate,
     lower=lambda args: args,
@@ -181,5 +194,5 @@ IMPLEMENTATION = Implementation(
         dtypes=frozenset({"float32", "float64"}),
         handles=frozenset({"weights", "scale"}),
     ),
-    config=ConfigSpace(reads=frozenset({"pieces"}), heuristic=_rule, candidates=_candidates),
+    config=ConfigSpace(heuristic=_rule, candidates=_candidates, forward=SumPieces, faces={"pieces": "num_pieces"}),
 )

@@ -71,7 +71,7 @@ def call(
     chain = default_chain() if chain is None else chain
     if op.route is not None:
         given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-        op, args, given = op.routed(args, given)
+        op, args, given = op.route(args, given)
         platform, cfg, mesh, in_specs, out_specs = (given[name] for name in CALL_OPTIONS)
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
@@ -83,8 +83,8 @@ def call(
     options = Options(plan, mesh, specs, out_specs, chain.cache.generation)
     try:
         return _compiled(options, args)
-    except TypeError as error:
-        raise _unhashable(op, args, error) from error
+    except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
+        raise _explained(op, args, error) from error
 
 
 def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSelectorChain) -> Plan:
@@ -191,7 +191,27 @@ def _traced(args: Any) -> bool:
     return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(args))
 
 
-def _unhashable(op: Op, args: Any, error: TypeError) -> Exception:
+def _explained(op: Op, args: Any, error: Exception) -> Exception:
+    """An error of JAX in words about the call: forward-mode derivatives, symbolic dimensions, unhashable values."""
+    if "forward-mode autodiff (jvp)" in str(error):
+        return NotImplementedError(
+            f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp"
+        )
+    symbolic = {name: x.shape for name, x in array_fields(args).items() if _is_symbolic(x)}
+    if symbolic:
+        shapes = ", ".join(f"{name} {list(map(str, shape))}" for name, shape in symbolic.items())
+        return NotImplementedError(
+            f"{op.name}: the chosen kernels need sizes that are numbers, got symbolic dimensions in {shapes}: export a "
+            "program for every size"
+        )
+    return _unhashable(op, args, error)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return not all(isinstance(size, int) for size in getattr(value, "shape", ()))
+
+
+def _unhashable(op: Op, args: Any, error: Exception) -> Exception:
     """Names the argument that should have been a plain Python value; any other error stays as it was."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)

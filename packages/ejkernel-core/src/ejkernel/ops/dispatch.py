@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops.arguments import given_fields
-from ejkernel.ops.config.params import Direction, given_values
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values
+from ejkernel.ops.config.selection import foreign_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Family, Implementation, Op, Requires
 from ejkernel.ops.plugins import Plugin, registry
@@ -117,7 +118,13 @@ class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
 
 
 def choose(
-    op: Op, record: Any, device: DeviceInfo, platform: str, direction: Direction, wanted: frozenset[str] = frozenset()
+    op: Op,
+    record: Any,
+    device: DeviceInfo,
+    platform: str,
+    direction: Direction,
+    wanted: frozenset[str] = frozenset(),
+    cfg: BaseOperationConfig | None = None,
 ) -> Choice:
     """Judges every registered implementation of `op` for `record` and picks the best that serves.
 
@@ -128,11 +135,13 @@ def choose(
         platform: A toolchain, or `"auto"`. An explicit one is never replaced.
         direction: Which pass.
         wanted: For backward: the record fields whose gradient is needed.
+        cfg: The call's own configuration, whose fields an implementation with its own types must have.
     """
     found = registry()
     verdicts: list[Verdict] = []
     for implementation in found.implementations.get(op.name, ()):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
+        reasons += _without_fields(op, implementation, direction, cfg)
         verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons))
     return Choice(
         op=op.name,
@@ -142,6 +151,22 @@ def choose(
         verdicts=_with_first_chosen(verdicts),
         failed_plugins=found.failed,
     )
+
+
+def _without_fields(
+    op: Op, implementation: Implementation, direction: Direction, cfg: BaseOperationConfig | None
+) -> tuple[str, ...]:
+    """Why a call's own configuration cannot be the implementation's."""
+    direction = "both" if implementation.paired else direction
+    part = None if cfg is None else cfg.part_of(direction)
+    if part is None:
+        return ()
+    foreign = foreign_part(op, implementation, part, direction)
+    if foreign:
+        return (f"cfg: {foreign}",)
+    if implementation.config.own_type(direction) is None:
+        return ()
+    return tuple(f"cfg: has no {name}" for name in implementation.config.unread(part, direction))
 
 
 def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:

@@ -49,7 +49,7 @@ class Plan:
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
-        return choose(self.op, record, self.device, self.platform, direction, wanted)
+        return choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg)
 
     def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, where one serves, its configuration."""

@@ -113,7 +113,7 @@ def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
 
 def block_lists(blocks: BlockMap) -> BlockLists:
     """Lists the tiles along the last axis of a block map."""
-    xp = np if isinstance(blocks.some, np.ndarray) and isinstance(blocks.every, np.ndarray) else jnp
+    xp: Any = np if isinstance(blocks.some, np.ndarray) and isinstance(blocks.every, np.ndarray) else jnp
     rank = xp.where(blocks.some & blocks.every, 0, xp.where(blocks.some, 1, 2))
     longest = max(1, int(blocks.reachable.sum(axis=-1).max()))
     listed = xp.argsort(rank, axis=-1, stable=True)[..., :longest].astype(np.int32)

@@ -351,6 +351,26 @@ class _Either(_Combination):
         return Tiles(one.some | other.some, one.every | other.every)
 
 
+def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
+    """Smallest and largest `key - query` of a pattern that is one band, None where a side is open; None for any other.
+
+    Kernels mask a band by arithmetic, so a pattern that is one needs no lists of tiles.
+    """
+    if isinstance(mask, FullMask):
+        return None, None
+    if isinstance(mask, _Band):
+        return mask.band
+    if not isinstance(mask, _Both):
+        return None
+    bands = band_of(mask.one), band_of(mask.other)
+    if bands[0] is None or bands[1] is None:
+        return None
+    (least, most), (other_least, other_most) = bands
+    lower = [side for side in (least, other_least) if side is not None]
+    upper = [side for side in (most, other_most) if side is not None]
+    return max(lower, default=None), min(upper, default=None)
+
+
 def _combine(kind: type[_Combination], one: Any, other: Any) -> Mask:
     if not isinstance(other, Mask):
         return NotImplemented

@@ -39,7 +39,10 @@ IMPLEMENTATIONS = (
             extra=_reasons,
         ),
         config=ConfigSpace(
-            reads=frozenset({"num_key_splits"}), heuristic=splits.heuristic, candidates=splits.candidates
+            heuristic=splits.heuristic,
+            candidates=splits.candidates,
+            forward=splits.DecodeSplits,
+            faces=splits.FACES,
         ),
         priority=30,
     ),

@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel.ops.config.params import FwdParams
-from ejkernel_cuda.dense_decode.splits import MOST
+from ejkernel_cuda.dense_decode.splits import MOST, DecodeSplits
 from ejkernel_cuda.library import registered
 
 FAR = 2**30
 
 
-def forward(record: PagedAttention, config: FwdParams) -> tuple[tuple[jax.Array, jax.Array], None]:
+def forward(record: PagedAttention, config: DecodeSplits) -> tuple[tuple[jax.Array, jax.Array], None]:
     """Output [B, H, Dv] and lse [B, H] of a dense record.
 
     The blocks leave their partial sums in two more outputs of the call, so that XLA owns all of its memory. Axes that
@@ -20,7 +19,7 @@ def forward(record: PagedAttention, config: FwdParams) -> tuple[tuple[jax.Array,
     """
     assert record.value_pages is not None  # a dense record has them
     (rows, heads, _), size = record.query.shape, record.value_pages.shape[-1]
-    splits = min(config.num_key_splits or 1, MOST)
+    splits = min(config.num_splits, MOST)
     partial = splits if splits > 1 else 0
     left, right = band(record)
     call = jax.ffi.ffi_call(

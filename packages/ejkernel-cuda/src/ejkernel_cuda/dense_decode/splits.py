@@ -1,7 +1,9 @@
 """How many blocks share the keys of a row: which number is used when nobody chose, and which are worth measuring."""
 
+import dataclasses
+
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel.ops.config.params import Direction, FwdParams
+from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
 
@@ -24,7 +26,22 @@ MOST = 64
 """Splits that the kernels can merge."""
 
 
-def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> FwdParams:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSplits:
+    """The configuration of the kernels.
+
+    Attributes:
+        num_splits: Blocks that share the keys of a row.
+    """
+
+    num_splits: int
+
+
+FACES = dict.fromkeys(("num_key_splits", "num_kv_splits", "num_splits"), "num_splits")
+"""What public configurations call them."""
+
+
+def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> DecodeSplits:
     """The fewest splits that keep the chip about as busy as it can be kept.
 
     Blocks run in waves of as many as the chip holds, and the last wave is rarely full: the fuller, the better. Rows are
@@ -36,13 +53,13 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     uneven = min(-(-WAVES * slots // blocks), _keys(record) // LONG) if record.query.shape[0] > 1 else 1
     busy = {n: _fullness(blocks * n, slots) for n in range(max(1, min(uneven, limit)), limit + 1)}
     enough = 0.95 * max(busy.values())
-    return FwdParams(num_key_splits=next(n for n, fullness in busy.items() if fullness >= enough))
+    return DecodeSplits(num_splits=next(n for n, fullness in busy.items() if fullness >= enough))
 
 
-def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[FwdParams, ...]:
+def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[DecodeSplits, ...]:
     """Powers of two."""
     limit = most(record)
-    return tuple(FwdParams(num_key_splits=1 << n) for n in range(limit.bit_length()))
+    return tuple(DecodeSplits(num_splits=1 << n) for n in range(limit.bit_length()))
 
 
 def most(record: PagedAttention) -> int:

@@ -6,13 +6,14 @@ The backward pass is registered only then; otherwise gradients are left to the o
 of this forward pass.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import band
 from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo, current_device
 
 
@@ -23,12 +24,17 @@ def deterministic() -> bool:
     return any(flag.partition("=")[0] in names and flag.partition("=")[2] in ("", "true", "1") for flag in given)
 
 
-def _no_choice(record: Any, device: DeviceInfo, direction: Direction) -> FwdParams | BwdParams:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CudnnChoice:
+    """The configuration of cuDNN's kernels, which has no fields: cuDNN chooses its tiles itself."""
+
+
+def _no_choice(record: Any, device: DeviceInfo, direction: Direction) -> CudnnChoice:
     """cuDNN chooses its tiles itself."""
-    return FwdParams() if direction == "forward" else BwdParams()
+    return CudnnChoice()
 
 
-def _no_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+def _no_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[CudnnChoice, ...]:
     return ()
 
 
@@ -83,7 +89,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="ejkernel_cuda.tiled_attention.cudnn:backward" if backward else None,
             gradients=frozenset({"query", "key", "value", "bias"}) if backward else frozenset(),
             requires=_REQUIRES,
-            config=ConfigSpace(reads=frozenset(), heuristic=_no_choice, candidates=_no_candidates),
+            config=ConfigSpace(heuristic=_no_choice, candidates=_no_candidates, forward=CudnnChoice),
             priority=15,
         ),
     )

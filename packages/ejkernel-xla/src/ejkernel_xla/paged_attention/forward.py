@@ -24,9 +24,9 @@ from jax import lax
 from ejkernel.families.paged_attention import PagedAttention, as_computed, band, qq_terms
 from ejkernel.modules.operations.configs import PagedAttentionConfig
 from ejkernel.planning import paged_cache
+from ejkernel.planning.paged_work import Work, find_work, longest_first, take
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.paged_attention.tiles import Tiles, tiles
-from ejkernel_xla.paged_attention.work import Work, find_work, take
 
 _BATCHES = ((0, 1), (0, 1))
 
@@ -57,7 +57,7 @@ def forward(record: PagedAttention, params: PagedAttentionConfig) -> tuple[tuple
 
 
 def _sweep(record: PagedAttention, cut: Tiles, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    work = find_work(record, cut)
+    work = longest_first(find_work(record, cut.queries, cut.stack))
 
     def batch(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = take(work, step, cut.stack)

@@ -17,6 +17,11 @@ IMPLEMENTATIONS = (
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset({"initial_state"}),
         ),
-        config=ConfigSpace(reads=frozenset({"associative"}), heuristic=tiles.heuristic, candidates=tiles.candidates),
+        config=ConfigSpace(
+            heuristic=tiles.heuristic,
+            candidates=tiles.candidates,
+            forward=tiles.ScanSteps,
+            faces={"associative": "associative"},
+        ),
     ),
 )

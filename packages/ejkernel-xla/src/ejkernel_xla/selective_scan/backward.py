@@ -1,7 +1,5 @@
 """Backward pass of a selective scan: the chunks in reverse, each computed again from the state before it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +7,7 @@ from jax import lax
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.selective_scan.chunk import pull
+from ejkernel_xla.selective_scan.tiles import ScanSteps
 from ejkernel_xla.selective_scan.walk import chunks, cut, load, paste, place
 
 Gradients = dict[str, jax.Array]
@@ -17,12 +16,12 @@ TOKENS = ("x", "step", "write", "read")
 """Fields with something for every token."""
 
 
-def backward(pullback: Pullback, config: Any) -> Gradients:
+def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, states between chunks, cotangents of output and final states, and the wanted names.
-        config: The operation's configuration; reads `associative`.
+        config: How the tokens of a chunk are combined.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -38,7 +37,7 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
         x, cotangent = cut(record.x, at).astype(dtype), jnp.where(at.own, cut(outputs, at), 0).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
         cotangents = (behind, jnp.moveaxis(cotangent, 1, 0))
-        before, pulled, moved = pull(bool(config.associative), before, load(record, at), decay, cotangents)
+        before, pulled, moved = pull(config.associative, before, load(record, at), decay, cotangents)
         parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
         parts["x"] = parts["x"] + skip * cotangent
         sums = {"decay": sums["decay"] + moved, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}

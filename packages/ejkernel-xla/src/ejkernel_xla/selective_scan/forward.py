@@ -1,22 +1,21 @@
 """Forward pass of a selective scan, chunk by chunk."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
 from ejkernel_xla.selective_scan.chunk import advance
+from ejkernel_xla.selective_scan.tiles import ScanSteps
 from ejkernel_xla.selective_scan.walk import chunks, cut, load, paste, place
 
 
-def forward(record: SelectiveScan, config: Any) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Output and final states of a record.
 
     Args:
         record: The canonical arguments.
-        config: The operation's configuration; reads `associative`.
+        config: How the tokens of a chunk are combined.
 
     Returns:
         Output [B, T, I] in x's dtype, final states [B, I, E] in the accumulator's, and the states between chunks.
@@ -29,7 +28,7 @@ def forward(record: SelectiveScan, config: Any) -> tuple[tuple[jax.Array, jax.Ar
         output, kept, state = carry
         at = place(record, n)
         kept = lax.dynamic_update_index_in_dim(kept, state, n, axis=1)
-        state, read = advance(bool(config.associative), state, load(record, at), decay)
+        state, read = advance(config.associative, state, load(record, at), decay)
         part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
         return paste(output, at, part), kept, state
 

@@ -1,17 +1,28 @@
 """How the tokens of a chunk are worked on: what is used when nobody chose, and what is worth measuring."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.modules.operations.configs import StateSpaceV1Config
 from ejkernel.ops.config.params import Direction
 
 
-def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> StateSpaceV1Config:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScanSteps:
+    """How the tokens of a chunk are combined, in both passes.
+
+    Attributes:
+        associative: As a tree, which is more work in fewer steps; else one after the other.
+    """
+
+    associative: bool
+
+
+def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> ScanSteps:
     """The way for a record on a device, not measured: a CPU has no idle lanes that could do a tree's extra work."""
-    return StateSpaceV1Config(associative=device.platform != "cpu")
+    return ScanSteps(associative=device.platform != "cpu")
 
 
-def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[StateSpaceV1Config, ...]:
+def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[ScanSteps, ...]:
     """Ways worth measuring for a record on a device."""
-    return tuple(StateSpaceV1Config(associative=associative) for associative in (False, True))
+    return tuple(ScanSteps(associative=associative) for associative in (False, True))

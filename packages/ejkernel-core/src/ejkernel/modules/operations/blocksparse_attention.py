@@ -31,7 +31,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
-from ejkernel.types.sparse_masks import Mask, MultiHeadMask
+from ejkernel.types.sparse_masks import Mask, MultiHeadMask, band_of
 
 
 @arguments
@@ -247,13 +247,32 @@ def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
 def lower(args: BlockSparseAttentionArguments) -> TiledAttention:
     """The tiled-attention record of a call."""
     record = flash_attention.lower(_as_flash(args))
-    changes: dict[str, Any] = {"pattern": args.mask_builder}
+    changes: dict[str, Any] = _pattern(record, args.mask_builder)
     if args.attention_mask is not None:
         mask = args.attention_mask.astype(bool)
         changes["mask"] = mask if record.mask is None else mask & record.mask
     if args.chunk_size is not None:
         changes["q_segment_ids"], changes["kv_segment_ids"] = _chunks(args, record, args.chunk_size)
     return dataclasses.replace(record, **changes)
+
+
+def _pattern(record: TiledAttention, pattern: Mask | None) -> dict[str, Any]:
+    """The fields of a record that say a pattern: causal and window where it is a band around the diagonal.
+
+    A band goes by indices, as the window does where the record has no positions.
+    """
+    band = None if pattern is None else band_of(pattern)
+    if band is None or record.q_positions is not None or record.kv_positions is not None:
+        return {"pattern": pattern}
+    least, most = band
+    if (least or 0) > 0 or (most or 0) < 0:  # the diagonal is outside, and a window's sides are not negative
+        return {"pattern": pattern}
+    left, right = record.sliding_window or (None, None)
+    left = min((side for side in (left, None if least is None else -least) if side is not None), default=None)
+    right = min((side for side in (right, most) if side is not None), default=None)
+    causal = record.causal or right == 0
+    window = left, None if causal else right
+    return {"causal": causal, "sliding_window": None if window == (None, None) else window}
 
 
 def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: int) -> tuple[jax.Array, jax.Array]:

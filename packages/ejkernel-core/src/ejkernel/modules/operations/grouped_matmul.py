@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer, Num
 
+from ejkernel import _compat
 from ejkernel.families import grouped_matmul as family
 from ejkernel.families.grouped_matmul import GroupedMatmul as Record
 from ejkernel.modules.operations.cases import grouped_matmul as cases
@@ -48,6 +50,7 @@ class GroupedMatmulArguments:
 
     def __post_init__(self) -> None:
         _refuse(self.interpret, self.out_shard_callback)
+        _check_rows(self.group_sizes, self.lhs)
         wanted = self.preferred_element_type
         settle(
             self,
@@ -59,6 +62,18 @@ class GroupedMatmulArguments:
             use_v3=as_flag("use_v3", self.use_v3) and False,
             do_padding=as_flag("do_padding", self.do_padding) or True,
         )
+
+
+def _check_rows(group_sizes: Any, lhs: Any) -> None:
+    """Checks that there are rows for all groups, where the values can be read: not under a trace."""
+    if _compat.is_tracer(group_sizes) or not getattr(group_sizes, "is_fully_addressable", True):
+        return
+    values = np.asarray(jax.device_get(group_sizes))
+    if values.dtype.kind not in "iu" or getattr(lhs, "ndim", 0) != 2:
+        return
+    total = values.sum(dtype=np.int64)
+    if total > lhs.shape[0]:
+        raise ValueError(f"group_sizes: got a sum of {total}, wants at most the {lhs.shape[0]} rows of lhs")
 
 
 def _refuse(interpret: Any, out_shard_callback: Any) -> None:
@@ -104,7 +119,8 @@ def grouped_matmul(
         lhs: [M, K] float16, bfloat16, float32 or float64.
         rhs: [E, K, N], or [E, N, K] with `transpose_rhs`; floating of 16 bits or more, or any numeric dtype with
             `rhs_scale`. Where it is not lhs's dtype, both are multiplied in the one that JAX promotes the two to.
-        group_sizes: [E] int, rows of every group; with `group_offset`, [G] for all the groups there are. May be traced.
+        group_sizes: [E] int, rows of every group; with `group_offset`, [G] for all the groups there are. May be traced;
+            values that are not are checked, for which an eager call waits.
             Groups may be empty, and rows may be left over.
         group_offset: Integer, the group of the first matrix of rhs: these are then groups `offset` to `offset + E - 1`
             of all, and rows of the others are left over. May be traced.

@@ -11,7 +11,6 @@
 | error | none of them may answer | |
 """
 
-import dataclasses
 import datetime
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from ejkernel.ops.config.memory import ConfigCache
 from ejkernel.ops.config.params import given_values
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective
-from ejkernel.ops.config.selection import Request, Selection
+from ejkernel.ops.config.selection import Request, Selection, foreign_part
 from ejkernel.ops.config.table import shipped_part
 
 MEASURED = frozenset({"memory", "persistent", "autotune"})
@@ -182,6 +181,9 @@ class ConfigSelectorChain:
             return Selection(request.completed(part), "override", tuple(trail))
         trail.append("override: none given" if cfg is None else f"override: cfg= leaves the {request.direction} open")
         part, remark = overlay.find(request.key(), request.serves()) if overlay.overlays() else (None, "none active")
+        foreign = None if part is None else foreign_part(request.op, request.implementation, part, request.direction)
+        if foreign:
+            part, remark = None, f"passed over, {foreign}"
         if part is not None:
             trail.append(f"overlay: {remark} gives {given_values(part)}{_unread(part, request)}")
             return Selection(request.completed(part), "overlay", tuple(trail))
@@ -259,8 +261,7 @@ class ConfigSelectorChain:
 def _unread(part: Any, request: Request) -> str:
     """A remark about fields that were set and that the chosen kernels do not have."""
     implementation = request.implementation
-    given = {f.name for f in dataclasses.fields(part) if getattr(part, f.name) is not None}
-    unread = sorted(given - implementation.config.reads - {"platform", "backend"})
+    unread = implementation.config.unread(part, request.direction)
     return f" ({', '.join(unread)} has no meaning for {implementation.name})" if unread else ""
 
 

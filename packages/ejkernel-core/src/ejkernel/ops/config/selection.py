@@ -47,7 +47,8 @@ class Request:
 
     def part_type(self) -> type:
         """Type of the configuration part of this direction."""
-        return self.op.config.part_types.get(piece(self.direction), self.op.config)
+        own = self.implementation.config.own_type(self.direction)
+        return own or self.op.config.part_types.get(piece(self.direction), self.op.config)
 
     def kernel(self) -> Callable[[Any, Any], Any]:
         """What is measured: (record, or `Pullback` for the backward pass or both, configuration part) -> results."""
@@ -65,8 +66,10 @@ class Request:
         return self.implementation.config.heuristic(self.record, self.device, self.direction)
 
     def completed(self, part: Any) -> Any:
-        """`part` with the fields that were left unset filled by the implementation's rule."""
+        """`part`, in the kernel's own fields, with those that were left unset filled by the implementation's rule."""
         ruled = self.heuristic()
+        if self.implementation.config.own_type(self.direction) is not None:
+            return dataclasses.replace(ruled, **self.implementation.config.translated(part, self.direction))
         unset = {f.name: getattr(ruled, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) is None}
         return dataclasses.replace(part, **unset)
 
@@ -82,3 +85,12 @@ class Selection:
     part: Any
     tier: str
     trail: tuple[str, ...]
+
+
+def foreign_part(op: Op, implementation: Implementation, part: Any, direction: Direction) -> str | None:
+    """Why a configuration part cannot be the implementation's: it is of another kernel's own type."""
+    own = implementation.config.own_type(direction)
+    face = op.config.part_types.get(piece(direction), op.config)
+    if isinstance(part, (face, *([own] if own else []))):
+        return None
+    return f"{type(part).__name__} is a configuration of another kernel"

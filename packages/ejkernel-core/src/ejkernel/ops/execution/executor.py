@@ -75,7 +75,12 @@ class Executor:
         op, decision = self._decide(kernel, *args, **kwargs)
         if decision.forward.implementation is None:
             raise NoImplementationError(decision.forward)
-        config: Any = op.config.from_parts(decision.forward.config, decision.backward.config)
+        forward, backward = decision.forward, decision.backward
+        space = forward.implementation.config
+        follower = space if backward.implementation is None else backward.implementation.config
+        config: Any = op.config.from_parts(
+            space.shown(op.config, forward.config, "forward"), follower.shown(op.config, backward.config, "backward")
+        )
         return dataclasses.replace(config, platform=decision.forward.platform)
 
     def compile(self, kernel: Kernel[Cfg, Out], *example_args: Any, **kwargs: Any) -> Callable[..., Out]:

@@ -255,5 +255,5 @@ class Kernel(Generic[Cfg, Out]):
         return tuple(dict.fromkeys(found))
 
     def _config(self, implementation: Implementation, forward: Any, backward: Any) -> Cfg:
-        config: Any = self.op.config.from_parts(forward, backward)
+        config: Any = implementation.config.public(self.op.config, forward, backward)
         return dataclasses.replace(config, platform=implementation.platform, backend=implementation.backend)

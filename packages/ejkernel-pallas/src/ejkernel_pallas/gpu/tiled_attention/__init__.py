@@ -55,7 +55,12 @@ def implementations() -> tuple[Implementation, ...]:
             requires=_requires(tuple(tiles.VALUES)),
             backward_requires=_requires(tuple(tiles.VALUES)),
             config=ConfigSpace(
-                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+                heuristic=tiles.heuristic,
+                candidates=tiles.candidates,
+                kind=kind_of_large,
+                forward=tiles.HopperForward,
+                backward=tiles.HopperBackward,
+                faces=tiles.FACES,
             ),
             priority=20,
             tuned="ejkernel_pallas:tuned",

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams, given_values
+from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
@@ -256,8 +256,39 @@ def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
 VALUES = {64: (64,), 128: (128,), 256: (256,)}
 """Head dimensions of values by those of queries and keys, as far as the kernels were checked on a chip."""
 
-READS = frozenset({"q_blocksize", "kv_blocksize", "num_stages"})
-"""Names of the configuration fields that the kernels look at."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperForward:
+    """The configuration of the forward kernel.
+
+    Attributes:
+        block_q: Queries a block, 64 for each warpgroup that multiplies.
+        block_kv: Keys a step.
+        stages: Tiles of keys, and of values, in shared memory.
+    """
+
+    block_q: int
+    block_kv: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperBackward:
+    """The configuration of the backward kernel.
+
+    Attributes:
+        block_kv: Keys that a block owns, or a pair of blocks.
+        block_q: Queries a step.
+        stages: Tiles of queries in shared memory.
+    """
+
+    block_kv: int
+    block_q: int
+    stages: int
+
+
+FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "num_stages": "stages"}
+"""Public configuration field -> field of these."""
 
 FORWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((192, 128, 2), (128, 128, 3), (128, 192, 2)),
@@ -275,28 +306,28 @@ BACKWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
 """Keys, queries and stages by head dimension of queries and keys, the best first."""
 
 
-def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> FwdParams | BwdParams:
+def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> HopperForward | HopperBackward:
     """The configuration when nobody chose one."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(
     record: TiledAttention, device: DeviceInfo, direction: Direction
-) -> tuple[FwdParams, ...] | tuple[BwdParams, ...]:
+) -> tuple[HopperForward, ...] | tuple[HopperBackward, ...]:
     """The configurations worth measuring."""
     size = record.query.shape[3]
     if direction == "forward":
-        return tuple(FwdParams(q_blocksize=q, kv_blocksize=k, num_stages=n) for q, k, n in FORWARD[size])
-    return tuple(BwdParams(kv_blocksize=k, q_blocksize=q, num_stages=n) for k, q, n in BACKWARD[size])
+        return tuple(HopperForward(block_q=q, block_kv=k, stages=n) for q, k, n in FORWARD[size])
+    return tuple(HopperBackward(block_kv=k, block_q=q, stages=n) for k, q, n in BACKWARD[size])
 
 
-def forward_tile(params: FwdParams, spec: Spec) -> ForwardTile:
+def forward_tile(params: HopperForward, spec: Spec) -> ForwardTile:
     """The tile of a forward configuration.
 
     Raises:
         ValueError: Something is missing, is nothing that a kernel can be compiled with, or does not fit.
     """
-    warpgroups, keys, stages = _checked(params, "q_blocksize", "kv_blocksize", "num_stages")
+    warpgroups, keys, stages = _checked(params, "block_q", "block_kv", "stages")
     fitting = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
     fitting = [tile for tile in fitting if forward_bytes(tile, spec) <= SHARED_MEMORY - RESERVE]
     if not fitting:
@@ -304,13 +335,13 @@ def forward_tile(params: FwdParams, spec: Spec) -> ForwardTile:
     return fitting[0]
 
 
-def backward_tile(params: BwdParams, spec: Spec) -> BackwardTile:
+def backward_tile(params: HopperBackward, spec: Spec) -> BackwardTile:
     """The tile of a backward configuration.
 
     Raises:
         ValueError: As `forward_tile`.
     """
-    warpgroups, queries, stages = _checked(params, "kv_blocksize", "q_blocksize", "num_stages")
+    warpgroups, queries, stages = _checked(params, "block_kv", "block_q", "stages")
     tile = BackwardTile(spec.size, spec.value_size, warpgroups * ROWS, queries, stages)
     wanted = BACKWARD[spec.size][0][:2]
     if (tile.keys, tile.queries) != wanted:
@@ -322,7 +353,7 @@ def backward_tile(params: BwdParams, spec: Spec) -> BackwardTile:
     return tile
 
 
-def _checked(params: FwdParams | BwdParams, own: str, visit: str, stages: str) -> tuple[int, int, int]:
+def _checked(params: HopperForward | HopperBackward, own: str, visit: str, stages: str) -> tuple[int, int, int]:
     """Warpgroups, visited rows and stages."""
     values = {name: getattr(params, name) for name in (own, visit, stages)}
     wants = {own: "64, 128 or 192", visit: "64, 128 or 192", stages: "2 or more"}

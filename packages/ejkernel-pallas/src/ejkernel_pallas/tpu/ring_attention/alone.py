@@ -2,23 +2,25 @@
 
 import dataclasses
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning.ring_schedule import Ring
 from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
-from ejkernel_pallas.tpu.ring_attention.neighbours import Lane, LaneRefs, Route
+from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Lane, LaneRefs, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Lister, Plan
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 
 MOST = 2**16
 """Tile pairs of all loads that scalar memory has room for, with much to spare."""
 
+Operands = dict[str, Operand]
 TRAVELLING = ("key", "value", "k_ids", "k_positions")
 
 
@@ -78,6 +80,36 @@ def remote_options(ring: Ring, hops: range) -> dict[str, Any]:
 def in_hbm(operands: dict[str, Operand]) -> dict[str, Operand]:
     """The arrays, where they lie: a kernel's own pipelines copy their blocks."""
     return {name: Operand(x.array) for name, x in operands.items()}
+
+
+def sweep(
+    tile: Callable[[Arrays], None],
+    refs: RemoteRefs,
+    load: Arrays,
+    operands: tuple[Operands, Operands],
+    grid: tuple[Any, ...],
+    where: Callable[..., Any],
+) -> None:
+    """One pipeline over a load's tiles, with the next tiles on their way.
+
+    Args:
+        tile: Called with blocks of inputs and results, and of results before it, by name.
+        refs: The kernel's.
+        load: Arrays of the load, in place of those of the same name.
+        operands: Inputs, and results, which are read where they are written: tiles add to what is there.
+        grid: Steps along each axis.
+        where: The coordinates of a grid step.
+    """
+    inputs, results = operands
+    names = (*inputs, *(f"{name}_before" for name in results), *results)
+    held = {**refs.arrays, **load}
+    held |= {f"{name}_before": held[name] for name in results}
+    pltpu.emit_pipeline(
+        lambda *blocks: tile(dict(zip(names, blocks, strict=True))),
+        grid=grid,
+        in_specs=[x.spec(where) for x in (*inputs.values(), *results.values())],
+        out_specs=[x.spec(where) for x in results.values()],
+    )(*(held[name] for name in names))
 
 
 def tables(plan: Plan, spec: Spec, met: TiledAttention, hops: range, visits: Lister) -> jax.Array:

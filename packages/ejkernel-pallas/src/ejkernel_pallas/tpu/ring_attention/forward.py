@@ -1,6 +1,5 @@
 """Forward pass of ring attention on TPUs: keys travel by collectives, a kernel works on those that are there."""
 
-import functools
 from typing import Any
 
 import jax
@@ -10,16 +9,17 @@ from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.ring_schedule import Load, load_of, ring_of
-from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
+from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
 from ejkernel_pallas.tpu.ring_attention.softmax import RingForwardRefs, continue_softmax
 from ejkernel_pallas.tpu.tiled_attention import forward as tiles
+from ejkernel_pallas.tpu.tiled_attention.call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.forward_kernel import scratch
 from ejkernel_pallas.tpu.tiled_attention.operands import of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 from ejkernel_pallas.tpu.tiled_attention.tile import Distinct, visited
 from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import distinct_rows, key_visits, walk
+from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
 
 State = tuple[jax.Array, jax.Array]
 """Output and lse of the keys so far."""
@@ -54,22 +54,9 @@ def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, Softma
 def _attend(met: TiledAttention, spec: Spec, table: Any, state: State) -> State:
     """The state with the keys of a ring step."""
     results = states(state, spec)
-    distinct = distinct_rows(table)
-    made = launch(
-        Call(
-            name="ejkernel_ring_forward",
-            kernel=functools.partial(_kernel, spec=spec, distinct=distinct),
-            refs=RingForwardRefs,
-            grid=(*met.query.shape[:3:2], table.shape[2]),
-            parallel=2,
-            tables={"table": table.reshape(-1)},
-            inputs=operands(met, spec) | {f"{name}_before": x for name, x in results.items()},
-            outputs=results,
-            scratch=scratch(spec, met.value.dtype),
-            where=functools.partial(walk, distinct=distinct),
-            aliases={f"{name}_before": name for name in results},
-        )
-    )
+    inputs = operands(met, spec) | {f"{name}_before": x for name, x in results.items()}
+    kept, name = scratch(spec, met.value.dtype), "ejkernel_ring_forward"
+    made = launch(pairs_call(name, _kernel, RingForwardRefs, table, spec, inputs, results, kept))
     return unrows(made["output"], state[0].shape), made["lse"].reshape(state[1].shape)
 
 

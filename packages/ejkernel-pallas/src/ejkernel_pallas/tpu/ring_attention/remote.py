@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention
@@ -15,15 +14,7 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.ring_schedule import load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
-from ejkernel_pallas.tpu.ring_attention.alone import (
-    RemoteRefs,
-    in_hbm,
-    neighbours,
-    remote_options,
-    route_of,
-    slots_of,
-    tables,
-)
+from ejkernel_pallas.tpu.ring_attention import alone
 from ejkernel_pallas.tpu.ring_attention.forward import State, states
 from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
@@ -61,22 +52,22 @@ def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, Softma
 
 def _leg(plan: Plan, spec: Spec, met: TiledAttention, state: State, hops: range) -> State:
     """The state with the loads of one direction, the first of which is met's."""
-    visits, inputs, results = tables(plan, spec, met, hops, key_visits), operands(met, spec), states(state, spec)
-    route = route_of(plan.ring, hops, inputs)
+    visits, inputs, results = alone.tables(plan, spec, met, hops, key_visits), operands(met, spec), states(state, spec)
+    route = alone.route_of(plan.ring, hops, inputs)
     scratch = forward_kernel.scratch(spec, met.value.dtype)
     work = _Work(spec=spec, inputs=inputs, results=results, visits=visits.shape)
     made = launch(
         Call(
             name="ejkernel_ring_forward_remote",
             kernel=functools.partial(_kernel, route=route, work=work),
-            refs=functools.partial(RemoteRefs.of, route, tuple(scratch)),
-            tables={"table": visits.reshape(-1), "neighbours": neighbours(plan.ring, hops)},
-            inputs=in_hbm(inputs | {f"{name}_before": x for name, x in results.items()}),
-            outputs=in_hbm(results) | slots_of(route.load, inputs),
+            refs=functools.partial(alone.RemoteRefs.of, route, tuple(scratch)),
+            tables={"table": visits.reshape(-1), "neighbours": alone.neighbours(plan.ring, hops)},
+            inputs=alone.in_hbm(inputs | {f"{name}_before": x for name, x in results.items()}),
+            outputs=alone.in_hbm(results) | alone.slots_of(route.load, inputs),
             scratch=scratch | route.scratch(),
             aliases={f"{name}_before": name for name in results},
             pipelines=True,
-            options=remote_options(plan.ring, hops),
+            options=alone.remote_options(plan.ring, hops),
         )
     )
     return unrows(made["output"], state[0].shape), made["lse"].reshape(state[1].shape)
@@ -98,10 +89,9 @@ class _Work:
     results: dict[str, Operand]
     visits: tuple[int, ...]
 
-    def __call__(self, refs: RemoteRefs, number: Any, load: Arrays) -> None:
+    def __call__(self, refs: alone.RemoteRefs, number: Any, load: Arrays) -> None:
         """Takes a load into the state, tile by tile, with the next tiles on their way."""
         (_, batched, _, steps), spec = self.visits, self.spec
-        read = (*self.inputs, *(f"{name}_before" for name in self.results))
 
         def entry(b: Any, step: Any) -> Any:
             return refs.table[(number * batched + (b if batched > 1 else 0)) * steps + step]
@@ -110,21 +100,13 @@ class _Work:
             at = entry(b, step)
             return b, h, query_tile(at), key_tile(at)
 
-        def tile(*blocks: Any) -> None:
-            named = dict(zip((*read, *self.results), blocks, strict=True))
+        def tile(named: Arrays) -> None:
             own = RingForwardRefs(table=refs.table, **named, **refs.scratch)
             continue_softmax(entry(pl.program_id(0), pl.program_id(2)), own, spec)
 
-        given = [*self.inputs.values(), *self.results.values()]
-        # Results are read where they are written: the tiles of a load add to those of the load before.
-        held = {**refs.arrays, **{f"{name}_before": refs.arrays[name] for name in self.results}, **load}
-        pltpu.emit_pipeline(
-            tile,
-            grid=(self.results["lse"].array.shape[0], spec.heads, steps),
-            in_specs=[x.spec(where) for x in given],
-            out_specs=[x.spec(where) for x in self.results.values()],
-        )(*(held[name] for name in (*read, *self.results)))
+        grid = (self.results["lse"].array.shape[0], spec.heads, steps)
+        alone.sweep(tile, refs, load, (self.inputs, self.results), grid, where)
 
 
-def _kernel(refs: RemoteRefs, *, route: Route, work: _Work) -> None:
+def _kernel(refs: alone.RemoteRefs, *, route: Route, work: _Work) -> None:
     route.walk(refs.load, None, lambda number, load: work(refs, number, load), lambda number, load: None)

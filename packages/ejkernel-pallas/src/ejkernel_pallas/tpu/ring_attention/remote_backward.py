@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.ring_attention import tiled
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
@@ -17,16 +16,8 @@ from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
+from ejkernel_pallas.tpu.ring_attention import alone
 from ejkernel_pallas.tpu.ring_attention import backward as collectives
-from ejkernel_pallas.tpu.ring_attention.alone import (
-    RemoteRefs,
-    in_hbm,
-    neighbours,
-    remote_options,
-    route_of,
-    slots_of,
-    tables,
-)
 from ejkernel_pallas.tpu.ring_attention.backward import Gradients, Rows, home, inputs_of, rows_of, striped
 from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Route
 from ejkernel_pallas.tpu.ring_attention.plan import Plan
@@ -119,14 +110,14 @@ def _sides(plan: Plan, met: TiledAttention, given: Rows, params: BwdParams, hops
     by_key, by_query = backward_blocks(params)
     spec = plan.spec(met, by_query)
     zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", met.query), ("k", met.key), ("v", met.value))}
-    visits = tables(plan, spec, met, hops, key_visits)
+    visits = alone.tables(plan, spec, met, hops, key_visits)
     results = {"dquery": rows(zeros["q"], spec.q_block)}
     kept = scratch(spec, tuple(results), met.query.dtype)
     queries = Side(spec, inputs_of(met, given, spec), results, visits, 0, kept, queries_kernel)
     spec = plan.spec(met, by_key, by_key=True)
     results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
     after = visits.size
-    visits = tables(plan, spec, met, hops, query_visits)
+    visits = alone.tables(plan, spec, met, hops, query_visits)
     kept = scratch(spec, tuple(results), met.query.dtype)
     return queries, Side(spec, inputs_of(met, given, spec), results, visits, after, kept, keys_kernel)
 
@@ -139,24 +130,24 @@ def _leg(
     if query is not None:
         queries = queries._replace(results={"dquery": rows(query, queries.spec.q_block)})
     inputs, results = queries.inputs, queries.results | keys.results
-    route = route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
-    slots = slots_of(route.load, inputs) | slots_of(route.cargo, results)
+    route = alone.route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
+    slots = alone.slots_of(route.load, inputs) | alone.slots_of(route.cargo, results)
     kept = {side.prefix + name: x for side in (queries, keys) for name, x in side.scratch.items()}
     made = launch(
         Call(
             name="ejkernel_ring_backward_remote",
             kernel=functools.partial(_kernel, route=route, queries=queries, keys=keys),
-            refs=functools.partial(RemoteRefs.of, route, tuple(kept)),
+            refs=functools.partial(alone.RemoteRefs.of, route, tuple(kept)),
             tables={
                 "table": jnp.concatenate([queries.visits.reshape(-1), keys.visits.reshape(-1)]),
-                "neighbours": neighbours(plan.ring, hops),
+                "neighbours": alone.neighbours(plan.ring, hops),
             },
-            inputs=in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
-            outputs=in_hbm(queries.results) | slots,
+            inputs=alone.in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
+            outputs=alone.in_hbm(queries.results) | slots,
             scratch=kept | route.scratch(),
             aliases={"dquery_before": "dquery"},
             pipelines=True,
-            options=remote_options(plan.ring, hops),
+            options=alone.remote_options(plan.ring, hops),
         )
     )
     last = (len(hops) - 1) % 2
@@ -165,7 +156,7 @@ def _leg(
     return unrows(made["dquery"], met.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
 
 
-def _kernel(refs: RemoteRefs, *, route: Route, queries: Side, keys: Side) -> None:
+def _kernel(refs: alone.RemoteRefs, *, route: Route, queries: Side, keys: Side) -> None:
     def work(number: Any, load: Arrays) -> None:
         _sweep(queries, queries.page(refs.table, number), refs, load)
 
@@ -175,32 +166,24 @@ def _kernel(refs: RemoteRefs, *, route: Route, queries: Side, keys: Side) -> Non
     route.walk(refs.load, refs.cargo, work, collect)
 
 
-def _sweep(side: Side, page: Page, refs: RemoteRefs, load: Arrays) -> None:
+def _sweep(side: Side, page: Page, refs: alone.RemoteRefs, load: Arrays) -> None:
     """One pass over a load's tiles, with the next tiles on their way; adds to results where they lie."""
     spec, steps = side.spec, side.visits.shape[3]
     heads = (spec.heads // spec.group, steps, spec.group) if spec.by_key else (spec.heads, steps)
-    read = (*side.inputs, *(f"{name}_before" for name in side.results))
     scratch = {name: refs.scratch[side.prefix + name] for name in side.scratch}
 
     def where(b: Any, h: Any, step: Any, *member: Any) -> Any:
         at = page[(b if side.distinct[0] else 0) * steps + step]
         return b, h * spec.group + member[0] if member else h, query_tile(at), key_tile(at)
 
-    def tile(*blocks: Any) -> None:
-        named = dict(zip((*read, *side.results), blocks, strict=True))
+    def tile(named: Arrays) -> None:
         before = {name: named.pop(f"{name}_before") for name in side.results}
         side.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=side.distinct)
         last = (visited(page, side.distinct) & LAST) != 0
         _add_before(named, before, last & (pl.program_id(3) == spec.group - 1) if spec.by_key else last)
 
-    given, held = [*side.inputs.values(), *side.results.values()], {**refs.arrays, **load}
-    held |= {f"{name}_before": held[name] for name in side.results}
-    pltpu.emit_pipeline(
-        tile,
-        grid=(side.inputs["query"].array.shape[0], *heads),
-        in_specs=[x.spec(where) for x in given],
-        out_specs=[x.spec(where) for x in side.results.values()],
-    )(*(held[name] for name in (*read, *side.results)))
+    grid = (side.inputs["query"].array.shape[0], *heads)
+    alone.sweep(tile, refs, load, (side.inputs, side.results), grid, where)
 
 
 def _add_before(named: Arrays, before: Arrays, done: Any) -> None:

@@ -25,12 +25,13 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel
+from ejkernel_pallas.tpu.tiled_attention.call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical, kv_rows, of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Blocks, Spec, make_spec, padded
 from ejkernel_pallas.tpu.tiled_attention.tile import double_buffer, dropout_scratch
 from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import distinct_rows, key_visits, query_visits, tile_kinds, walk
+from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
 
 Gradients = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]
@@ -83,47 +84,25 @@ def _inputs(record: TiledAttention, rows_of: Rows, spec: Spec) -> dict[str, Oper
     }
 
 
-def keys_call(name: str, table: Any, inputs: dict[str, Operand], dtypes: dict[str, Any], spec: Spec) -> Call:
+def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: Spec) -> Call:
     """The kernel of the gradients of keys and values.
 
     Args:
         name: The kernel's.
         table: Tile pairs by key tile, int32 [B|1, Hk|1, steps].
         inputs: What it reads.
-        dtypes: Shape and dtype of each gradient that is wanted, `"dkey"` and `"dvalue"`.
+        shapes: Shape and dtype of each gradient that is wanted, `"dkey"` and `"dvalue"`.
         spec: The kernel's constants.
     """
-    distinct = distinct_rows(table)
-    batch, kv_heads = next(iter(dtypes.values())).shape[:3:2]
-    return Call(
-        name=name,
-        kernel=functools.partial(keys_kernel, spec=spec, distinct=distinct),
-        refs=BackwardRefs,
-        grid=(batch, kv_heads, table.shape[2], spec.group),
-        parallel=2,
-        tables={"table": table.reshape(-1)},
-        inputs=inputs,
-        outputs={field: kv_rows(x, spec) for field, x in dtypes.items()},
-        scratch=scratch(spec, tuple(dtypes), inputs["query"].array.dtype),
-        where=functools.partial(walk, distinct=distinct, group=spec.group),
-    )
+    outputs = {field: kv_rows(x, spec) for field, x in shapes.items()}
+    kept = scratch(spec, tuple(shapes), inputs["query"].array.dtype)
+    return pairs_call(name, keys_kernel, BackwardRefs, table, spec, inputs, outputs, kept)
 
 
 def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: Spec) -> Call:
     """The kernel of the queries' gradient, of which `dquery` is shape and dtype; the others as of `keys_call`."""
-    distinct = distinct_rows(table)
-    return Call(
-        name=name,
-        kernel=functools.partial(queries_kernel, spec=spec, distinct=distinct),
-        refs=BackwardRefs,
-        grid=(*dquery.shape[:3:2], table.shape[2]),
-        parallel=2,
-        tables={"table": table.reshape(-1)},
-        inputs=inputs,
-        outputs={"dquery": rows(dquery, spec.q_block)},
-        scratch=scratch(spec, ("dquery",), inputs["query"].array.dtype),
-        where=functools.partial(walk, distinct=distinct),
-    )
+    outputs, kept = {"dquery": rows(dquery, spec.q_block)}, scratch(spec, ("dquery",), inputs["query"].array.dtype)
+    return pairs_call(name, queries_kernel, BackwardRefs, table, spec, inputs, outputs, kept)
 
 
 def _of_keys(record: TiledAttention, rows_of: Rows, spec: Spec, wanted: frozenset[str]) -> Gradients:

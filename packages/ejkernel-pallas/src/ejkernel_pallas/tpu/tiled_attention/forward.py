@@ -1,19 +1,18 @@
 """Forward pass of tiled softmax attention on TPUs."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import FwdParams
-from ejkernel_pallas.tpu.mosaic.launch import Call, launch
+from ejkernel_pallas.tpu.mosaic.launch import launch
+from ejkernel_pallas.tpu.tiled_attention.call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.forward_kernel import forward_kernel, scratch
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical, of_heads, of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import distinct_rows, key_visits, walk
+from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
 
 
 def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -40,20 +39,7 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
         "output": rows(jax.ShapeDtypeStruct(shape, record.query.dtype), spec.q_block),
         "lse": of_queries(jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32), spec),
     }
-    table = key_visits(record, spec)
-    distinct = distinct_rows(table)
-    made = launch(
-        Call(
-            name="ejkernel_attention_forward",
-            kernel=functools.partial(forward_kernel, spec=spec, distinct=distinct),
-            refs=ForwardRefs,
-            grid=(batch, heads, table.shape[2]),
-            parallel=2,
-            tables={"table": table.reshape(-1)},
-            inputs=inputs,
-            outputs=outputs,
-            scratch=scratch(spec, record.value.dtype),
-            where=functools.partial(walk, distinct=distinct),
-        )
-    )
+    table, kept = key_visits(record, spec), scratch(spec, record.value.dtype)
+    name = "ejkernel_attention_forward"
+    made = launch(pairs_call(name, forward_kernel, ForwardRefs, table, spec, inputs, outputs, kept))
     return unrows(made["output"], shape), SoftmaxResiduals(lse=made["lse"].reshape(batch, heads, queries))

@@ -25,7 +25,6 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import sinks_gradient
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
@@ -38,7 +37,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward.kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles, without_padding
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
 
 Operands = dict[str, jax.Array]
 APART = 2
@@ -47,13 +46,13 @@ SHORT = 32
 """Of segments, of which it is not known how long they are: what part of a row one is taken for."""
 
 
-def backward(pullback: Pullback, params: BwdParams) -> dict[str, jax.Array]:
+def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes and stages. A block owns `kv_blocksize` keys and visits tiles of `q_blocksize` queries, with
-            `num_stages` of them in shared memory.
+        params: Tile sizes and stages. A block owns `block_kv` keys and visits tiles of `block_q` queries, with
+            `stages` of them in shared memory.
 
     Raises:
         ValueError: A tile size is none that the kernel can have.

@@ -8,7 +8,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
@@ -22,7 +21,7 @@ from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.masks.key_ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.masks.segment_extents import extent
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import ForwardTile, forward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import ForwardTile, HopperForward, forward_tile
 
 TOGETHER = 16
 """Heads that are worked on together, at least, where tiles have unequal numbers of visits.
@@ -33,13 +32,13 @@ and with 32 heads, whose keys the cache does not hold, causal calls take up to 5
 """
 
 
-def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of a record.
 
     Args:
         record: The canonical arguments.
-        params: `q_blocksize` queries of a block, 64 for each warpgroup that multiplies; `kv_blocksize` keys a step;
-            `num_stages` tiles of keys in shared memory.
+        params: `block_q` queries of a block, 64 for each warpgroup that multiplies; `block_kv` keys a step;
+            `stages` tiles of keys in shared memory.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.

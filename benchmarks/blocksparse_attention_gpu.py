@@ -1,0 +1,76 @@
+"""Block-sparse attention over a window on a GPU: against flash attention with that window, and flex attention.
+
+    python benchmarks/blocksparse_attention_gpu.py                    # a table; a minute or two
+    python benchmarks/blocksparse_attention_gpu.py --output results   # also results/blocksparse_attention_gpu.md
+
+Inputs, checks against float32 and timing are those of `flash_attention_gpu.py`: normal bfloat16 inputs, sides in
+another order every round, medians, and only pairs that attend count.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _report
+import flash_attention_gpu
+import jax
+from _gpu_cells import Cell
+from _gpu_peers import peers
+
+from ejkernel.modules import blocksparse_attention
+from ejkernel.types.sparse_masks import LocalMask
+
+CELLS = (Cell(window=1024), Cell(length=32768, window=4352))
+
+
+def blocksparse(cell: Cell, platform: str) -> Callable[..., jax.Array]:
+    """Our call on a platform, with heads after tokens as the other sides have them."""
+    assert cell.window is not None
+    pattern = LocalMask((cell.length, cell.length), (cell.window - 1, 0))
+
+    def call(q: Any, k: Any, v: Any) -> jax.Array:
+        heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
+        options: Any = {"mask_builder": pattern, "causal": False, "platform": platform}
+        return blocksparse_attention(*heads_first, **options).swapaxes(1, 2)
+
+    return call
+
+
+def compile_cell(cell: Cell) -> flash_attention_gpu.Compiled:
+    """Compiles a cell for all sides."""
+    shapes = tuple(jax.eval_shape(cell.inputs))
+    calls: dict[str, Any] = {"ejkernel flash, window": flash_attention_gpu.attention(cell, "auto")}
+    calls |= {f"ejkernel block-sparse {name}": blocksparse(cell, name) for name in ("auto", "triton")}
+    sides: dict[str, Any] = {}
+    for name, call in calls.items():
+        with flash_attention_gpu.leaving_out(name, cell):
+            sides[name] = flash_attention_gpu.compiled(call, shapes)
+    sides |= flexed(cell)
+    truth, error = flash_attention_gpu.truth(cell, shapes), flash_attention_gpu.error(cell, shapes)
+    return flash_attention_gpu.Compiled(jax.jit(cell.inputs).lower().compile(), truth, error, sides)
+
+
+def flexed(cell: Cell) -> dict[str, Any]:
+    """Flex attention, where it is installed."""
+    return {name: call for name, call in peers(cell).items() if "flex" in name}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Block-sparse attention over a window on a GPU.")
+    parser.add_argument("--output", type=Path, help="folder for the table")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print("blocksparse_attention_gpu.py needs a GPU: nothing was measured")
+        return
+    heading = f"{_report.heading()}\n{flash_attention_gpu.versions()}\n"
+    rows = [row for cell in CELLS for row in flash_attention_gpu.timed(cell, compile_cell(cell))]
+    text = f"{heading}\n{_report.markdown_table(flash_attention_gpu.COLUMNS, rows)}\n"
+    print(text, flush=True)
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "blocksparse_attention_gpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

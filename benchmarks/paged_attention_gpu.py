@@ -1,0 +1,226 @@
+"""Paged attention on a GPU: decoding, prefill and mixed batches over caches in pages.
+
+    python benchmarks/paged_attention_gpu.py                  # tables
+    python benchmarks/paged_attention_gpu.py --quick          # two shapes of each
+    python benchmarks/paged_attention_gpu.py --candidates     # also every configuration worth measuring
+
+All sides get the same normal bfloat16 arrays; the pages of a sequence are spread over the cache at random. A side is
+timed only if its output agrees with float64 on a few query rows. Sides are interleaved, several calls a sample, and
+medians are printed. Decoding's rate counts each key and value once, and queries and outputs; that of the copy, what it
+reads and writes. The rate of prefill counts the products of pairs that attend.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import _report
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules import unified_attention
+from ejkernel.ops.device import current_device
+from ejkernel.ops.plugins import registry
+
+COLUMNS = ("shape", "side", "ms", "rate")
+Side = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One batch: `rows` query tokens of each of `batch` sequences that have `context` tokens, the queries included."""
+
+    batch: int = 64
+    context: int = 8192
+    rows: int = 1
+    page: int = 64
+    heads: int = 32
+    kv_heads: int = 8
+    size: int = 128
+    ragged: bool = False
+    decoding: int = 0
+
+    def __str__(self) -> str:
+        shape = f"B{self.batch} ctx {self.context} H{self.heads}/{self.kv_heads} D{self.size} page {self.page}"
+        shape += f", {self.rows} new" if self.rows > 1 else ""
+        shape += f", {self.decoding} decoding" if self.decoding else ""
+        return f"{shape}, lengths 1 to {self.context}" if self.ragged else shape
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence."""
+        if self.ragged:
+            return np.random.default_rng(0).integers(1, self.context + 1, self.batch, dtype=np.int32)
+        return np.full(self.batch + self.decoding, self.context, np.int32)
+
+    @functools.cached_property
+    def queries(self) -> np.ndarray:
+        """Query rows of each sequence."""
+        return np.array([self.rows] * self.batch + [1] * self.decoding, np.int32)
+
+    @property
+    def bytes(self) -> float:
+        """Read and written, once each."""
+        tokens = int(self.lengths.sum()) * self.kv_heads * 2 + int(self.queries.sum()) * self.heads * 2
+        return 2.0 * self.size * tokens
+
+    @property
+    def operations(self) -> float:
+        """Of the pairs that attend."""
+        pairs = sum(
+            int(n) * int(q) - int(q) * (int(q) - 1) // 2 for n, q in zip(self.lengths, self.queries, strict=True)
+        )
+        return 4.0 * self.heads * self.size * pairs
+
+    def rate(self, seconds: float) -> str:
+        """What decoding reads a second, or what prefill computes."""
+        if self.rows == 1:
+            return f"{self.bytes / seconds / 1e9:.0f} GB/s"
+        return f"{self.operations / seconds / 1e12:.0f} TFLOP/s"
+
+    def inputs(self) -> tuple[jax.Array, ...]:
+        """Queries, key cache, value cache, lengths, tables and starts of the queries, as `unified_attention` takes."""
+        sequences, columns = len(self.lengths), -(-self.context // self.page)
+        shapes = [
+            (int(self.queries.sum()), self.heads, self.size),
+            *[(sequences * columns, self.page, self.kv_heads, self.size)] * 2,
+        ]
+        keys = jax.random.split(jax.random.key(0), 3)
+        made = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        tables = np.random.default_rng(1).permutation(sequences * columns).reshape(sequences, columns)
+        starts = np.concatenate([[0], np.cumsum(self.queries)])
+        return (*made, *(jnp.asarray(x, jnp.int32) for x in (self.lengths, tables, starts)))
+
+
+def cells(quick: bool) -> Iterator[Cell]:
+    """What is measured."""
+    yield Cell()
+    yield Cell(batch=8, rows=512)
+    if quick:
+        return
+    yield Cell(page=16)
+    yield Cell(page=128)
+    yield Cell(batch=256, context=2048)
+    yield Cell(batch=64, context=2048)
+    yield Cell(batch=64, context=32768)
+    yield Cell(batch=256, context=8192)
+    yield Cell(batch=64, context=16384, ragged=True)
+    yield Cell(batch=1)
+    yield Cell(batch=8)
+    yield Cell(batch=1, context=131072)
+    yield Cell(batch=8, rows=2048)
+    yield Cell(batch=4, rows=512, decoding=60)
+
+
+def ours(arrays: tuple[jax.Array, ...], platform: str) -> Side:
+    """The operation, as users call it."""
+    compiled = jax.jit(functools.partial(unified_attention, platform=platform)).lower(*arrays).compile()
+    return lambda: compiled(*arrays)
+
+
+def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
+    """The Triton kernel with every configuration worth measuring."""
+    op = registry().ops["unified_attention"]
+    (implementation,) = (i for i in registry().implementations[op.name] if i.name == "triton")
+    fields = dict(zip(op.axes, arrays, strict=False))
+    record = op.lower(op.arguments(**fields))
+    for config in implementation.config.candidates(record, current_device(), "forward"):
+        run = jax.jit(lambda record, config=config: implementation.function("forward")(record, config)[0][0])
+        yield str(config), functools.partial(run, record)
+
+
+def copy(cell: Cell) -> Side:
+    """A copy that moves as many bytes."""
+    source = jax.random.normal(jax.random.key(1), (int(cell.bytes) // 8,), jnp.float32)
+    compiled = jax.jit(lambda x: -x).lower(source).compile()
+    return lambda: compiled(source)
+
+
+def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool) -> dict[str, Side]:
+    """Everything that can compute a cell here."""
+    found: dict[str, Side] = {}
+    slow = cell.operations > 1e12  # XLA would take minutes
+    for platform in ("cuda", "pallas", "triton", "xla"):
+        if platform == "xla" and slow:
+            continue
+        try:
+            found[f"ejkernel {platform}"] = ours(arrays, platform)
+        except NotImplementedError:
+            continue
+    return found | dict(configured(arrays)) if candidates else found
+
+
+def truth(cell: Cell, arrays: tuple[jax.Array, ...]) -> list[tuple[int, np.ndarray]]:
+    """Query rows, and their output for the first KV head's group, in float64."""
+    query, keys, values, lengths, tables, starts = arrays
+    group = cell.heads // cell.kv_heads
+    made = []
+    for sequence in sorted({0, len(cell.lengths) // 2, len(cell.lengths) - 1}):
+        pages = np.asarray(tables[sequence])
+        k, v = (
+            np.asarray(x[pages, :, 0].reshape(-1, cell.size).astype(jnp.float32), np.float64) for x in (keys, values)
+        )
+        count, length = int(cell.queries[sequence]), int(lengths[sequence])
+        for i in sorted({0, count // 2, count - 1}):
+            row, end = int(starts[sequence]) + i, length - count + i + 1
+            q = np.asarray(query[row, :group].astype(jnp.float32), np.float64)
+            scores = q @ k[:end].T * cell.size**-0.5
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            made.append((row, weights / weights.sum(-1, keepdims=True) @ v[:end]))
+    return made
+
+
+def error(made: jax.Array, want: list[tuple[int, np.ndarray]]) -> float:
+    """Largest relative error of a row."""
+    got = [np.asarray(made[row, : len(x)].astype(jnp.float32)) for row, x in want]
+    return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, (_, y) in zip(got, want, strict=True))
+
+
+def timed(cell: Cell, rounds: int, candidates: bool) -> list[list[str]]:
+    """One line for each side."""
+    arrays = cell.inputs()
+    want, contenders = truth(cell, arrays), sides(cell, arrays, candidates)
+    for name in list(contenders):
+        off = error(contenders[name](), want)
+        if not off < 1e-2:
+            print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
+            del contenders[name]
+    if cell.rows == 1:
+        contenders["copy"] = copy(cell)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, side in contenders.items():
+            start = time.perf_counter()
+            jax.block_until_ready(side())
+            calls = max(1, min(40, round(0.03 / (time.perf_counter() - start))))
+            start = time.perf_counter()
+            made = [side() for _ in range(calls)][-1]  # one after the other, so that starting them costs nothing
+            jax.block_until_ready(made)
+            times[name].append((time.perf_counter() - start) / calls)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return [[str(cell), name, f"{s * 1e3:.3f}", cell.rate(s)] for name, s in medians.items()]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
+    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print("paged_attention_gpu.py needs a GPU: nothing was measured")
+        return
+    print(_report.heading())
+    print(_report.markdown_table(COLUMNS, ()), flush=True)
+    for cell in cells(options.quick):
+        for row in timed(cell, 3 if options.quick else 7, options.candidates):
+            print("| " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

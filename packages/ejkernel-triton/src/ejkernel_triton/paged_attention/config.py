@@ -1,0 +1,82 @@
+"""Tile sizes and launch parameters of the paged-attention kernels."""
+
+import dataclasses
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning import paged_cache
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedForward:
+    """Configuration of the paged-attention kernels.
+
+    Attributes:
+        block_q: Query rows of one sequence a tile; with all query heads of a KV head they make a tile of scores.
+        block_kv: Keys a tile.
+        num_programs: Programs that the key tiles of a call are dealt to.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+    """
+
+    block_q: int
+    block_kv: int
+    num_programs: int
+    num_warps: int
+    num_stages: int
+
+
+FACES = {
+    "q_blocksize": "block_q",
+    "kv_blocksize": "block_kv",
+    "block_k": "block_kv",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+}
+"""Fields of the public configurations and what they set here."""
+
+SCORE_ROWS = 64
+"""Rows of a tile of scores where sequences have many query rows."""
+
+PROGRAMS_PER_SM = 2
+"""As many as registers have room for."""
+
+
+def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
+    """Tile sizes for a record on a device: many rows a tile where sequences have many, else as few as can be."""
+    wide = record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
+    if _query_rows(record) == 1 and not wide:
+        # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
+        # and values are in flight where four warps have one.
+        return _sized(record, device, 64, 2, 3)
+    return _sized(record, device, 32 if wide else 64, 4, 2 if wide else 3)
+
+
+def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
+    return tuple(dict.fromkeys(_sized(record, device, *option) for option in options))
+
+
+def _query_rows(record: PagedAttention) -> int:
+    """Query rows of a tile."""
+    rows, heads, _ = record.query.shape
+    group = heads // paged_cache.kv_heads(record)
+    average = 1 if record.query_start is None else -(-rows // max(1, record.kv_lens.shape[0]))
+    wanted = min(average, max(1, SCORE_ROWS // group))
+    return 1 << (wanted - 1).bit_length()
+
+
+def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
+    # The interpreter runs programs one after the other: a few, so that rows are shared and merged there too.
+    programs = 3 if interpreting() else PROGRAMS_PER_SM * chip_of(device).multiprocessors
+    return PagedForward(
+        block_q=_query_rows(record),
+        block_kv=min(block_kv, 16) if interpreting() else block_kv,
+        num_programs=programs,
+        num_warps=warps,
+        num_stages=stages,
+    )

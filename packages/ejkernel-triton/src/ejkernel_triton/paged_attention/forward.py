@@ -1,0 +1,94 @@
+"""Forward pass of paged attention in Triton."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning import paged_cache
+from ejkernel.planning.paged_work import Deal, Work, deal, find_work
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.paged_attention.config import PagedForward
+from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
+
+PARTS = 16
+"""Parts of a row that are merged at once."""
+
+
+def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Array, ...], None]:
+    """Attention output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tile sizes, programs, warps and stages.
+
+    Returns:
+        Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
+        residuals.
+    """
+    record, pages = paged_cache.write(record)
+    work = find_work(record, config.block_q)
+    dealt = deal(work, config.block_kv, paged_cache.kv_heads(record), config.num_programs)
+    spec = make_spec(record, config, work.sequence.shape[0])
+    output, lse = _attend(record, spec, _entries(work, dealt), _shares(dealt), config)
+    if record.query_start is not None:
+        # Rows of no sequence are in no entry of the work list.
+        owned = paged_cache.token_places(record)[0] >= 0
+        output = jnp.where(owned[:, None, None], output, 0)
+        lse = jnp.where(owned[:, None], lse, -jnp.inf)
+    return (output, lse, *pages), None
+
+
+def _entries(work: Work, dealt: Deal) -> jax.Array:
+    """The work list as the kernel reads it, [W, fields]."""
+    fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
+    return jnp.stack((*fields, dealt.start, dealt.tiles), axis=1)
+
+
+def _shares(dealt: Deal) -> jax.Array:
+    """Where programs begin and, last, the size of a share and of all, [P + 1, 2]."""
+    rows = jnp.stack((dealt.entry, dealt.begin), axis=1)
+    return jnp.concatenate((rows, jnp.stack((dealt.share, dealt.total))[None]))
+
+
+def _attend(
+    record: PagedAttention, spec: PagedSpec, work: jax.Array, shares: jax.Array, config: PagedForward
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of the rows that are in the work list."""
+    from ejkernel_triton.paged_attention.combine_kernel import combine_kernel
+    from ejkernel_triton.paged_attention.paged_kernel import paged_kernel
+
+    # The first axis is rows of the batch, of which `jax.vmap` makes more.
+    row = jax.tree.map(lambda x: x[None], record)
+    tables = None if row.block_tables is None else row.block_tables.astype(jnp.int32)
+    sinks, slopes = (None if x is None else x.astype(jnp.float32) for x in (row.softmax_aux, row.alibi_slopes))
+    rows, heads, _ = record.query.shape
+    slots = 2 * spec.PROGRAMS
+    shapes: tuple[Shape | int, ...] = (
+        Shape((1, rows, heads, spec.DV), record.query.dtype),
+        Shape((1, rows, heads), jnp.float32),
+        Shape((1, slots, spec.M, spec.BV), jnp.float32),
+        Shape((1, slots, spec.M), jnp.float32),
+        Shape((1, slots, spec.M), jnp.float32),
+    )
+    values = row.key_pages if row.value_pages is None else row.value_pages
+    output, lse, parts, maxima, sums = launch(
+        paged_kernel,
+        (row.query, row.key_pages, values, tables, work[None], shares[None], sinks, slopes, row.qq_bias),
+        shapes,
+        batch=1,
+        grid=spec.PROGRAMS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )
+    output, lse = launch(
+        combine_kernel,
+        (parts, maxima, sums, work[None], shares[None], sinks, output, lse),
+        (6, 7),
+        batch=1,
+        grid=spec.PROGRAMS * spec.M,
+        num_warps=1,
+        num_stages=1,
+        constants={"spec": spec, "PARTS": PARTS},
+    )
+    return output[0], lse[0]

@@ -1,0 +1,189 @@
+"""What the paged-attention kernels are compiled for: all about a record that is neither an array nor a length."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.ops.device import current_device
+from ejkernel.planning import paged_cache
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.paged_attention.config import PagedForward
+
+LOG2E = math.log2(math.e)
+
+Strides = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedSpec:
+    """Constants of the kernels; the letters are those of the record.
+
+    Attributes:
+        ROWS: T, query rows of the call.
+        SEQUENCES: N.
+        H: Query heads.
+        HK: KV heads.
+        G: Query heads per KV head.
+        D: Head dimension of queries and keys.
+        DV: Head dimension of values.
+        BD: D, padded to what a matrix product takes.
+        BV: DV, likewise.
+        PAGES: Pages of the cache.
+        PAGE_SIZE: Slots of a page.
+        TABLE: Entries of a sequence's block table; 0 where each sequence has the page of its own number.
+        KEY_STRIDES: Elements from page to page, slot to slot and head to head of the keys.
+        VALUE_STRIDES: The same of the values.
+        KEY_ELEMENTS: Elements of one batch row's key cache.
+        VALUE_ELEMENTS: The same of its value cache.
+        VALUE_OFFSET: Where values begin in a combined cache; 0 in one of their own.
+        BLOCK_Q: Query rows of a tile.
+        M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
+        BLOCK_KV: Keys of a tile.
+        ENTRIES: Entries of the work list.
+        PROGRAMS: Programs the key tiles are dealt to.
+        FACTOR: softmax_scale, times log2(e) where nothing comes between the product and the exponential.
+        CAP: Soft cap, or None.
+        FAST_TANH: Whether the device's approximate tanh is precise enough and there.
+        LEFT: `p - LEFT <= k`; None is open.
+        RIGHT: `k <= p + RIGHT`; None is open.
+        ALIBI: Whether there are slopes.
+        QQ: Size of `qq_bias`; 0 without it.
+        SINKS: Whether there are sinks.
+        PLAIN: Whether scores are products and a factor alone.
+        VALUE_SCALE: Factor on the output.
+        ROUND: Dtype that queries, keys and values are rounded to, or None.
+        BYTES: Of an element of the cache.
+        OPERAND: Dtype in which queries meet keys.
+        VALUE: Dtype in which weights meet values.
+        PRECISION: Of products of float32.
+        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+    """
+
+    ROWS: int
+    SEQUENCES: int
+    H: int
+    HK: int
+    G: int
+    D: int
+    DV: int
+    BD: int
+    BV: int
+    PAGES: int
+    PAGE_SIZE: int
+    TABLE: int
+    KEY_STRIDES: Strides
+    VALUE_STRIDES: Strides
+    KEY_ELEMENTS: int
+    VALUE_ELEMENTS: int
+    VALUE_OFFSET: int
+    BLOCK_Q: int
+    M: int
+    BLOCK_KV: int
+    ENTRIES: int
+    PROGRAMS: int
+    FACTOR: float
+    CAP: float | None
+    FAST_TANH: bool
+    LEFT: int | None
+    RIGHT: int | None
+    ALIBI: bool
+    QQ: int
+    SINKS: bool
+    PLAIN: bool
+    VALUE_SCALE: float
+    ROUND: str | None
+    BYTES: int
+    OPERAND: str
+    VALUE: str
+    PRECISION: str
+    WIDEN: bool
+
+
+def make_spec(record: PagedAttention, config: PagedForward, entries: int) -> PagedSpec:
+    """The constants of a record's kernels on the device in use.
+
+    Args:
+        record: The canonical arguments, without new tokens.
+        config: Tile sizes and programs.
+        entries: Entries of the work list.
+    """
+    rows, heads, size = record.query.shape
+    kv_heads, value_size = paged_cache.kv_heads(record), paged_cache.value_size(record)
+    left, right = band(record)
+    stored = record.key_pages if record.value_pages is None else record.value_pages
+    plain = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None
+    operand = record.compute_dtype or promoted(record.query.dtype, record.key_pages.dtype)
+    key_strides, value_strides, offset = _strides(record)
+    nvidia = current_device().vendor == "nvidia"
+    return PagedSpec(
+        ROWS=rows,
+        SEQUENCES=record.kv_lens.shape[0],
+        H=heads,
+        HK=kv_heads,
+        G=heads // kv_heads,
+        D=size,
+        DV=value_size,
+        BD=padded(size),
+        BV=padded(value_size),
+        PAGES=paged_cache.page_count(record),
+        PAGE_SIZE=paged_cache.page_size(record),
+        TABLE=0 if record.block_tables is None else record.block_tables.shape[1],
+        KEY_STRIDES=key_strides,
+        VALUE_STRIDES=value_strides,
+        KEY_ELEMENTS=record.key_pages.size,
+        VALUE_ELEMENTS=stored.size,
+        VALUE_OFFSET=offset,
+        BLOCK_Q=config.block_q,
+        M=padded(config.block_q * (heads // kv_heads)),
+        BLOCK_KV=config.block_kv,
+        ENTRIES=entries,
+        PROGRAMS=config.num_programs,
+        FACTOR=record.softmax_scale * (LOG2E if plain else 1.0),
+        CAP=record.logits_soft_cap,
+        FAST_TANH=nvidia and record.query.dtype != jnp.float32 and not interpreting(),
+        LEFT=left,
+        RIGHT=right,
+        ALIBI=record.alibi_slopes is not None,
+        QQ=0 if record.qq_bias is None else record.qq_bias.shape[0],
+        SINKS=record.softmax_aux is not None,
+        PLAIN=plain,
+        VALUE_SCALE=record.value_scale,
+        ROUND=None if record.compute_dtype is None else jnp.dtype(record.compute_dtype).name,
+        BYTES=jnp.dtype(stored.dtype).itemsize,
+        OPERAND=jnp.dtype(operand).name,
+        VALUE=promoted(record.query.dtype, stored.dtype).name,
+        PRECISION="tf32x3" if nvidia else "ieee",
+        WIDEN=interpreting(),
+    )
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a matrix product takes for a size."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def promoted(query: Any, stored: Any) -> Any:
+    """The wider of two dtypes; caches of 8 bits are read in the query's."""
+    return jnp.dtype(query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored))
+
+
+def _strides(record: PagedAttention) -> tuple[Strides, Strides, int]:
+    """Strides of keys and of values over pages, slots and heads, and where values begin."""
+    keys = _by_axis(record.key_pages, record.kv_layout)
+    if record.value_pages is not None:
+        return keys, _by_axis(record.value_pages, record.kv_layout), 0
+    return keys, keys, record.key_pages.shape[-1]
+
+
+def _by_axis(pages: jax.Array, layout: str) -> Strides:
+    sizes = dict(zip(layout, pages.shape, strict=True))
+    strides: dict[str, int] = {}
+    step = 1
+    for axis in reversed(layout):
+        strides[axis] = step
+        step *= sizes[axis]
+    return strides["p"], strides["s"], strides["h"]

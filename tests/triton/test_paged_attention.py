@@ -1,0 +1,110 @@
+"""Paged attention in Triton: its numbers in the interpreter, its work list, and what its kernels take of a chip."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.planning.paged_work import Work, deal
+from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton.paged_attention import config
+from ejkernel_triton.paged_attention.forward import forward
+
+VALUES = "test_value and not shapes and not residuals and not eager"
+# Every field is claimed once, in a case that shows it; of the values, those that differ in layout, dtype or writing.
+PARTS = {
+    "claims": (("page_attention",), "test_capabilities"),
+    "layouts": (("page_attention", "prefill_page_attention"), f"{VALUES} and not wide"),
+    "writing": (("ragged_page_attention_v3",), f"{VALUES} and (int8 or float8 or decode)"),
+    "terms": (("unified_attention", "ragged_decode_attention"), f"{VALUES} and (bias or window or sinks)"),
+}
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+A100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0)
+MI300 = DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_conformance(part):
+    ops, tests = PARTS[part]
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-impl", "triton", "-k", tests, *(f"--ejk-op={op}" for op in ops)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
+    assert "skipped" not in ran.stdout
+
+
+@given(
+    highs=st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    block=st.sampled_from([1, 16]),
+    heads=st.integers(1, 3),
+    programs=st.integers(1, 9),
+)
+@settings(deadline=None, max_examples=40)
+def test_every_key_tile_is_dealt_to_exactly_one_program(highs, block, heads, programs):
+    high = jnp.asarray(highs, jnp.int32)
+    rows = jnp.asarray([1] * (len(highs) - 1) + [0], jnp.int32)  # the last entry is not real
+    zero = jnp.zeros_like(high)
+    work = Work(jnp.sum(rows), zero, zero, rows, zero, zero, low=high // 3, high=high)
+    dealt = jax.tree.map(np.asarray, deal(work, block, heads, programs))
+    ends = np.append(dealt.begin[1:], dealt.total)
+    assert np.all(ends - dealt.begin <= dealt.share)
+    assert dealt.begin[0] == 0
+    assert np.all(ends >= dealt.begin)
+    assert ends[-1] == dealt.total
+    for begin, end, entry in zip(dealt.begin, ends, dealt.entry, strict=True):
+        if begin < end:  # a program begins inside of the entry that it is given
+            assert dealt.start[entry] <= begin < dealt.start[entry] + dealt.tiles[entry] * heads
+    assert np.all(dealt.tiles[:-1] >= 1)
+    assert dealt.tiles[-1] == 0
+    needed = [-(-h // block) - (h // 3) // block if h > h // 3 else 0 for h in highs[:-1]]
+    assert list(dealt.tiles[:-1]) == [max(n, 1) for n in needed]
+    assert dealt.total == dealt.tiles.sum() * heads
+
+
+def launches(device, rows, dtype=jnp.bfloat16):
+    """What decoding, or a prefill of `rows` query rows, launches on a device."""
+    shape, sequences = jax.ShapeDtypeStruct, 8
+    pages = shape((sequences * 128, 64, 8, 128), dtype)
+    record = PagedAttention(
+        query=shape((rows or sequences, 32, 128), dtype),
+        key_pages=pages,
+        value_pages=pages,
+        block_tables=shape((sequences, 128), jnp.int32),
+        kv_lens=shape((sequences,), jnp.int32),
+        query_start=None if rows is None else shape((sequences + 1,), jnp.int32),
+        softmax_scale=0.1,
+        kv_layout="pshd",
+        kv_heads=None,
+    )
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(lambda record: forward(record, config.heuristic(record, device, "forward")), record)
+    return calls
+
+
+@pytest.mark.parametrize(("chip", "device"), [("sm_80", A100), ("sm_90", H200), ("gfx942", MI300)])
+def test_decoding_fits_the_chip_and_spills_nothing(chip, device):
+    calls = launches(device, None)
+    assert {call.kernel.__name__ for call in calls} == {"paged_kernel", "combine_kernel"}
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= chips.CHIPS[chip].shared_memory
+
+
+def test_prefill_compiles_and_fits():
+    for call in launches(H200, 4096):
+        assert ahead.compile_for(call, "sm_90").shared <= chips.CHIPS["sm_90"].shared_memory
