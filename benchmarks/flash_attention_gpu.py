@@ -98,9 +98,12 @@ def error(cell: Cell, shapes: Arrays) -> Callable[..., Any]:
         parts = [first_head(cell, x, n).astype(jnp.float32) for x, n in zip(made, (0, 0, 1, 2), strict=True)]
         return jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in zip(parts, want, strict=True)]).max()
 
-    q, k, v = shapes[:3]
-    wanted = jax.eval_shape(lambda *xs: [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(xs)], q, k, v)
-    return jax.jit(largest).lower((q, q, k, v), (wanted[0], *wanted)).compile()
+    made = shapes[3], *shapes[:3]
+
+    def parts(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(first_head(cell, x, n).astype(jnp.float32) for x, n in zip(arrays, (0, 0, 1, 2), strict=True))
+
+    return jax.jit(largest).lower(made, jax.eval_shape(parts, *made)).compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +169,13 @@ def correct_sides(cell: Cell, made: Compiled) -> dict[str, tuple[Pass, Pass]]:
 
 def timed(cell: Cell, made: Compiled) -> list[list[str]]:
     """One line for each side: forward, and forward with gradients."""
-    contenders = correct_sides(cell, made)
+    return medians(cell, correct_sides(cell, made), 3.5)
+
+
+def medians(cell: Cell, contenders: dict[str, tuple[Pass, Pass]], both: float) -> list[list[str]]:
+    """One line for each of the sides, given the operations of both passes as a multiple of the forward pass's."""
     lines = {name: [str(cell), name] for name in contenders}
-    for which, factor in ((0, 1.0), (1, 3.5)):
+    for which, factor in ((0, 1.0), (1, both)):
         calls = {name: max(1, round(SAMPLE / seconds(name, pair[which], 1))) for name, pair in contenders.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(ROUNDS):

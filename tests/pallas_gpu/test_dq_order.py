@@ -116,7 +116,7 @@ def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, by_head):
     """A folded list of heads whose queries fit; with a window, not all heads of a group at a time."""
     q, k = (jax.ShapeDtypeStruct((16, 2048, heads, 256), jnp.bfloat16) for heads in (32, 8))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **mask))
-    tile = BackwardTile(256, 128, 64, 2)
+    tile = BackwardTile(256, 256, 128, 64, 2)
     visits = query_visits(spec, None, tile.queries, tile.keys)
     plan = run._plan(visits, spec, tile)(spec.batch)
     assert (plan.folded, run._by_head(visits, spec, tile)) == (folded, by_head)
@@ -144,7 +144,13 @@ def test_blocks_visit_later_queries_first_in_runs(by_head):
 
 
 @pytest.mark.parametrize(
-    "tile", [BackwardTile(64, 128, 128, 3), BackwardTile(128, 128, 64, 3), BackwardTile(256, 128, 64, 2)]
+    "tile",
+    [
+        BackwardTile(64, 64, 128, 128, 3),
+        BackwardTile(128, 128, 128, 64, 3),
+        BackwardTile(192, 128, 128, 64, 2),
+        BackwardTile(256, 256, 128, 64, 2),
+    ],
 )
 def test_strips_are_all_of_a_visits_part_of_dq(tile):
     seen = np.zeros((tile.queries, tile.size), int)

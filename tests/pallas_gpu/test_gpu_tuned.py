@@ -1,12 +1,13 @@
 """The table of measured tiles that ships for a GPU. Needs none."""
 
+import hashlib
 import importlib.resources
 
 import jax
 import pytest
 
 from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
-from ejkernel.ops import BwdParams, ConfigSelectorChain, FwdParams
+from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo
@@ -15,7 +16,7 @@ from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 TABLE = importlib.resources.files("ejkernel_pallas").joinpath("tuned/NVIDIA_H200/flash_attention.json")
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-PARTS = {"forward": FwdParams, "backward": BwdParams}
+PARTS = {"forward": tiles.HopperForward, "backward": tiles.HopperBackward}
 
 
 def record(size, length=8192):
@@ -42,3 +43,15 @@ def test_a_call_finds_the_entry_of_its_kind_and_else_the_rule(direction, size, l
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1].startswith(source)
     assert selection.part == request.completed(selection.part)
+
+
+def test_entries_have_the_tiles_that_were_measured():
+    """The digest is of the table as it was measured, in the public fields `q_blocksize kv_blocksize num_stages`."""
+    lines: list[str] = []
+    for key, entry in decode(TABLE.read_bytes()).items():
+        direction, kind = (key.split(" | ")[n] for n in (2, 5))
+        part = as_part(entry, PARTS[direction], key)
+        tile = f"{part.block_q} {part.block_kv} {part.stages}"
+        lines.append(f"{direction} {kind}: {tile} {entry.seconds} {entry.measured_at}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    assert digest == "1a243faa1bfe29abef1124a6d692ba1addfe5cbe5b34085230c7111eac00f3a4"

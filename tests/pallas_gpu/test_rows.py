@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.tiled_attention.backward.run import backward
 from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
+from ejkernel_pallas.gpu.tiled_attention.tiles import HopperBackward, HopperForward
 
 
 def sums(batch, calls):
@@ -52,7 +52,7 @@ def test_a_mapped_forward_pass_is_one_kernel(shared):
     query = jax.ShapeDtypeStruct((3, 2, 256, 4, 128), jnp.bfloat16)
     key = query if shared == "nothing" else jax.ShapeDtypeStruct(query.shape[1:], query.dtype)
     sinks = jax.ShapeDtypeStruct((3, 4), jnp.float32)
-    params = FwdParams(q_blocksize=128, kv_blocksize=128, num_stages=2)
+    params = HopperForward(block_q=128, block_kv=128, stages=2)
 
     def call(q, k, s):
         return forward(TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, softmax_aux=s), params)
@@ -69,7 +69,7 @@ def test_a_mapped_backward_pass_is_one_kernel(shared):
     query = jax.ShapeDtypeStruct((3, 1, 256, 4, 128), jnp.bfloat16)
     key = query if shared == "nothing" else jax.ShapeDtypeStruct(query.shape[1:], query.dtype)
     lse = jax.ShapeDtypeStruct((3, 1, 4, 256), jnp.float32)
-    params = BwdParams(kv_blocksize=128, q_blocksize=64, num_stages=3)
+    params = HopperBackward(block_kv=128, block_q=64, stages=3)
 
     def call(q, k, lse):
         record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, causal=True)

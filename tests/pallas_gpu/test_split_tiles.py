@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split, make_split
@@ -17,7 +16,7 @@ from ejkernel_pallas.gpu.tiled_attention.forward.combine import merged
 from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_visits, query_visits, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import BACKWARD, FORWARD, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import BACKWARD, FORWARD, HopperBackward, HopperForward, backward_tile
 
 
 @pytest.mark.parametrize(
@@ -134,8 +133,8 @@ def params_of(table, size):
     """The configuration that comes first."""
     (first, second, stages), *_ = table[size]
     if table is FORWARD:
-        return FwdParams(q_blocksize=first, kv_blocksize=second, num_stages=stages)
-    return BwdParams(kv_blocksize=first, q_blocksize=second, num_stages=stages)
+        return HopperForward(block_q=first, block_kv=second, stages=stages)
+    return HopperBackward(block_kv=first, block_q=second, stages=stages)
 
 
 def lowered(fun, given):

@@ -16,7 +16,7 @@ def numbers(pattern, code):
 
 
 @pytest.mark.parametrize("keys", [64, 128, 192])
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_instructions_walk_along_the_columns(size, keys):
     code = wgmma._code(keys, size, "bf16")
     # Shared memory has eight rows after the last eight, and of these the parts of 64 columns one after the other.

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
+from ejkernel.types.sparse_masks import LocalMask
 from ejkernel_triton import ahead, chips, launch
 from ejkernel_triton.tiled_attention import tiles
 from ejkernel_triton.tiled_attention.backward import backward
@@ -35,6 +36,7 @@ FEATURES = {
     "biased": {"bias": jax.ShapeDtypeStruct((1, HEADS, LENGTH, LENGTH), jnp.float32)},
     "dropped": {"dropout_prob": 0.1, "dropout_seed": jax.ShapeDtypeStruct((), jnp.uint32)},
     "highest": {"precision": lax.Precision.HIGHEST},
+    "sparse": {"pattern": LocalMask((LENGTH, LENGTH), (512, 0))},
     "everything": {
         "q_segment_ids": IDS,
         "kv_segment_ids": IDS,
@@ -50,6 +52,7 @@ DEMANDING = [
     ("sm_80", 64, jnp.bfloat16, "dropped"),
     ("sm_80", 256, jnp.bfloat16, "packed"),
     ("sm_90", 128, jnp.bfloat16, "packed"),
+    ("sm_90", 128, jnp.bfloat16, "sparse"),
     ("sm_90", 256, jnp.bfloat16, "dropped"),
     ("sm_120", 128, jnp.bfloat16, "masked"),
     ("sm_80", 128, jnp.float32, "dropped"),

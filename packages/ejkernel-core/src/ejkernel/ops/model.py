@@ -220,7 +220,7 @@ class ConfigSpace:
     reads: frozenset[str] = frozenset()
     forward: type | None = None
     backward: type | None = None
-    faces: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    faces: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], hash=False)
 
     def own_type(self, direction: Direction) -> type | None:
         """The kernel's own type of one direction; None where it is given the public configuration."""

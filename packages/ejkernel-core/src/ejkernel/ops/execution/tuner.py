@@ -297,6 +297,7 @@ def _wanted(plan: Plan, record: Any) -> frozenset[str]:
 def _pair_argument(plan: Plan, record: Any, choice: Choice) -> Pullback:
     """Where the backward function does not give every gradient, the forward pass is measured alone."""
     wanted = pair_gradients(plan, record, choice)
+    assert choice.implementation is not None  # callers have looked
     function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
     output = jax.eval_shape(lambda r: Results(*function(r, config)).output, record)
     cotangent = _cotangent(output) if wanted else None

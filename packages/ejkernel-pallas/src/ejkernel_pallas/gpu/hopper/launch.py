@@ -54,13 +54,18 @@ def launch(
     )(*operands.values())
 
 
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""Of shared memory in the order that products read."""
+def transforms(swizzle: int = 128) -> tuple[Any, ...]:
+    """Of shared memory in the order that products read, of 16-bit numbers of which `swizzle` bytes lie together."""
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
-def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+TRANSFORMS = transforms()
+"""Of shared memory in the order that products read, with the widest swizzle."""
+
+
+def matrix(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
     """Shared memory in the order that products read."""
-    return plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle))
 
 
 def whole(x: jax.Array, rows: int) -> jax.Array:

@@ -23,8 +23,9 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"compute capability {capability}: the instructions that the kernels are made of are those of 9.0 alone"
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
-    if record.value.shape[3] != record.query.shape[3]:
-        yield f"value has head size {record.value.shape[3]}, query has {record.query.shape[3]}"
+    size, value_size = record.query.shape[3], record.value.shape[3]
+    if value_size not in tiles.VALUES.get(size, (value_size,)):
+        yield f"value has head size {value_size}, query has {size}: values of {tiles.VALUES[size][0]} go with that"
     if not record.softmax_scale > 0:
         yield f"softmax_scale {record.softmax_scale} is not above zero"
 
@@ -51,10 +52,15 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.gpu.tiled_attention.forward.run:forward",
             backward="ejkernel_pallas.gpu.tiled_attention.backward.run:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-            requires=_requires(tuple(tiles.FORWARD)),
-            backward_requires=_requires(tuple(tiles.BACKWARD)),
+            requires=_requires(tuple(tiles.VALUES)),
+            backward_requires=_requires(tuple(tiles.VALUES)),
             config=ConfigSpace(
-                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+                heuristic=tiles.heuristic,
+                candidates=tiles.candidates,
+                kind=kind_of_large,
+                forward=tiles.HopperForward,
+                backward=tiles.HopperBackward,
+                faces=tiles.FACES,
             ),
             priority=20,
             tuned="ejkernel_pallas:tuned",

@@ -27,7 +27,8 @@ class Spec:
         keys: Keys of a row.
         heads: Query heads.
         kv_heads: KV heads.
-        size: Size of queries, keys and values.
+        size: Head dimension of queries and keys.
+        value_size: Head dimension of values.
         dtype: Of queries, keys and values.
         scale: Factor on the raw scores.
         cap: Soft cap of the scores, or None.
@@ -45,6 +46,7 @@ class Spec:
     heads: int
     kv_heads: int
     size: int
+    value_size: int
     dtype: Any
     scale: float
     cap: float | None
@@ -82,7 +84,7 @@ class Spec:
         On an H200 it helps where a score costs more to exponentiate than its products take, or they are large; with 128
         they fall into turns by themselves, and waiting for them costs 2%.
         """
-        return self.size != 128 or self.cap is not None
+        return self.value_size != 128 or self.cap is not None
 
     @property
     def fades_seldom(self) -> bool:
@@ -91,7 +93,7 @@ class Spec:
         On an H200 it makes head size 256 up to 16% faster, whose sums are twice as large as its scores and weights; it
         costs others 1% to 3%, as the branch takes longer than what it saves.
         """
-        return self.size > 128
+        return self.value_size > 128
 
     @property
     def settled(self) -> bool:
@@ -132,6 +134,7 @@ def make_spec(record: TiledAttention) -> Spec:
         heads=h,
         kv_heads=hk,
         size=d,
+        value_size=record.value.shape[3],
         dtype=jnp.dtype(record.query.dtype),
         scale=record.softmax_scale,
         cap=record.logits_soft_cap,

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams, given_values
+from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
@@ -77,12 +77,12 @@ class ForwardTile:
         return REGISTERS[self.warpgroups][1]
 
 
-def forward_bytes(tile: ForwardTile, size: int) -> int:
+def forward_bytes(tile: ForwardTile, spec: Spec) -> int:
     """Shared memory of the forward kernel."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
-    rows = tile.buffers * tile.queries + 2 * tile.stages * tile.keys
+    matrices = tile.buffers * tile.queries * spec.size + tile.stages * tile.keys * (spec.size + spec.value_size)
     numbers = (tile.stages + 1) * tile.keys  # of queries and keys, for dropout
-    return rows * size * itemsize + (4 * tile.buffers * tile.queries + numbers) * 4
+    return matrices * itemsize + (4 * tile.buffers * tile.queries + numbers) * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +90,15 @@ class BackwardTile:
     """How the backward kernel cuts its work.
 
     Attributes:
-        size: Size of queries, keys and values.
+        size: Head dimension of queries and keys.
+        value_size: Head dimension of values.
         keys: Keys that a block owns, or a pair of blocks.
         queries: Queries of a visited tile.
         depth: Tiles of queries in shared memory.
     """
 
     size: int
+    value_size: int
     keys: int
     queries: int
     depth: int
@@ -104,7 +106,30 @@ class BackwardTile:
     @property
     def wide(self) -> bool:
         """Whether a warpgroup sums up one gradient of 64 keys, and not both."""
-        return self.size > 2 * PART
+        return self.size + self.value_size > 5 * PART
+
+    @property
+    def crowded(self) -> bool:
+        """Whether both gradients of 64 keys leave a warpgroup no registers for dq beside gradients of weights.
+
+        Then its part of dq is made once those are narrow, and there is no room in shared memory for a second tile of
+        cotangents, nor for ids of keys and dropout's numbers.
+        """
+        return not self.wide and self.size + self.value_size > 4 * PART
+
+    @property
+    def part(self) -> int:
+        """Columns of keys that lie together in shared memory: those of a warpgroup's part of dq."""
+        return self.size // 2 if self.crowded else PART
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of a row of queries, keys and gradients of scores that lie together: a part is whole ones of them."""
+        return 128 if self.part % PART == 0 else 64
+
+    def line(self, name: str) -> int:
+        """Bytes of a row of an array that lie together in shared memory."""
+        return self.swizzle if name in ("q", "k", "ds") else 128
 
     @property
     def members(self) -> int:
@@ -119,7 +144,7 @@ class BackwardTile:
     @property
     def parts(self) -> int:
         """Parts of a row of keys."""
-        return self.size // PART
+        return self.size // self.part
 
     @property
     def shared_parts(self) -> int:
@@ -129,7 +154,7 @@ class BackwardTile:
     @property
     def stages(self) -> dict[str, int]:
         """Tiles of queries, and of their cotangents, in shared memory."""
-        return {"q": self.depth, "do": 1 if self.wide else 2}
+        return {"q": self.depth, "do": 1 if self.wide or self.crowded else 2}
 
     @property
     def pieces(self) -> int:
@@ -191,90 +216,133 @@ class BackwardTile:
 
     def row_bytes(self, spec: Spec) -> int:
         """Of a query in device memory, with its cotangent and, in float32, its gradient."""
-        return self.size * (2 * jnp.dtype(spec.dtype).itemsize + jnp.dtype(jnp.float32).itemsize)
+        narrow, single = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
+        return self.size * (narrow + single) + self.value_size * narrow
 
     def extras(self, spec: Spec, name: str) -> tuple[str, ...]:
         """Arrays with one number for every row that come along with an array, to shared memory.
 
-        Pairs of blocks have no room for ids of keys, and for dropout's numbers.
+        Pairs of blocks and crowded ones have no room for ids of keys, and for dropout's numbers.
         """
+        roomy = not self.wide and not self.crowded
         if name == "q":
-            return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * (spec.drops and not self.wide)
-        if name == "k" and not self.wide:
+            return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * (spec.drops and roomy)
+        if name == "k" and roomy:
             return *["k_ids"] * spec.segments, *["k_numbers"] * spec.drops
         return ()
 
     def cuts(self, spec: Spec) -> bool:
-        """Whether some tile of scores needs masking."""
-        return spec.bounded or spec.keys % self.keys != 0
+        """Whether some tile of scores needs masking, or may: a crowded tile has loops that mask in any case.
+
+        With the loop of full tiles alone, ptxas (CUDA 13.0) serialises the products of crowded tiles.
+        """
+        return spec.bounded or spec.keys % self.keys != 0 or self.crowded
 
 
 def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     """Shared memory of the backward kernel."""
     itemsize = jnp.dtype(spec.dtype).itemsize
-    own = ROWS * (tile.owners * 2 * spec.size + tile.shared_parts * PART) * itemsize
-    visited = sum(tile.stages.values()) * tile.queries * spec.size * itemsize
+    own = ROWS * (tile.owners * (spec.size + spec.value_size) + tile.shared_parts * PART) * itemsize
+    stages = tile.stages
+    visited = (stages["q"] * spec.size + stages["do"] * spec.value_size) * tile.queries * itemsize
     slopes, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
     extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
-    small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if tile.wide else [1, *extras]
+    packed = tile.wide or tile.crowded
+    small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if packed else [1, *extras]
     small += [tile.keys] * len(tile.extras(spec, "k"))
     return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
-READS = frozenset({"q_blocksize", "kv_blocksize", "num_stages"})
-"""Names of the configuration fields that the kernels look at."""
+VALUES = {64: (64,), 128: (128,), 256: (256,)}
+"""Head dimensions of values by those of queries and keys, as far as the kernels were checked on a chip."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperForward:
+    """The configuration of the forward kernel.
+
+    Attributes:
+        block_q: Queries a block, 64 for each warpgroup that multiplies.
+        block_kv: Keys a step.
+        stages: Tiles of keys, and of values, in shared memory.
+    """
+
+    block_q: int
+    block_kv: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperBackward:
+    """The configuration of the backward kernel.
+
+    Attributes:
+        block_kv: Keys that a block owns, or a pair of blocks.
+        block_q: Queries a step.
+        stages: Tiles of queries in shared memory.
+    """
+
+    block_kv: int
+    block_q: int
+    stages: int
+
+
+FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "num_stages": "stages"}
+"""Public configuration field -> field of these."""
 
 FORWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((192, 128, 2), (128, 128, 3), (128, 192, 2)),
     128: ((128, 128, 2), (192, 64, 3)),
+    192: ((128, 128, 2), (128, 64, 3)),
     256: ((128, 64, 2),),
 }
-"""Queries, keys and stages by head size, the best first."""
+"""Queries, keys and stages by head dimension of queries and keys, the best first."""
 BACKWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((128, 128, 3), (128, 128, 2)),
     128: ((128, 64, 3), (128, 64, 2)),
+    192: ((128, 64, 2),),
     256: ((128, 64, 2),),
 }
-"""Keys, queries and stages by head size, the best first."""
+"""Keys, queries and stages by head dimension of queries and keys, the best first."""
 
 
-def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> FwdParams | BwdParams:
+def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> HopperForward | HopperBackward:
     """The configuration when nobody chose one."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(
     record: TiledAttention, device: DeviceInfo, direction: Direction
-) -> tuple[FwdParams, ...] | tuple[BwdParams, ...]:
+) -> tuple[HopperForward, ...] | tuple[HopperBackward, ...]:
     """The configurations worth measuring."""
     size = record.query.shape[3]
     if direction == "forward":
-        return tuple(FwdParams(q_blocksize=q, kv_blocksize=k, num_stages=n) for q, k, n in FORWARD[size])
-    return tuple(BwdParams(kv_blocksize=k, q_blocksize=q, num_stages=n) for k, q, n in BACKWARD[size])
+        return tuple(HopperForward(block_q=q, block_kv=k, stages=n) for q, k, n in FORWARD[size])
+    return tuple(HopperBackward(block_kv=k, block_q=q, stages=n) for k, q, n in BACKWARD[size])
 
 
-def forward_tile(params: FwdParams, spec: Spec) -> ForwardTile:
+def forward_tile(params: HopperForward, spec: Spec) -> ForwardTile:
     """The tile of a forward configuration.
 
     Raises:
         ValueError: Something is missing, is nothing that a kernel can be compiled with, or does not fit.
     """
-    warpgroups, keys, stages = _checked(params, "q_blocksize", "kv_blocksize", "num_stages")
+    warpgroups, keys, stages = _checked(params, "block_q", "block_kv", "stages")
     fitting = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
-    fitting = [tile for tile in fitting if forward_bytes(tile, spec.size) <= SHARED_MEMORY - RESERVE]
+    fitting = [tile for tile in fitting if forward_bytes(tile, spec) <= SHARED_MEMORY - RESERVE]
     if not fitting:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return fitting[0]
 
 
-def backward_tile(params: BwdParams, spec: Spec) -> BackwardTile:
+def backward_tile(params: HopperBackward, spec: Spec) -> BackwardTile:
     """The tile of a backward configuration.
 
     Raises:
         ValueError: As `forward_tile`.
     """
-    warpgroups, queries, stages = _checked(params, "kv_blocksize", "q_blocksize", "num_stages")
-    tile = BackwardTile(spec.size, warpgroups * ROWS, queries, stages)
+    warpgroups, queries, stages = _checked(params, "block_kv", "block_q", "stages")
+    tile = BackwardTile(spec.size, spec.value_size, warpgroups * ROWS, queries, stages)
     wanted = BACKWARD[spec.size][0][:2]
     if (tile.keys, tile.queries) != wanted:
         raise ValueError(
@@ -285,7 +353,7 @@ def backward_tile(params: BwdParams, spec: Spec) -> BackwardTile:
     return tile
 
 
-def _checked(params: FwdParams | BwdParams, own: str, visit: str, stages: str) -> tuple[int, int, int]:
+def _checked(params: HopperForward | HopperBackward, own: str, visit: str, stages: str) -> tuple[int, int, int]:
     """Warpgroups, visited rows and stages."""
     values = {name: getattr(params, name) for name in (own, visit, stages)}
     wants = {own: "64, 128 or 192", visit: "64, 128 or 192", stages: "2 or more"}

@@ -84,6 +84,7 @@ HALF = Sizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
 LONG = Sizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
 TALL = Sizes(b=1, t=2001, s=150, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
 WIDE = Sizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
+LATENT = Sizes(b=1, t=140, s=140, h=2, g=1, d=192, v=128, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
@@ -211,6 +212,18 @@ _TABLE: tuple[Row[Sizes], ...] = (
         lambda k: {**_segmented(WIDE), **_dropout()},
         (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed"),
         (),
+    ),
+    ("bfloat16, keys of 192 and values of 128", LATENT, lambda _: {"causal": True}, ("causal",), ()),
+    (
+        "bfloat16, keys of 192 and values of 128, segments, dropout and soft cap",
+        LATENT,
+        lambda _: {
+            "mask_info": MaskInfo.from_segments(jnp.array([_segments((40, 70), 140)])),
+            **_dropout(),
+            "logits_soft_cap": 1.5,
+        },
+        (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed", "logits_soft_cap"),
+        ("awkward",),
     ),
     (
         "model",

@@ -94,6 +94,13 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ),
     ("bfloat16", Sizes(dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
+        "bfloat16, keys of 192 and values of 128",
+        Sizes(t=67, h=2, g=2, n=128, rope=64, v=128, dtype=jnp.bfloat16),
+        lambda k: {"causal": True},
+        ("causal",),
+        (),
+    ),
+    (
         "model",
         Sizes(t=4096, h=16, g=16, r=512, n=128, rope=64, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.tiled_attention.masks import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.masks.padding import clean_rows
@@ -83,7 +83,8 @@ def await_visited(call: Call, count: Any, cut: bool) -> None:
     for name, slot in slots.items():
         plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
     if cut:
-        clean(buffers["q_ids"].at[slots["q"]], *(buffers[name].at[slot] for name, slot in slots.items()))
+        ids = buffers["q_ids"].at[slots["q"]]
+        clean(ids, *((buffers[name].at[slot], call.tile.line(name)) for name, slot in slots.items()))
 
 
 def adder(call: Call, count: Any, piece: int) -> Any:
@@ -106,13 +107,25 @@ def write_part(call: Call, item: tile_scheduler.Item, name: Literal["k", "v"], r
     parts[item.part, pl.ds(row, ROWS)] = gradient
 
 
-def clean(ids: Any, *parts: Any) -> None:
+def of_keys(call: Call, name: str, item: tile_scheduler.Item, place: Any) -> Any:
+    """What an operand has, in device memory, of 64 of a tile's keys."""
+    operand = call.operands[name]
+    return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * ROWS, ROWS)]
+
+
+def query_numbers(call: Call, item: tile_scheduler.Item, head: Any, index: Any) -> Any:
+    """Dropout's numbers of a visit's queries in device memory, where shared memory has no room for them."""
+    numbers, queries = call.operands["q_numbers"], call.tile.queries
+    return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
+
+
+def clean(ids: Any, *parts: tuple[Any, int]) -> None:
     """Zeros in the rows of padding, which may hold anything: a weight of zero times NaN is NaN.
 
     A warpgroup cleans all that its products read: what the other one cleans, too, is the same zeros.
     """
-    for part in parts:
-        clean_rows(part, ids)
+    for part, line in parts:
+        clean_rows(part, ids, line)
     plgpu.commit_smem()
 
 

@@ -18,7 +18,7 @@ def fetch(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
     for w in range(tile.owners):
         rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * ROWS, ROWS)
         for part in range(tile.parts):
-            source = keys.at[item.row(keys), rows, item.head, pl.ds(part * PART, PART)]
+            source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
             plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["own_full"])
         source = values.at[item.row(values), rows, item.head]
         plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["own_full"])

@@ -28,6 +28,8 @@ from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     clean,
     handed_over,
     hidden,
+    of_keys,
+    query_numbers,
     write_part,
 )
 from ejkernel_pallas.gpu.tiled_attention.masks import dropout
@@ -45,19 +47,20 @@ def own_wide(call: Call, item: tile_scheduler.Item, w: Any, visits: Any) -> None
 def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
-    row_numbers = arrays.load_rows(_of_keys(call, "k_numbers", item, call.member)) if spec.drops else None
+    row_numbers = arrays.load_rows(of_keys(call, "k_numbers", item, call.member)) if spec.drops else None
     if spec.segments:
-        ids, others = (_of_keys(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
+        ids, others = (of_keys(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
         row_ids = arrays.load_rows(ids)
-        clean(ids, *(buffers["k"].at[part] for part in range(tile.parts)))
-        clean(others, *(buffers["k"].at[tile.parts + part] for part in range(tile.shared_parts)))
+        line = tile.line("k")
+        clean(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
+        clean(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_parts)))
 
     def visit(cut: bool, head: Any, index: Any, state: Any) -> Any:
         count, dv, rest = state
         slot, place = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
         await_visited(call, count, cut)
         hide = functools.partial(hidden, call, first, row_ids, slot, index) if cut else None
-        numbers = (row_numbers, _query_numbers(call, item, head, index)) if spec.drops else None
+        numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.drops else None
         weights, factors = _weigh(call, count, slot, rest, hide, numbers)
         # Both members have made their parts of dq of what was here before.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[place]))
@@ -79,7 +82,7 @@ def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
         plgpu.barrier_arrive(buffers["do_free"].at[0])
         return count + 1, dv, rest
 
-    start = I32(0), arrays.full_tile((ROWS, spec.size)), _no_strip(call)
+    start = I32(0), arrays.full_tile((ROWS, spec.value_size)), _no_strip(call)
     count, dv, rest = visits(visit, start, tile.cuts(spec))
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
@@ -101,18 +104,6 @@ def _write_values(call: Call, item: tile_scheduler.Item, dv: Any) -> None:
 
 def _first_key(call: Call, item: tile_scheduler.Item, member: Any) -> Any:
     return item.tile * call.tile.keys + member * ROWS
-
-
-def _of_keys(call: Call, name: str, item: tile_scheduler.Item, member: Any) -> Any:
-    """What an operand has of a member's keys, in device memory."""
-    operand = call.operands[name]
-    return operand.at[item.row(operand), pl.ds(_first_key(call, item, member), ROWS)]
-
-
-def _query_numbers(call: Call, item: tile_scheduler.Item, head: Any, index: Any) -> Any:
-    """Dropout's numbers of a visit's queries, for which there is no room in shared memory."""
-    numbers, queries = call.operands["q_numbers"], call.tile.queries
-    return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
 
 
 def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any, numbers: Any) -> tuple[Any, Any]:
@@ -190,7 +181,7 @@ def _make_last(call: Call, count: Any, w: int) -> None:
 def _own_keys(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     if spec.segments:
-        clean(_of_keys(call, "k_ids", item, call.member), buffers["v"].at[0])
+        clean(of_keys(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
 
     def visit(cut: bool, _head: Any, _index: Any, state: Any) -> Any:
         count, dk, slopes, rest = state

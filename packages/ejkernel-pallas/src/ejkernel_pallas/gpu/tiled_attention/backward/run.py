@@ -25,12 +25,11 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import sinks_gradient
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
 from ejkernel_pallas.gpu.tiled_attention.backward.call import Call
 from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_visitors
@@ -38,7 +37,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward.kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles, without_padding
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
 
 Operands = dict[str, jax.Array]
 APART = 2
@@ -47,13 +46,13 @@ SHORT = 32
 """Of segments, of which it is not known how long they are: what part of a row one is taken for."""
 
 
-def backward(pullback: Pullback, params: BwdParams) -> dict[str, jax.Array]:
+def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes and stages. A block owns `kv_blocksize` keys and visits tiles of `q_blocksize` queries, with
-            `num_stages` of them in shared memory.
+        params: Tile sizes and stages. A block owns `block_kv` keys and visits tiles of `block_q` queries, with
+            `stages` of them in shared memory.
 
     Raises:
         ValueError: A tile size is none that the kernel can have.
@@ -176,14 +175,14 @@ def _run(
     def body(given: Operands, made: Any, buffers: Any) -> None:
         turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
         member = lax.axis_index(clusters.AXIS) if tile.wide else 0
-        buffers = _with_views(buffers) if tile.wide else buffers
+        buffers = _with_views(buffers) if "rows" in buffers else buffers
         backward_kernel(Call(spec, tile, plan, by_head, given, made, tile_scheduler.counter(), turns, buffers, member))
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
     outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
     if plan.split.tiles:
-        parts = (plan.split.tiles * plan.split.parts, tile.keys, spec.size)
-        outputs += [jax.ShapeDtypeStruct(parts, jnp.float32)] * 2
+        parts = (plan.split.tiles * plan.split.parts, tile.keys)
+        outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.size, spec.value_size)]
     cluster = {clusters.AXIS: tile.members} if tile.wide else None
     made = launch(body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster)
     return _with_split(plan, *made) if plan.split.tiles else made
@@ -205,9 +204,9 @@ def _with_split(
 def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """Shared memory and barriers, by the names that the kernel knows."""
     made: dict[str, Any] = {
-        "k": matrix((tile.parts * tile.owners + tile.shared_parts, ROWS, PART), spec.dtype),
-        "v": matrix((tile.owners, ROWS, spec.size), spec.dtype),
-        "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype),
+        "k": matrix((tile.parts * tile.owners + tile.shared_parts, ROWS, tile.part), spec.dtype, tile.line("k")),
+        "v": matrix((tile.owners, ROWS, spec.value_size), spec.dtype),
+        "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype, tile.line("ds")),
         "dq": plgpu.SMEM(
             (WARPGROUPS, ROWS, tile.dq_columns),
             jnp.float32,
@@ -215,7 +214,8 @@ def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, An
         ),
     }
     for name, stages in tile.stages.items():
-        made[name] = matrix((stages, tile.queries, spec.size), spec.dtype)
+        size = spec.size if name == "q" else spec.value_size
+        made[name] = matrix((stages, tile.queries, size), spec.dtype, tile.line(name))
         made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.extras(spec, name)), num_barriers=stages)
         made[f"{name}_free"] = _freed(tile, stages)
     copies = tile.owners * (tile.parts + 1 + len(tile.extras(spec, "k"))) + tile.shared_parts
@@ -228,7 +228,10 @@ def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, An
 
 def _single_scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """What blocks have that own keys by themselves."""
-    made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32), "number_full": plgpu.Barrier(num_arrivals=1)}
+    number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
+    if tile.crowded:
+        return _packed_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
+    made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32)} | number_full
     for name in tile.extras(spec, "q"):
         made[name] = plgpu.SMEM((tile.depth, tile.queries), operands[name].dtype)
     for name in tile.extras(spec, "k"):
@@ -237,19 +240,23 @@ def _single_scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[
 
 
 def _pair_scratch(tile: BackwardTile) -> dict[str, Any]:
-    """What pairs of blocks have: little room is left, and no array begins within 1024 bytes of the last."""
+    """What pairs of blocks have."""
+    return _packed_scratch(tile) | {"weights_full": plgpu.Barrier(num_arrivals=1), "ds_free": _freed(tile, 2)}
+
+
+def _packed_scratch(tile: BackwardTile) -> dict[str, Any]:
+    """Numbers of rows where little room is left: no array begins within 1024 bytes of the last."""
     return {
         "rows": plgpu.SMEM((2, tile.depth, tile.queries), jnp.float32),
         "words": plgpu.SMEM((tile.depth + 1, tile.queries), jnp.int32),
-        "weights_full": plgpu.Barrier(num_arrivals=1),
-        "ds_free": _freed(tile, 2),
     }
 
 
 def _with_views(buffers: dict[str, Any]) -> dict[str, Any]:
-    """Names for the parts of a pair's arrays. After the ids of queries is a row for `pairs`."""
+    """Names for the parts of packed arrays. After the ids of queries is a row for `pairs`, or the tile's number."""
     rows, words = buffers["rows"], buffers["words"]
-    return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": words.at[words.shape[0] - 1]}
+    last = words.at[words.shape[0] - 1]
+    return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": last, "number": last}
 
 
 def _freed(tile: BackwardTile, count: int) -> Any:

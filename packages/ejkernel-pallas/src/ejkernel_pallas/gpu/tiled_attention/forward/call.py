@@ -37,6 +37,7 @@ class Shared:
             be there any more: while another stage has its keys read.
         ranges: First and last key of every query where there are segment ids, [buffers * warpgroups, 2, 64], or None.
         v_raw: Values that have padding among them are there, or None.
+        output: Outputs in the memory of the queries where head dimensions differ, [64-column tiles, 64, 64], or None.
     """
 
     q: Any
@@ -56,6 +57,7 @@ class Shared:
     k_numbers: Any = None
     ranges: Any = None
     v_raw: Any = None
+    output: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

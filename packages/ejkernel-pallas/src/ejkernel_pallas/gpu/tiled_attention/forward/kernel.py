@@ -17,7 +17,7 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.ping_pong import await_turn, pass_turn
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
 from ejkernel_pallas.gpu.tiled_attention.forward import softmax
 from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward.producer import fetch_tile
@@ -137,7 +137,7 @@ def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
     peak, total = arrays.full_rows(ROWS, 0.0 if call.spec.settled else LOWEST), arrays.full_rows(ROWS, 0.0)
     peak, total, weights, _ = softmax.exponentiate(call.spec, scores, peak, total, cut is None)
     weights = _kept(call, own, step, weights)
-    return State(step + 1, arrays.full_tile((ROWS, call.spec.size)), peak, total, _narrow(call, weights))
+    return State(step + 1, arrays.full_tile((ROWS, call.spec.value_size)), peak, total, _narrow(call, weights))
 
 
 def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
@@ -264,13 +264,26 @@ def _write(call: Call, own: Own, state: State) -> None:
 
 def _write_tile(call: Call, own: Own, output: Any, lse: Any) -> None:
     """Writes the rows of a whole tile that lie within the arrays, by way of shared memory."""
-    outputs, sums = call.shared.q.at[own.buffer], call.shared.lse.at[own.buffer]
-    outputs[...] = output.astype(call.spec.dtype)
+    sums, output = call.shared.lse.at[own.buffer], output.astype(call.spec.dtype)
+    places = _output_places(call, own)
+    for columns, place in places:
+        place[...] = output if columns is None else output[:, columns.start : columns.start + columns.size]
     sums[...] = lse
     plgpu.commit_smem()
     item, rows = own.item, pl.ds(own.row, ROWS)
-    plgpu.copy_smem_to_gmem(outputs, call.outputs[0].at[item.batch, rows, item.head])
+    for columns, place in places:
+        target = call.outputs[0].at[item.batch, rows, item.head]
+        plgpu.copy_smem_to_gmem(place, target if columns is None else target.at[:, columns])
     plgpu.copy_smem_to_gmem(sums, call.outputs[1].at[item.batch, item.head, rows])
+
+
+def _output_places(call: Call, own: Own) -> list[tuple[Any, Any]]:
+    """Columns of a warpgroup's outputs, None for all, and where they leave from: the place of its queries."""
+    spec = call.spec
+    if spec.value_size == spec.size:
+        return [(None, call.shared.q.at[own.buffer])]
+    first = own.buffer * (spec.size // PART)
+    return [(pl.ds(n * PART, PART), call.shared.output.at[first + n]) for n in range(spec.value_size // PART)]
 
 
 def _write_part(call: Call, own: Own, output: Any, lse: Any) -> None:
