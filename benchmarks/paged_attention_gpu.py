@@ -141,12 +141,12 @@ def copy(cell: Cell) -> Side:
     return lambda: compiled(source)
 
 
-def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool) -> dict[str, Side]:
-    """Everything that can compute a cell here."""
+def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool, only: str) -> dict[str, Side]:
+    """Everything that can compute a cell here, on the platforms whose names hold `only`."""
     found: dict[str, Side] = {}
     slow = cell.operations > 1e12  # XLA would take minutes
     for platform in ("cuda", "pallas", "triton", "xla"):
-        if platform == "xla" and slow:
+        if only not in platform or (platform == "xla" and slow):
             continue
         try:
             found[f"ejkernel {platform}"] = ours(arrays, platform)
@@ -181,10 +181,10 @@ def error(made: jax.Array, want: list[tuple[int, np.ndarray]]) -> float:
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, (_, y) in zip(got, want, strict=True))
 
 
-def timed(cell: Cell, rounds: int, candidates: bool) -> list[list[str]]:
+def timed(cell: Cell, rounds: int, candidates: bool, only: str) -> list[list[str]]:
     """One line for each side."""
     arrays = cell.inputs()
-    want, contenders = truth(cell, arrays), sides(cell, arrays, candidates)
+    want, contenders = truth(cell, arrays), sides(cell, arrays, candidates, only)
     for name in list(contenders):
         off = error(contenders[name](), want)
         if not off < 1e-2:
@@ -211,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
+    parser.add_argument("--only", default="", help="a platform; without it all")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         print("paged_attention_gpu.py needs a GPU: nothing was measured")
@@ -218,7 +219,7 @@ def main() -> None:
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)
     for cell in cells(options.quick):
-        for row in timed(cell, 3 if options.quick else 7, options.candidates):
+        for row in timed(cell, 3 if options.quick else 7, options.candidates, options.only):
             print("| " + " | ".join(row) + " |", flush=True)
 
 

@@ -95,7 +95,9 @@ def query_tiles(record: "PagedAttention", size: int, multiple: int = 1) -> Query
     ends = jnp.cumsum(count, dtype=jnp.int32)
     bound = starts.shape[0] if record.query_start is None else record.query.shape[0] // size + starts.shape[0]
     tile = jnp.arange(-(-bound // multiple) * multiple, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, tile, side="right").astype(jnp.int32), starts.shape[0] - 1)
+    # Unrolled: as a loop, the search is a chain of small launches in front of a kernel of a tenth of a millisecond.
+    found = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
+    sequence = jnp.minimum(found, starts.shape[0] - 1)
     skipped = (tile - (ends - count)[sequence]) * size
     rows = jnp.where(tile < ends[-1], jnp.clip(lengths[sequence] - skipped, 0, size), 0)
     position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + skipped
@@ -107,7 +109,7 @@ def token_places(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
     starts, lengths = query_ranges(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
     ends = lax.cummax(jnp.where(lengths > 0, starts + lengths, 0))
-    found = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+    found = jnp.searchsorted(ends, token, side="right", method="scan_unrolled").astype(jnp.int32)
     sequence = jnp.minimum(found, starts.shape[0] - 1)
     offset = token - starts[sequence]
     owned = (found == sequence) & (offset >= 0) & (offset < lengths[sequence])
