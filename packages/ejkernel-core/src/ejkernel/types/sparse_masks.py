@@ -362,10 +362,10 @@ def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
         return mask.band
     if not isinstance(mask, _Both):
         return None
-    bands = band_of(mask.one), band_of(mask.other)
-    if bands[0] is None or bands[1] is None:
+    one, other = band_of(mask.one), band_of(mask.other)
+    if one is None or other is None:
         return None
-    (least, most), (other_least, other_most) = bands
+    (least, most), (other_least, other_most) = one, other
     lower = [side for side in (least, other_least) if side is not None]
     upper = [side for side in (most, other_most) if side is not None]
     return max(lower, default=None), min(upper, default=None)
