@@ -253,7 +253,7 @@ def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
     return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
-VALUES = {64: (64,), 128: (128,), 256: (256,)}
+VALUES = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
 """Head dimensions of values by those of queries and keys, as far as the kernels were checked on a chip."""
 
 
