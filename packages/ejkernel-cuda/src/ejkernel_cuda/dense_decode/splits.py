@@ -37,7 +37,7 @@ class DecodeSplits:
     num_splits: int
 
 
-FACES = dict.fromkeys(("num_key_splits", "num_kv_splits", "num_splits"), "num_splits")
+FACES: dict[str, str] = dict.fromkeys(("num_key_splits", "num_kv_splits", "num_splits"), "num_splits")
 """What public configurations call them."""
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +247,8 @@ def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
 def lower(args: BlockSparseAttentionArguments) -> TiledAttention:
     """The tiled-attention record of a call."""
     record = flash_attention.lower(_as_flash(args))
-    changes: dict[str, Any] = _pattern(record, args.mask_builder)
+    pattern = cast("Mask | None", args.mask_builder)  # the record called the builder when it was made
+    changes: dict[str, Any] = _pattern(record, pattern)
     if args.attention_mask is not None:
         mask = args.attention_mask.astype(bool)
         changes["mask"] = mask if record.mask is None else mask & record.mask

@@ -73,10 +73,11 @@ class Executor:
             args, kwargs = kernel.prepare(*args, **kwargs)
             return own_kernel.choose(self.chooser, kernel, args, kwargs.pop("cfg", None), kwargs)
         op, decision = self._decide(kernel, *args, **kwargs)
-        if decision.forward.implementation is None:
-            raise NoImplementationError(decision.forward)
         forward, backward = decision.forward, decision.backward
-        space = forward.implementation.config
+        chosen = forward.implementation
+        if chosen is None:
+            raise NoImplementationError(forward)
+        space = chosen.config
         follower = space if backward.implementation is None else backward.implementation.config
         config: Any = op.config.from_parts(
             space.shown(op.config, forward.config, "forward"), follower.shown(op.config, backward.config, "backward")
