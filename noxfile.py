@@ -171,7 +171,7 @@ def triton_lowering(session: nox.Session) -> None:
     version = session.run("python", "-c", "import jaxlib; print(jaxlib.__version__)", silent=True)
     session.install("--no-deps", f"jax-cuda13-plugin=={str(version).strip()}")
     session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests skip
-    session.run("python", "-m", "pytest", "tests/triton/test_lowering.py", env=QUICK)
+    session.run("python", "-m", "pytest", "tests/triton/test_triton_lowering.py", env=QUICK)
 
 
 def floors(*names: str) -> Iterator[str]:

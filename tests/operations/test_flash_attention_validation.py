@@ -216,8 +216,8 @@ def test_equal_calls_spelt_differently_are_one_record():
 SPLIT = P("dp", None, "tp", None)
 # id: (in_specs, out_specs, what the message holds)
 SHARDING_MISTAKES = {
-    "too many": ((SPLIT,) * 8, SPLIT, "^in_specs: got 8 specs, wants 3 to 7"),
-    "too few": ((SPLIT,), SPLIT, "^in_specs: got 1 specs, wants 3 to 7"),
+    "too many": ((SPLIT,) * 9, SPLIT, "^in_specs: got 9 specs, wants 3 to 8"),
+    "too few": ((SPLIT,), SPLIT, "^in_specs: got 1 specs, wants 3 to 8"),
     "one spec for all": (SPLIT, SPLIT, "^in_specs: got P.*wants a tuple"),
     "names for specs": (("dp", "dp", "dp"), SPLIT, "^in_specs: got 'dp' for query, wants a PartitionSpec or None"),
     "too many axes": ((P(*[None] * 5), P(), P()), P(), "^in_specs: query has axes 'b t h d', got .* 5 entries"),

@@ -65,11 +65,19 @@ def test_heads_and_sequences_can_be_split(op):
             np.testing.assert_array_equal(ours, theirs)  # NaN slots included
 
 
-def test_a_cache_whose_heads_cannot_be_split_as_they_lie_says_so():
+def test_the_heads_of_a_cache_are_split_where_its_layout_has_them():
     query, key, value, lens, tables = paged_calls.arguments("page_attention", Paged(DECODE))
-    placed = {"mesh": mesh_of(1, 2), "in_specs": (P(None, "tp"), CACHE, CACHE, P(), P()), "out_specs": P(None, "tp")}
-    with pytest.raises(ValueError, match="heads of a cache with layout 'phsd' cannot be split"):
-        ej.page_attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), lens, tables, kv_layout="phsd", **placed)
+    want = ej.page_attention(query, key, value, lens, tables)
+    arrays = (query, key.swapaxes(1, 2), value.swapaxes(1, 2), lens, tables)
+
+    def split(cache):
+        specs = (P(None, "tp"), cache, cache, P(), P())
+        placed = {"mesh": mesh_of(1, 2), "in_specs": specs, "out_specs": P(None, "tp")}
+        return ej.page_attention(*arrays, kv_layout="phsd", **placed)
+
+    np.testing.assert_allclose(split(P(None, "tp")), want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="axis 's' of key_cache cannot be split"):
+        split(CACHE)
 
 
 def test_padded_heads_cannot_be_split():

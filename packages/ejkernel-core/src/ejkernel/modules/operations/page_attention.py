@@ -102,8 +102,8 @@ def page_attention(
     position k of sequence n lies in page `block_tables[n, k // S]`, slot `k % S`. The formula is in
     `ejkernel.families.paged_attention`. Not differentiable.
 
-    Over devices, sequences and heads can be split, heads only with `kv_layout="pshd"`; the spec of the query is that of
-    [N, H, D].
+    Over devices, sequences and heads can be split, heads on the axis where `kv_layout` has them; the spec of the query
+    is that of [N, H, D].
 
     Args:
         query: [N, H, D] or [N, 1, H, D] float16, bfloat16, float32 or float64; its position is `context_lens[n] - 1`.

@@ -84,7 +84,7 @@ def prefill_page_attention(
     Row i of the query is at position `context_len[0] - C + i`. The token at position k lies in page
     `page_indices[k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 
-    Over devices, heads can be split, with `kv_layout="hpsd"`.
+    Over devices, heads can be split, on the axis where `kv_layout` has them.
 
     Args:
         query: [C, H, D] float16, bfloat16, float32 or float64.
