@@ -6,11 +6,13 @@ import importlib.resources
 import jax
 import pytest
 
+import ejkernel
+from ejkernel.modules import flash_attention, scaled_dot_product_attention
 from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
-from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.gpu.tiled_attention import implementations, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
@@ -55,3 +57,14 @@ def test_entries_have_the_tiles_that_were_measured():
         lines.append(f"{direction} {kind}: {tile} {entry.seconds} {entry.measured_at}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
     assert digest == "1a243faa1bfe29abef1124a6d692ba1addfe5cbe5b34085230c7111eac00f3a4"
+
+
+def test_other_operations_of_the_family_use_what_was_measured_for_flash_attention():
+    array = jax.ShapeDtypeStruct((4, 8192, 16, 128), "bfloat16")
+    with target_device(H200):
+        flash = ejkernel.explain(flash_attention, array, array, array, causal=True, platform="pallas")
+        other = ejkernel.explain(scaled_dot_product_attention, array, array, array, causal=True, platform="pallas")
+    for one, two in ((flash.forward, other.forward), (flash.backward, other.backward)):
+        assert (one.tier, two.tier) == ("persistent", "persistent")
+        assert one.config == two.config
+    assert any("shipped table of flash_attention" in step for step in other.forward.trail)

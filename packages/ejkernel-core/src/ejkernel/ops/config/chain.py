@@ -11,6 +11,7 @@
 | error | none of them may answer | |
 """
 
+import dataclasses
 import datetime
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from ejkernel.ops.config.memory import ConfigCache
 from ejkernel.ops.config.params import given_values
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective
-from ejkernel.ops.config.selection import Request, Selection, foreign_part
+from ejkernel.ops.config.selection import Request, Selection, foreign_part, op_label
 from ejkernel.ops.config.table import shipped_part
 
 MEASURED = frozenset({"memory", "persistent", "autotune"})
@@ -206,9 +207,7 @@ class ConfigSelectorChain:
         part = self.persistent.get(key, request.part_type()) if self.persistent is not None else None
         source = "user store"
         if part is None:
-            tuned, kind = request.implementation.tuned, request.kind()
-            part = shipped_part(tuned, request.op.name, key, request.part_type(), kind)
-            source = "shipped table"
+            part, source = _shipped(key, request)
         if part is None:
             trail.append("persistent: no entry in the user store or a shipped table")
             return None
@@ -256,6 +255,19 @@ class ConfigSelectorChain:
             steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
             raise NoConfigError(f"no configuration for {key}\n  {steps}")
         return Selection(request.heuristic(), "heuristics", (*trail, "heuristics: the implementation's rule"))
+
+
+def _shipped(key: ConfigKey, request: Request) -> tuple[Any | None, str]:
+    """The entry of a shipped table, and what to call it.
+
+    Kernels see records and not operations: what was measured for one operation holds for the others of its family.
+    """
+    tuned, kind, part_type = request.implementation.tuned, request.kind(), request.part_type()
+    for op in request.relatives():
+        part = shipped_part(tuned, op.name, dataclasses.replace(key, op=op_label(op)), part_type, kind)
+        if part is not None:
+            return part, "shipped table" if op is request.op else f"shipped table of {op.name}"
+    return None, "shipped table"
 
 
 def _unread(part: Any, request: Request) -> str:

@@ -37,7 +37,7 @@ class Request:
         """What the answer is stored under."""
         version = registry().versions.get((self.op.name, self.implementation.name), "unknown")
         return ConfigKey(
-            op=f"{self.op.name}@{self.op.version}",
+            op=op_label(self.op),
             implementation=f"{self.implementation.name}@{version}",
             direction=self.direction,
             device=device_label(self.device),
@@ -73,9 +73,19 @@ class Request:
         unset = {f.name: getattr(ruled, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) is None}
         return dataclasses.replace(part, **unset)
 
+    def relatives(self) -> tuple[Op, ...]:
+        """The operation and, after it, the others of its family."""
+        others = (op for op in registry().ops.values() if op.family is self.op.family and op.name != self.op.name)
+        return (self.op, *sorted(others, key=lambda op: op.name))
+
     def serves(self) -> dict[str, str]:
         """What a configuration must have been made for to apply."""
         return {"platform": self.implementation.platform, "backend": self.device.platform}
+
+
+def op_label(op: Op) -> str:
+    """An operation in keys, with the version of its meaning."""
+    return f"{op.name}@{op.version}"
 
 
 @dataclasses.dataclass(frozen=True)
