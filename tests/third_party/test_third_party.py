@@ -151,7 +151,7 @@ def test_suite_passes_the_honest_backend() -> None:
     passed = _with(results, "passed")
     assert {"test_value[flash_attention-acme-window]", "test_gradients[flash_attention-acme-packed]"} <= passed
     assert {"test_padding[flash_attention-acme-segments with padding]"} <= passed
-    assert {"test_handles[acme_scaled_sum-acme-scale]", "test_candidates[acme_scaled_sum-acme-forward]"} <= passed
+    assert {"test_handles[scaled sum-acme-scale]", "test_candidates[acme_scaled_sum-acme-forward]"} <= passed
     assert "test_value[flash_attention-acme-bias]" in _with(results, "skipped")
 
 
@@ -168,13 +168,13 @@ def test_suite_catches_the_liar_on_windows_and_nothing_else() -> None:
 
 def test_suite_catches_what_refuses_everything() -> None:
     results = suite("--ejk-impl", "vacuous")
-    assert _with(results, "failed") == {"test_serves_some_case[flash_attention-vacuous]"}
+    assert _with(results, "failed") == {"test_serves_some_case[tiled_attention-vacuous]"}
     assert not _with(results, "passed")
 
 
 def test_suite_catches_a_claim_that_no_case_shows() -> None:
     results = suite("--ejk-impl", "boaster", module="ejkernel_conformance.test_capabilities")
-    assert _with(results, "failed") == {"test_handles[flash_attention-boaster-telepathy]"}
+    assert _with(results, "failed") == {"test_handles[tiled_attention-boaster-telepathy]"}
 
 
 def test_suite_refuses_to_test_nothing() -> None:
