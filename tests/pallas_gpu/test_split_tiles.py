@@ -16,7 +16,14 @@ from ejkernel_pallas.gpu.tiled_attention.forward.combine import merged
 from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_visits, query_visits, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
-from ejkernel_pallas.gpu.tiled_attention.tiles import BACKWARD, FORWARD, HopperBackward, HopperForward, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.tiles import (
+    BACKWARD,
+    FORWARD,
+    VALUES,
+    HopperBackward,
+    HopperForward,
+    backward_tile,
+)
 
 
 @pytest.mark.parametrize(
@@ -106,26 +113,33 @@ def test_parts_make_the_whole():
 @pytest.mark.parametrize("size", FORWARD)
 def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
-    q, k = (jax.ShapeDtypeStruct((1, n, 8, size), jnp.bfloat16) for n in (100, 4001))
+    value_size = VALUES[size][0]
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, n, 8, d), jnp.bfloat16) for n, d in ((100, size), (4001, size), (4001, value_size))
+    )
     sinks = jax.ShapeDtypeStruct((8,), jnp.float32)
-    record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, softmax_aux=sinks)
+    record = TiledAttention(query=q, key=k, value=v, softmax_scale=0.1, softmax_aux=sinks)
     text = lowered(lambda record: forward(record, params_of(FORWARD, size)), record)
-    assert f"tensor<{8 * 16}x{FORWARD[size][0][0]}x{size}xf32>" in text
+    assert f"tensor<{8 * 16}x{FORWARD[size][0][0]}x{value_size}xf32>" in text
 
 
 @pytest.mark.parametrize("size", BACKWARD)
 def test_a_call_of_few_keys_has_its_queries_split(size, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
-    q, k = (jax.ShapeDtypeStruct((1, n, h, size), jnp.bfloat16) for n, h in ((4001, 8), (100, 2)))
-    record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1)
+    value_size = VALUES[size][0]
+    q = jax.ShapeDtypeStruct((1, 4001, 8, size), jnp.bfloat16)
+    k, v = (jax.ShapeDtypeStruct((1, 100, 2, d), jnp.bfloat16) for d in (size, value_size))
+    record = TiledAttention(query=q, key=k, value=v, softmax_scale=0.1)
     output, residuals = jax.eval_shape(lambda record: forward(record, params_of(FORWARD, size)), record)
     wanted = frozenset({"query", "key", "value"})
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
     text = lowered(lambda pullback: run.backward(pullback, params_of(BACKWARD, size)), pullback)
-    assert text.count(f"tensor<{2 * PARTS[size]}x128x{size}xf32>") > 1
+    keys = BACKWARD[size][0][0]
+    for d in (size, value_size):
+        assert text.count(f"tensor<{2 * PARTS[size]}x{keys}x{d}xf32>") > (1 if size == value_size else 0)
 
 
-PARTS = {64: 32, 128: 63, 256: 32}
+PARTS = {64: 32, 128: 63, 192: 63, 256: 32}
 """Of a tile of 4001 queries, of four heads each."""
 
 
