@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, finite, round_bfloat16, tanh
+from ejkernel_triton.blocks import LN2, LOG2E, at_batch, finite, round_bfloat16, tanh
 
 # Fields of a work entry.
 SEQUENCE = tl.constexpr(0)
@@ -128,12 +128,6 @@ def store_rows(output, lse, acc, row_max, row_sum, row, rows, head, sinks, m, sp
     dv = tl.arange(0, spec.BV)
     where = at[:, None] * spec.DV + dv[None, :]
     tl.store(output + where, acc.to(output.dtype.element_ty), mask=keep[:, None] & (dv < spec.DV)[None, :])
-
-
-@triton.jit
-def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Where a batch row's part of an array begins; PER rows share one. 64 bits: caches may be large."""
-    return array + (batch // PER) * ELEMENTS
 
 
 @triton.jit
