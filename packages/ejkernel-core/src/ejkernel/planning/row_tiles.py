@@ -23,14 +23,18 @@ class RowTiles(NamedTuple):
     """Tiles of rows in the order of rows; together they have every row of lhs once. All int32.
 
     Attributes:
-        count: [], how many entries are real.
+        before: [], how many entries come before those with a matrix.
+        count: [], how many have one.
+        total: [], how many are real.
         matrix: [W], number of the tile's matrix, or `NONE`.
         row: [W], its first row.
         end: [W], the row after the last of its group.
         begin: [W], the first row of its group.
     """
 
+    before: jax.Array
     count: jax.Array
+    total: jax.Array
     matrix: jax.Array
     row: jax.Array
     end: jax.Array
@@ -56,7 +60,7 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> RowTiles:
     group = jnp.minimum(jnp.sum(stops <= entry[:, None], axis=1, dtype=jnp.int32), matrices + 1)
     row = begins[group] + (entry - stops[group] + tiles[group]) * block
     matrix = jnp.where((group > 0) & (group <= matrices), group - 1, NONE)
-    return RowTiles(stops[-1], matrix, row, ends[group], begins[group])
+    return RowTiles(stops[0], stops[-2] - stops[0], stops[-1], matrix, row, ends[group], begins[group])
 
 
 def running_sum(x: jax.Array) -> jax.Array:

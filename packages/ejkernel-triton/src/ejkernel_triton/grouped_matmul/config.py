@@ -75,21 +75,35 @@ class Tile(NamedTuple):
     k: int
     warps: int
     stages: int
+    flatten: bool = False
 
 
 BAND = 8
 """Tiles of rows that are gone down before the next column: their rows stay in the second-level cache."""
 
 LARGE = (
+    Tile(128, 256, 64, 8, 3, True),
+    Tile(128, 256, 64, 8, 4, True),
     Tile(128, 256, 64, 8, 3),
     Tile(128, 256, 64, 8, 4),
-    Tile(128, 128, 64, 4, 4),
-    Tile(128, 128, 64, 8, 4),
+    Tile(128, 128, 64, 4, 3, True),
+    Tile(128, 128, 64, 4, 3),
+    Tile(256, 128, 64, 8, 3, True),
     Tile(256, 128, 64, 8, 3),
 )
 """Of 16-bit operands where groups have many rows, on chips with Hopper's matrix unit; the best first."""
+BESIDE = (Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3))
+"""Where the epilogue adds something, for which larger tiles and flat loops have no registers."""
+OF_MATRICES = (
+    Tile(128, 256, 64, 8, 3),
+    Tile(128, 256, 64, 8, 4),
+    Tile(128, 128, 64, 4, 3),
+    Tile(256, 128, 64, 8, 3),
+    Tile(128, 256, 32, 8, 4),
+)
+"""Of the kernel that owns matrices."""
 SMALL = {
-    64: (Tile(64, 256, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+    64: (Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(64, 128, 64, 4, 4, True)),
     32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 64, 4, 5), Tile(32, 64, 128, 4, 4)),
     16: (Tile(16, 128, 128, 4, 4), Tile(16, 128, 64, 4, 5), Tile(16, 64, 128, 4, 5)),
 }
@@ -134,32 +148,35 @@ def _row_tiles(record: GroupedMatmul, chip: Chip) -> tuple[Tile, ...]:
     few = _average(record)
     height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
     if record.lhs.dtype.itemsize > 2:
-        return tuple(Tile(min(height, 64), n, 32, 4, s) for n, s in ((64, 3), (128, 2)))
-    if height < 128:
-        return tuple(_shrunk(tile, chip) for tile in SMALL[height])
-    if record.rhs.dtype.itemsize == 1 or record.rhs_scale is not None:
+        tiles = tuple(Tile(min(height, 64), n, 32, 4, s) for n, s in ((64, 3), (128, 2)))
+    elif height < 128:
+        tiles = SMALL[height]
+    elif record.rhs.dtype.itemsize == 1 or record.rhs_scale is not None:
         # Converted in registers on their way to the matrix unit.
-        return tuple(_shrunk(tile, chip) for tile in (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4)))
-    return _large(chip)
+        tiles = (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4))
+    elif chip.architecture not in ("hopper", "blackwell"):
+        tiles = (Tile(128, 128, 32, 4, 4), Tile(128, 128, 64, 8, 3))
+    else:
+        tiles = LARGE if record.existing_out is None and record.rhs_bias is None else BESIDE
+    return tuple(_shrunk(tile, chip) for tile in tiles)
 
 
 def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[Tile, ...]:
     """Tiles of the kernel that owns matrices."""
     if record.lhs.dtype.itemsize > 2:
-        return (Tile(64, 64, 32, 4, 2), Tile(64, 128, 32, 8, 2))
-    return _large(chip)
-
-
-def _large(chip: Chip) -> tuple[Tile, ...]:
-    if chip.architecture in ("hopper", "blackwell"):
-        return LARGE
-    return tuple(_shrunk(tile, chip) for tile in (Tile(128, 128, 32, 4, 4), Tile(128, 128, 64, 8, 3)))
+        tiles = (Tile(64, 64, 32, 4, 2), Tile(64, 128, 32, 8, 2))
+    elif chip.architecture not in ("hopper", "blackwell"):
+        tiles = (Tile(128, 128, 32, 8, 4), Tile(128, 64, 32, 4, 4))
+    else:
+        tiles = OF_MATRICES
+    return tuple(_shrunk(tile, chip) for tile in tiles)
 
 
 def _shrunk(tile: Tile, chip: Chip) -> Tile:
     """A tile with as few stages as the chip's shared memory holds, 16 bits an element; AMD's pipelines have two."""
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
-    while stages > 1 and stages * (tile.m + tile.n) * tile.k * 2 > chip.shared_memory - 2 * KIBI:
+    # Operands that are converted on their way take one more tile of columns.
+    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * 2 > chip.shared_memory - 2 * KIBI:
         stages -= 1
     return tile._replace(stages=stages)
 
@@ -172,7 +189,7 @@ def _forward(tile: Tile, chip: Chip) -> GroupedForward:
         block_n=tile.n,
         block_k=tile.k,
         band=BAND,
-        flatten=False,
+        flatten=tile.flatten,
         # The interpreter runs programs one after the other: a few, so that tiles are shared there too.
         num_programs=3 if interpreting() else resident * chip.multiprocessors,
         num_warps=tile.warps,

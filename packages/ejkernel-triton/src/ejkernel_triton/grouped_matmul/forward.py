@@ -99,7 +99,7 @@ def multiply(
 
     tiles = find_row_tiles(record, spec.BLOCK_M)
     entries = jnp.stack((tiles.matrix, tiles.row, tiles.end), axis=1)
-    entries = jnp.concatenate((entries, jnp.full((1, 3), tiles.count)))
+    entries = jnp.concatenate((entries, jnp.stack((tiles.before, tiles.count, tiles.total))[None]))
     scale = None if record.rhs_scale is None else record.rhs_scale.astype(jnp.float32)
     (output,) = launch(
         rows_kernel,

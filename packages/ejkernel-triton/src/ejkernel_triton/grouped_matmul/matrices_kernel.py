@@ -69,7 +69,9 @@ def bias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.constexpr
     first, end = rows_of(bounds, matrix)
     q, in_q = bounded((program % across) * spec.BLOCK_Q, spec.BLOCK_Q, spec.WIDTH)
     k = tl.arange(0, spec.BLOCK_K)
-    acc = tl.zeros([spec.BLOCK_K, spec.BLOCK_Q], tl.float32)
+    BLOCK_K: tl.constexpr = spec.BLOCK_K
+    BLOCK_Q: tl.constexpr = spec.BLOCK_Q
+    acc = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
     at = cotangent + tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
     for start in tl.range(first, end, spec.BLOCK_K):
         there = (k < end - start)[:, None] & in_q[None, :]

@@ -38,7 +38,7 @@ def scaled(tile, scale, matrix, c, n, spec: tl.constexpr):
 
 @triton.jit
 def product(lhs, rhs, scale, matrix, row, column, spec: tl.constexpr):
-    """Accumulator [BLOCK_M, BLOCK_N] of a tile of rows and columns; zeros for rows of no group."""
+    """Accumulator [BLOCK_M, BLOCK_N] of a tile of rows and columns."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
@@ -49,10 +49,10 @@ def product(lhs, rhs, scale, matrix, row, column, spec: tl.constexpr):
     k = tl.arange(0, BLOCK_K)
     # 64 bits for where the operands begin, 32 for where an element is in a tile: 64-bit offsets take registers.
     left = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
-    right = rhs + tl.cast(tl.maximum(matrix, 0), tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
+    right = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
     right += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    steps = tl.where(matrix >= 0, tl.cdiv(spec.CONTRACTED, BLOCK_K), 0)
+    steps: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(0, steps):
         if EVEN:
             a = tl.load(left)
@@ -72,14 +72,20 @@ def product(lhs, rhs, scale, matrix, row, column, spec: tl.constexpr):
 @triton.jit
 def store(acc, scale, bias, existing, output, matrix, row, end, column, spec: tl.constexpr):
     """The epilogue: scales of columns, bias, `existing_out`, and the rows of the tile's own group to memory."""
+    n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
+    matrix = tl.cast(matrix, tl.int64)
+    if spec.SCALES == "columns":
+        acc *= tl.load(scale + matrix * spec.SCALE_ELEMENTS + n, mask=in_columns, other=0.0)[None, :]
+    if spec.BIAS:
+        acc += tl.load(bias + matrix * spec.COLUMNS + n, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    add_and_store(acc, existing, output, row, end, column, spec)
+
+
+@triton.jit
+def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
+    """Adds `existing_out`, and stores the rows before `end`."""
     m = tl.arange(0, spec.BLOCK_M)
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
-    own = tl.cast(tl.maximum(matrix, 0), tl.int64)
-    there = n < tl.where(matrix >= 0, spec.COLUMNS, 0)  # rows of no group have neither scales nor bias
-    if spec.SCALES == "columns":
-        acc *= tl.load(scale + own * spec.SCALE_ELEMENTS + n, mask=there, other=0.0)[None, :]
-    if spec.BIAS:
-        acc += tl.load(bias + own * spec.COLUMNS + n, mask=there, other=0.0).to(tl.float32)[None, :]
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
     keep = (m < end - row)[:, None] & in_columns[None, :]
     if spec.EXISTING:
@@ -88,8 +94,23 @@ def store(acc, scale, bias, existing, output, matrix, row, end, column, spec: tl
 
 
 @triton.jit
+def fill(existing, output, tiles, program, before, count, total, spec: tl.constexpr):
+    """Rows of no group, whose entries are the first `before` and the last ones: `existing_out`, or 0."""
+    columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
+    BLOCK_N: tl.constexpr = spec.BLOCK_N
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for tile in tl.range(program, (total - count) * columns, spec.PROGRAMS):
+        entry = tile // columns
+        own = tiles + (entry + tl.where(entry < before, 0, count)) * FIELDS
+        row, end = tl.load(own + ROW), tl.load(own + END)
+        add_and_store(zeros, existing, output, row, end, (tile % columns) * spec.BLOCK_N, spec)
+
+
+@triton.jit
 def rows_kernel(lhs, rhs, scale, bias, existing, tiles, output, spec: tl.constexpr, per: tl.constexpr):
-    """A program multiplies every PROGRAMS-th tile; `tiles` holds the entries and, last, how many of them are real."""
+    """A program multiplies every PROGRAMS-th tile; `tiles` holds the entries, and then how many have no matrix and come
+    first, how many have one, and how many there are."""
     program = tl.program_id(0)
     batch = tl.cast(program // spec.PROGRAMS, tl.int64)
     program = program % spec.PROGRAMS
@@ -103,11 +124,13 @@ def rows_kernel(lhs, rhs, scale, bias, existing, tiles, output, spec: tl.constex
         existing = at_batch(existing, batch, per.EXISTING, spec.ROWS * spec.COLUMNS)
     tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
-    count = tl.load(tiles + spec.ENTRIES * FIELDS)
+    ends = tiles + spec.ENTRIES * FIELDS
+    before, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+    fill(existing, output, tiles, program, before, count, total, spec)
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     for tile in tl.range(program, count * columns, spec.PROGRAMS, flatten=spec.FLATTEN):
         entry, column = grouped_tile(tile, count, columns, spec.BAND)
-        own = tiles + entry * FIELDS
+        own = tiles + (before + entry) * FIELDS
         matrix, row, end = tl.load(own + MATRIX), tl.load(own + ROW), tl.load(own + END)
         column *= spec.BLOCK_N
         acc = product(lhs, rhs, scale, matrix, row, column, spec)
