@@ -97,9 +97,9 @@ CELLS = (
     Cell(name="mixtral down", m=16384, k=14336, n=4096, groups=8),
     Cell(name="qwen3-30b gate_up", m=65536, k=2048, n=1536, groups=128, even=True),
 )
-DECODING = tuple(
-    Cell(name="qwen3-30b gate_up", m=m, k=2048, n=1536, groups=128) for m in (64, 128, 256, 512)
-) + (Cell(name="mixtral up", m=64, k=4096, n=14336, groups=8),)
+DECODING = tuple(Cell(name="qwen3-30b gate_up", m=m, k=2048, n=1536, groups=128) for m in (64, 128, 256, 512)) + (
+    Cell(name="mixtral up", m=64, k=4096, n=14336, groups=8),
+)
 
 
 def platforms(cell: Cell, quick: bool) -> Iterator[str]:

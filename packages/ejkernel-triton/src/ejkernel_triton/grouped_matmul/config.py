@@ -118,7 +118,7 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:
     """Tile sizes worth measuring for a record on a device, the best first."""
     chip = chip_of(device)
-    tiles = _row_tiles(record, chip)
+    tiles = _row_tiles(record, chip, direction)
     if interpreting():
         tiles = (Tile(32, 32, 32, 4, 1),)
     found = [_forward(tile, chip) for tile in tiles]
@@ -143,8 +143,9 @@ def _average(record: GroupedMatmul) -> int:
     return -(-record.lhs.shape[0] // max(1, record.group_sizes.shape[0]))
 
 
-def _row_tiles(record: GroupedMatmul, chip: Chip) -> tuple[Tile, ...]:
+def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple[Tile, ...]:
     """Tiles of the kernel that owns rows."""
+    adds = direction == "forward" and (record.existing_out is not None or record.rhs_bias is not None)
     few = _average(record)
     height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
     if record.lhs.dtype.itemsize > 2:
@@ -155,9 +156,9 @@ def _row_tiles(record: GroupedMatmul, chip: Chip) -> tuple[Tile, ...]:
         # Converted in registers on their way to the matrix unit.
         tiles = (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4))
     elif chip.architecture not in ("hopper", "blackwell"):
-        tiles = (Tile(128, 128, 32, 4, 4), Tile(128, 128, 64, 8, 3))
+        tiles = (Tile(128, 128, 32, 8 if adds else 4, 4), Tile(128, 128, 64, 8, 3))
     else:
-        tiles = LARGE if record.existing_out is None and record.rhs_bias is None else BESIDE
+        tiles = BESIDE if adds else LARGE
     return tuple(_shrunk(tile, chip) for tile in tiles)
 
 
