@@ -38,6 +38,8 @@ TOLERANCE = 1e-2
 SLOW = 3e12
 """Operations beyond which XLA's sides, of a few TFLOP/s, are left out of a quick run."""
 Side = Callable[[], Any]
+Sides = tuple[Side, Side]
+"""Forward, and forward with gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,8 @@ CELLS = (
     Cell(name="mixtral down", m=16384, k=14336, n=4096, groups=8),
     Cell(name="qwen3-30b gate_up", m=65536, k=2048, n=1536, groups=128, even=True),
 )
-DECODING = tuple(Cell(name="qwen3-30b gate_up", m=m, k=2048, n=1536, groups=128) for m in (64, 128, 256, 512)) + (
+DECODING = (
+    *(Cell(name="qwen3-30b gate_up", m=m, k=2048, n=1536, groups=128) for m in (64, 128, 256, 512)),
     Cell(name="mixtral up", m=64, k=4096, n=14336, groups=8),
 )
 
@@ -125,7 +128,7 @@ def bound(call: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> Side:
     return lambda: compiled(*arrays)
 
 
-def jax_sides(cell: Cell, arrays: tuple[jax.Array, ...], quick: bool, only: str) -> dict[str, tuple[Side, Side]]:
+def jax_sides(cell: Cell, arrays: tuple[jax.Array, ...], quick: bool, only: str) -> dict[str, Sides]:
     """Forward, and forward with gradients, of ours and of JAX's own."""
     calls: dict[str, Any] = {}
     for platform in platforms(cell, quick):
@@ -143,7 +146,7 @@ def jax_sides(cell: Cell, arrays: tuple[jax.Array, ...], quick: bool, only: str)
     return found
 
 
-def torch_sides(arrays: tuple[jax.Array, ...]) -> dict[str, tuple[Side, Side]]:
+def torch_sides(arrays: tuple[jax.Array, ...]) -> dict[str, Sides]:
     """PyTorch's grouped product, where it is installed."""
     if not importlib.util.find_spec("torch"):
         return {}
@@ -164,28 +167,28 @@ def torch_sides(arrays: tuple[jax.Array, ...]) -> dict[str, tuple[Side, Side]]:
     return {"torch._grouped_mm": (forward, passes)}
 
 
-def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side | None, Side | None]]:
-    """Our kernels with every configuration worth measuring: forward passes, then backward passes alone."""
+def configured(arrays: tuple[jax.Array, ...], direction: Any, only: str) -> Iterator[tuple[str, Side]]:
+    """Our kernels with every configuration worth measuring: a forward pass, or both gradients alone."""
     op = registry().ops["grouped_matmul"]
     lhs, rhs, sizes, cotangent = arrays
     args = op.arguments(lhs=lhs, rhs=rhs, group_sizes=sizes, preferred_element_type=jnp.bfloat16)
     record = op.lower(args)
     for implementation in registry().implementations[op.name]:
-        if implementation.backend != "gpu":
+        if implementation.backend != "gpu" or only not in implementation.platform:
             continue
-        forward, backward = implementation.function("forward"), implementation.function("backward")
-        for config in implementation.config.candidates(record, current_device(), "forward"):
-            side = bound(lambda r, c=config, f=forward: f(r, c)[0], (record,))  # type: ignore[misc]
-            yield f"{implementation.name} {_short(config)}", side, None
-        for config in implementation.config.candidates(record, current_device(), "backward"):
+        function = implementation.function(direction)
 
-            def run(r: Any, do: jax.Array, c: Any = config, f: Any = backward) -> Any:
-                wanted = frozenset({"lhs", "rhs"})
-                saved = Pullback(record=r, residuals=(), output=None, cotangent=do, wanted=wanted)
-                return f(saved, c)
+        def forward(r: Any, _: Any, f: Any, c: Any) -> Any:
+            return f(r, c)[0]
 
-            side = bound(run, (record, cotangent))  # type: ignore[arg-type]
-            yield f"{implementation.name} {_short(config)}", None, side
+        def gradients(r: Any, do: Any, f: Any, c: Any) -> Any:
+            wanted = frozenset({"lhs", "rhs"})
+            return f(Pullback(record=r, residuals=(), output=None, cotangent=do, wanted=wanted), c)
+
+        run = forward if direction == "forward" else gradients
+        for config in implementation.config.candidates(record, current_device(), direction):
+            call = functools.partial(run, f=function, c=config)
+            yield f"{implementation.name} {_short(config)}", bound(call, (record, cotangent))
 
 
 def _short(config: Any) -> str:
@@ -219,10 +222,10 @@ def truth(cell: Cell, arrays: tuple[jax.Array, ...]) -> Callable[[Any], float]:
     return error
 
 
-def dense(cell: Cell) -> tuple[Side, None]:
+def dense(cell: Cell) -> Side:
     """One product with as many operations."""
     one, other = jnp.ones((cell.m, cell.k), jnp.bfloat16), jnp.ones((cell.k, cell.n), jnp.bfloat16)
-    return bound(jnp.matmul, (one, other)), None
+    return bound(jnp.matmul, (one, other))
 
 
 def measured(sides: dict[str, Side], rounds: int) -> dict[str, float]:
@@ -250,39 +253,42 @@ def _ready(made: Any) -> None:
         jax.block_until_ready(made)
 
 
-def timed(cell: Cell, options: argparse.Namespace) -> Iterator[list[str]]:
-    """One line for each side and pass."""
-    arrays = cell.inputs()
-    quick = options.quick or options.decoding
-    sides: dict[str, tuple[Side | None, Side | None]] = dict(jax_sides(cell, arrays, quick, options.only))
-    if not options.only:
-        sides |= torch_sides(arrays)
-    error = truth(cell, arrays)
-    for name in list(sides):
+def right(cell: Cell, arrays: tuple[jax.Array, ...], sides: dict[str, Sides]) -> dict[str, Sides]:
+    """The sides whose results agree with float32."""
+    error, found = truth(cell, arrays), dict[str, Sides]()
+    for name, pair in sides.items():
         try:
-            off = error(sides[name][1]())  # type: ignore[misc]
+            off = error(pair[1]())
         except RuntimeError as failure:
             print(f"<!-- {name} failed on {cell}: {str(failure)[:200]} -->", flush=True)
-            off = float("nan")
-        if not off < TOLERANCE:
-            print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
-            del sides[name]
-    if options.candidates:
-        for name, forward, backward in configured(arrays):
-            sides[name] = forward, backward
-    sides["dense"] = dense(cell)
-    for number, label in enumerate(("forward", "with gradients")):
-        if number and options.decoding:
             continue
-        these = {name: pair[number] for name, pair in sides.items() if pair[number] is not None}
-        for name, seconds in measured(these, 3 if options.quick else 7).items():
-            # A candidate's backward pass is timed alone.
-            factor = 1 if not number else 3 if name in ("torch._grouped_mm",) or " " in name and "=" not in name else 2
-            rate = f"{factor * cell.operations / seconds / 1e12:.0f} TFLOP/s"
-            if options.decoding:
-                rate = f"{cell.bytes / seconds / 1e9:.0f} GB/s"
-            kind = "backward" if factor == 2 else label
-            yield [str(cell), kind, name, f"{seconds * 1e3:.3f}", rate]
+        if off < TOLERANCE:
+            found[name] = pair
+        else:
+            print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
+    return found
+
+
+def timed(cell: Cell, options: argparse.Namespace) -> Iterator[list[str]]:
+    """One line for each side and pass."""
+    arrays, rounds = cell.inputs(), 3 if options.quick else 7
+    sides = jax_sides(cell, arrays, options.quick or options.decoding, options.only)
+    sides = right(cell, arrays, sides | ({} if options.only else torch_sides(arrays)))
+    forward = {name: pair[0] for name, pair in sides.items()} | {"dense": dense(cell)}
+    both = {name: pair[1] for name, pair in sides.items()}
+    backward: dict[str, Side] = {}
+    if options.candidates:
+        chosen = dict(configured(arrays, "forward", options.only))
+        forward |= chosen
+        backward = dict(configured(arrays, "backward", options.only))
+    passes = {"forward": (forward, 1), "with gradients": (both, 3), "gradients alone": (backward, 2)}
+    for label, (these, products) in passes.items():
+        if label != "forward" and options.decoding:
+            continue
+        for name, seconds in measured(these, rounds).items():
+            rate = f"{products * cell.operations / seconds / 1e12:.0f} TFLOP/s"
+            rate = f"{cell.bytes / seconds / 1e9:.0f} GB/s" if options.decoding else rate
+            yield [str(cell), label, name, f"{seconds * 1e3:.3f}", rate]
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def matrices_kernel(call: Call) -> None:
 
 
 def _tile(call: Call, number: Any) -> Tile:
-    """The tile that has a number: matrix after matrix, in each bands of tiles of rows, in a band column after column."""
+    """The tile that has a number: matrix after matrix, in each band after band, in a band column after column."""
     spec = call.spec
     per_matrix, per_band = spec.down * spec.across, spec.tile.band * spec.across
     matrix, place = lax.div(number, I32(per_matrix)), lax.rem(number, I32(per_matrix))

@@ -191,7 +191,7 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
 
 
 def _fill(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """Zeros for a warpgroup's part of a tile of rows of no group, whose entries are the first ones and the last ones."""
+    """Zeros for a warpgroup's part of a tile of rows of no group: the first entries and the last ones."""
     number, done = carry
     spec, table = call.spec, call.operands["tiles"]
     entry = lax.div(number, I32(spec.across))
