@@ -22,8 +22,13 @@ def ring(folder: Path) -> None:
                 arrow(axes, (x0 + 1.8, y - 0.02), (x0 + 1.8, y - 0.33), color=MUTED)
         if step < 3:
             arrow(axes, (x0 + 2.35, 0.75), (x0 + 2.35, 3.6), bend=0.25, color=MUTED)
-    axes.text(0.2, 0.05, "zig-zag placement for causal masks: device i of n holds parts i and 2n-1-i, so all do the same work",
-              fontsize=9.5, color=MUTED)
+    axes.text(
+        0.2,
+        0.05,
+        "zig-zag placement for causal masks: device i of n holds parts i and 2n-1-i: equal work",
+        fontsize=9.5,
+        color=MUTED,
+    )
     save(figure, "ring", folder)
 
 
@@ -64,8 +69,13 @@ def recurrence(folder: Path) -> None:
             arrow(axes, (x + 2.05, 1.73), (x + 2.7, 1.32), color=ORANGE)
         if 0 < chunk < 3:
             arrow(axes, (x - 0.03, 2.0), (x + 1.73, 2.0), color=ORANGE)
-    axes.text(0.4, 0.1, "orange: state passing between chunks (sequential, small); blue: products inside a chunk (parallel)",
-              fontsize=9.5, color=MUTED)
+    axes.text(
+        0.4,
+        0.1,
+        "orange: state passing between chunks, sequential; blue: products inside a chunk, parallel",
+        fontsize=9.5,
+        color=MUTED,
+    )
     save(figure, "recurrence", folder)
 
 

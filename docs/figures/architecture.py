@@ -5,7 +5,11 @@ from pathlib import Path
 from style import BLUE, GREEN, GREY, LIGHT_BLUE, MUTED, ORANGE, arrow, box, canvas, save
 
 STEPS = (
-    ("operation", "flash_attention(query, key, value, causal=True)", "one file: arguments, validation, reference, cases"),
+    (
+        "operation",
+        "flash_attention(query, key, value, causal=True)",
+        "one file: arguments, reference, cases",
+    ),
     ("argument record", "frozen, one form for each way to say the same thing", "ValueError: wrong on every backend"),
     ("family record", "TiledAttention: every optional term is a field", "what backends implement"),
     ("verdicts", "each implementation: chosen, usable or refused", "a field outside of `handles` refuses, by name"),

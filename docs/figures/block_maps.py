@@ -46,7 +46,10 @@ def draw(folder: Path) -> None:
         axes.grid(which="minor", color=MUTED, linewidth=0.4)
         axes.tick_params(which="minor", length=0)
     names = ("full: no mask is applied", "partial: pairs are masked", "empty: never visited")
-    patches = [Patch(facecolor=color, edgecolor=MUTED, label=n) for color, n in zip((BLUE, LIGHT_BLUE, CARD), names, strict=True)]
+    patches = [
+        Patch(facecolor=color, edgecolor=MUTED, label=n)
+        for color, n in zip((BLUE, LIGHT_BLUE, CARD), names, strict=True)
+    ]
     figure.legend(handles=patches, loc="lower center", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     save(figure, "block_maps", folder)

@@ -50,6 +50,13 @@ def draw(folder: Path) -> None:
     panels[0].invert_yaxis()  # shared
     panel(panels[1], 3, "forward and backward")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
-    figure.text(0.99, 0.01, "H200, bfloat16, JAX 0.11.2; benchmarks/flash_attention_gpu.py", ha="right", fontsize=8.5, color=MUTED)
+    figure.text(
+        0.99,
+        0.01,
+        "H200, bfloat16, JAX 0.11.2; benchmarks/flash_attention_gpu.py",
+        ha="right",
+        fontsize=8.5,
+        color=MUTED,
+    )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     save(figure, "speed", folder)
