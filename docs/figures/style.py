@@ -20,7 +20,7 @@ RESULTS = HERE.parents[1] / "benchmarks" / "results"
 INK, MUTED, CARD = "#1f2937", "#6b7280", "#f8fafc"
 BLUE, LIGHT_BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#bfdbfe", "#f59e0b", "#10b981", "#dc2626", "#d1d5db"
 
-# Text stays text, so that pages can be searched; ids and dates are fixed, so that a figure drawn again is the same file.
+# Text stays text, so that pages can be searched. Ids and dates are fixed: a figure drawn again is the same file.
 plt.rcParams.update(
     {
         "svg.fonttype": "none",
