@@ -15,7 +15,7 @@ serve. Only groups of fewer than 64 rows store row by row.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
-    BLOCK_M,
     FETCHING_REGISTERS,
     REGISTERS,
     SLOTS,
@@ -33,7 +32,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
 
 I32 = jnp.int32
 FIELDS = 4
@@ -82,8 +81,7 @@ class Call:
     shared: Shared
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One tile of the output.
 
     Attributes:
@@ -111,15 +109,15 @@ def rows_kernel(call: Call) -> None:
     before, count, total = (table[spec.entries, n] for n in range(3))
     first = lax.axis_index("block")
 
-    def every(turn: Any, tiles: Any) -> Any:
-        carry = lax.while_loop(lambda carry: carry[0] < tiles * spec.across, turn, (first, I32(0)))
-        return carry[1]
+    def every(turn: Any, tiles: Any, *state: Any) -> None:
+        lax.while_loop(lambda carry: carry[0] < tiles * spec.across, turn, (first, I32(0), *state))
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
         every(functools.partial(_fill, call, before, count), total - count)
-        every(functools.partial(_multiply_tile, call, before, count), count)
+        begin = _tile(call, before, count, jnp.minimum(first, jnp.maximum(count * spec.across - 1, 0)))
+        every(functools.partial(_multiply_tile, call, before, count), count, *begin)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -163,16 +161,34 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
 
 
 def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """A warpgroup's part of a tile, from its products to memory."""
-    number, done = carry
-    tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
-    warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
+    """A warpgroup's part of a tile, from its products to memory.
+
+    Of a tile with at most 64 rows both warpgroups have the same ones, and half of the columns each.
+    """
+    number, done, *fields = carry
+    tile, size, warpgroup = Tile(*fields), call.spec.tile.block_n, lax.axis_index("warpgroup")
+    # Read now, so that the entry is there when the next tile begins. After the last tile it is any that there is.
+    after = _tile(call, before, count, jnp.minimum(number + call.blocks, count * call.spec.across - 1))
+    few = tile.end - tile.row <= ROWS
+    if size % (2 * PART):
+        _product(call, tile, done, size, 0)
+    else:
+        pl.when(~few)(lambda: _product(call, tile, done, size, 0))
+        pl.when(few)(lambda: _product(call, tile, done, size // 2, warpgroup * (size // 2)))
+    return number + call.blocks, done + call.spec.steps, *after
+
+
+def _product(call: Call, tile: Tile, done: Any, size: int, start: Any) -> None:
+    """`size` columns of a warpgroup's rows, from column `start` of the tile on."""
+    spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
+    stages = spec.tile.stages
 
     def multiply(acc: Any) -> Any:
         def step(index: Any, done: Any) -> Any:
             slot = lax.rem(done, I32(stages))
             plgpu.barrier_wait(shared.full.at[slot])
-            matrix = shared.b.at[slot]
+            own = (slot,) if size == spec.tile.block_n else _columns(spec, slot, pl.ds(start, size))
+            matrix = shared.b.at[own]
             matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
             plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + warpgroup], matrix)
             plgpu.wgmma_wait(1)  # the product before this one has read its operands
@@ -183,11 +199,14 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         lax.fori_loop(0, spec.steps, step, done)
         return acc[...]
 
-    made = pl.run_scoped(multiply, plgpu.ACC((ROWS, spec.tile.block_n), jnp.float32))
-    done = done + spec.steps
-    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(stages))])
-    _write(call, tile.first(warpgroup), tile.column, tile.end, made)
-    return number + call.blocks, done
+    made = pl.run_scoped(multiply, plgpu.ACC((ROWS, size), jnp.float32))
+    plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(stages))])
+    _write(call, tile.first(warpgroup), tile.column + start, tile.end, made)
+
+
+def _columns(spec: Spec, slot: Any, columns: Any) -> tuple[Any, ...]:
+    """Some columns of a tile of a matrix."""
+    return (slot, columns) if spec.transposed else (slot, slice(None), columns)
 
 
 def _fill(call: Call, before: Any, count: Any, carry: Any) -> Any:
@@ -215,7 +234,7 @@ def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
     """Writes 64 rows by way of shared memory, part of the columns after part."""
     spec, shared = call.spec, call.shared
     first = lax.axis_index("warpgroup") * SLOTS
-    for number in range(spec.tile.block_n // spec.part):
+    for number in range(made.shape[1] // spec.part):
         start = number * spec.part
 
         def part(number: int = number, start: int = start) -> None:
@@ -228,8 +247,3 @@ def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
 
         # Columns of the last tile that the output does not have need no copy.
         part() if spec.columns % spec.tile.block_n == 0 else pl.when(column + start < spec.columns)(part)
-
-
-def tile_rows() -> int:
-    """Rows of a tile."""
-    return BLOCK_M
