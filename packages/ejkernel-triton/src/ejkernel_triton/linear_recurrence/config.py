@@ -57,3 +57,82 @@ FACES = {
     "num_stages": "output_stages",
 }
 """Fields of the public configurations and what they set here."""
+
+LEAST = 16
+"""What a matrix product takes."""
+
+
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
+    """Chunks and tiles for a record on a device, not measured."""
+    return sized(record, device, 64)
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
+    """Configurations worth measuring for a record on a device."""
+    default = heuristic(record, device, direction)
+    if interpreting():
+        return (default, sized(record, device, 2 * default.chunk))
+    lengths = (64,) if _by_channel(record) else (64, 128)
+    made = [sized(record, device, n) for n in lengths]
+    made += [dataclasses.replace(x, state_block_k=32) for x in made]
+    made += [dataclasses.replace(x, output_warps=8, gradient_warps=8) for x in made]
+    return tuple(dict.fromkeys((default, *made)))
+
+
+def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
+    """The configuration for chunks of a length.
+
+    Args:
+        record: The canonical arguments.
+        device: What it runs on.
+        chunk: Tokens a chunk.
+    """
+    chip = chip_of(device)
+    wide = record.query.dtype.itemsize > 2
+    small = wide or chip.shared_memory < 128 * 1024
+    keys, values = (_padded(x.shape[3]) for x in (record.query, record.value))
+    most = 16 if interpreting() else 64
+    chunk = max(LEAST, min(chunk, 32 if wide else chunk, _padded(record.query.shape[1])))
+    if interpreting():
+        chunk = LEAST if chunk == 64 or chunk == 32 else 2 * LEAST
+    half = 32 if small else most
+    warps = 8 if chunk > 64 else 4
+    return ChunkPasses(
+        chunk=chunk,
+        splits=_splits(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
+        keep_states=True,
+        state_block_k=min(keys, most),
+        state_block_v=min(values, most),
+        state_warps=4,
+        state_stages=2 if small else 3,
+        output_block_k=min(keys, half, most),
+        output_block_v=min(values, most if small else 2 * most),
+        output_warps=warps,
+        output_stages=1 if small else 2,
+        gradient_block_k=min(keys, half, most),
+        gradient_block_v=min(values, half, most),
+        gradient_warps=warps,
+        gradient_stages=1 if small else 2,
+    )
+
+
+def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
+    """Segments of a row: one where rows, heads and tiles of states give every multiprocessor a walk already."""
+    if record.cu_seqlens is not None:
+        return 1
+    if interpreting():
+        return 2
+    rows, tokens, _, keys = record.query.shape
+    tiles = -(-keys // block_k) * -(-record.value.shape[3] // block_v)
+    walks = rows * head_count(record) * tiles
+    if walks >= multiprocessors:
+        return 1
+    return max(1, min(2 * multiprocessors // walks, tokens // (16 * chunk)))
+
+
+def _by_channel(record: LinearRecurrence) -> bool:
+    return record.decay is not None and record.decay.shape[3] > 1
+
+
+def _padded(size: int) -> int:
+    return max(LEAST, 1 << (size - 1).bit_length())

@@ -18,6 +18,7 @@ class RecurrenceSpec:
     Attributes:
         T: Tokens of a row.
         CHUNK: Tokens of a chunk.
+        LEVELS: How often a chunk is halved until its parts have one token.
         CHUNKS: Chunks of a row; of packed sequences, the most there can be.
         SEQUENCES: Sequences of a row that have states of their own: packed ones, or the segments that a long row is
             split into.
@@ -39,6 +40,7 @@ class RecurrenceSpec:
 
     T: int
     CHUNK: int
+    LEVELS: int
     CHUNKS: int
     SEQUENCES: int
     PER_SEQUENCE: int
@@ -90,6 +92,7 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
     return RecurrenceSpec(
         T=tokens,
         CHUNK=chunk,
+        LEVELS=chunk.bit_length() - 1,
         CHUNKS=chunks,
         SEQUENCES=sequences,
         PER_SEQUENCE=per_sequence,
