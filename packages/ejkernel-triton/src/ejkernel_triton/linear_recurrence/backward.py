@@ -12,8 +12,8 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import packing
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.forward import Pocket, boundaries, segment_starts
-from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, Spans, make_spans, make_spec, state_dtype
+from ejkernel_triton.linear_recurrence.forward import boundaries, segment_starts
+from ejkernel_triton.linear_recurrence.spec import Call, state_dtype
 
 Gradients = dict[str, jax.Array]
 OF_VALUES = frozenset({"value", "dt", "skip"})
@@ -32,100 +32,37 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
-    record, wanted = pullback.record, pullback.wanted
-    spec = make_spec(record, config.chunk, config.splits)
-    spans = make_spans(record, spec)
-    pocket = _pocket(pullback, spec, config, spans)
+    record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
+    call = stages.make_call(record, config, pocket.gates)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
-    dstates, first = _state_gradients(pullback, spec, config, pocket.gates, spans)
+    dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": first, "sequence_state": first}
     if wanted & OF_VALUES:
-        gradients |= _of_values(record, spec, config, cotangent, pocket, dstates, spans)
+        made = stages.value_gradients(call, cotangent, dstates)
+        gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
     if wanted & OF_KEYS:
-        gradients |= _of_keys(record, spec, config, cotangent, pocket, dstates, spans, "decay" in wanted)
+        states = boundaries(record, call)[0] if pocket.states is None else pocket.states
+        made = stages.key_gradients(call, cotangent, states, dstates, gates="decay" in wanted)
+        gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
+    if "decay" in wanted and record.decay is not None:
+        gradients["decay"] = jnp.where(record.decay < WEAKEST, 0, gradients["decay"])
     if record.cu_seqlens is not None:
         gradients = _owned(record, gradients)
     return {name: _reduced(gradients[name], getattr(record, name)) for name in sorted(wanted)}
 
 
-def _pocket(pullback: Pullback, spec: RecurrenceSpec, config: ChunkPasses, spans: Spans) -> Pocket:
-    """The forward pass's, with the states made again if it kept none."""
-    pocket = pullback.pocket
-    if pocket.states is None and pullback.wanted & OF_KEYS:
-        return Pocket(pocket.gates, boundaries(pullback.record, spec, config, pocket.gates, spans)[0])
-    return pocket
-
-
 def _state_gradients(
-    pullback: Pullback, spec: RecurrenceSpec, config: ChunkPasses, gates: jax.Array | None, spans: Spans
+    record: LinearRecurrence, call: Call, cotangent: jax.Array, final: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of the states after all chunks, [B, H, CHUNKS, K, V], and of those before the first ones."""
-    record = pullback.record
-    cotangent, final = pullback.cotangent
-    cotangent = cotangent.astype(record.query.dtype)
     packed = record.cu_seqlens is not None
     initial = final[None] if packed else final[:, None]
-    if not packed and spec.SEQUENCES > 1:
-        initial = segment_starts(spec, config, record.query, cotangent, gates, spans, initial, reverse=True)
+    if not packed and call.spec.SEQUENCES > 1:
+        initial = segment_starts(call, record.query, cotangent, initial, reverse=True)
     dstates, first, _ = stages.pass_states(
-        spec, config, record.query, cotangent, gates, spans, initial, state_dtype(record), reverse=True
+        call, record.query, cotangent, initial, dtype=state_dtype(record), reverse=True
     )
     return dstates, first[0] if packed else first[:, 0]
-
-
-def _of_values(
-    record: LinearRecurrence,
-    spec: RecurrenceSpec,
-    config: ChunkPasses,
-    cotangent: jax.Array,
-    pocket: Pocket,
-    dstates: jax.Array,
-    spans: Spans,
-) -> Gradients:
-    dvalue, ddt, dskip = stages.value_gradients(
-        spec,
-        config,
-        record.query,
-        record.key,
-        record.value,
-        cotangent,
-        pocket.gates,
-        dstates,
-        spans,
-        dt=record.dt,
-        skip=record.skip,
-    )
-    return {"value": dvalue, "dt": ddt, "skip": dskip}
-
-
-def _of_keys(
-    record: LinearRecurrence,
-    spec: RecurrenceSpec,
-    config: ChunkPasses,
-    cotangent: jax.Array,
-    pocket: Pocket,
-    dstates: jax.Array,
-    spans: Spans,
-    wants_gates: bool,
-) -> Gradients:
-    assert pocket.states is not None  # `_pocket` made them
-    dquery, dkey, ddecay = stages.key_gradients(
-        spec,
-        config,
-        record.query,
-        record.key,
-        record.value,
-        cotangent,
-        pocket.gates,
-        pocket.states,
-        dstates,
-        spans,
-        dt=record.dt,
-        wants_gates=wants_gates,
-    )
-    if wants_gates and record.decay is not None:
-        ddecay = jnp.where(record.decay < WEAKEST, 0, ddecay)
-    return {"query": dquery, "key": dkey, "decay": ddecay}
 
 
 def _owned(record: LinearRecurrence, gradients: Gradients) -> Gradients:

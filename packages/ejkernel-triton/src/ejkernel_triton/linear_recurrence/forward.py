@@ -9,7 +9,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning import packing
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, Spans, make_spans, make_spec, state_dtype
+from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, state_dtype
 
 
 class Pocket(NamedTuple):
@@ -35,39 +35,22 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
         spared.
     """
-    spec = make_spec(record, config.chunk, config.splits)
-    spans = make_spans(record, spec)
-    gates = stages.cumulative_gates(record, spec, spans)
-    states, final = boundaries(record, spec, config, gates, spans)
-    output = stages.make_outputs(
-        spec,
-        config,
-        record.query,
-        record.key,
-        record.value,
-        gates,
-        states,
-        spans,
-        dt=record.dt,
-        skip=record.skip,
-    )
+    call = stages.make_call(record, config)
+    states, final = boundaries(record, call)
+    output = stages.make_outputs(call, states)
     if record.cu_seqlens is not None:
-        owned = packing.packed_ids(record.cu_seqlens, spec.T)[0][0] >= 0
+        owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
         output = jnp.where(owned[None, :, None, None], output, 0)
     kept = states if config.keep_states else None
-    return (output, final), (), Pocket(gates, kept)
+    return (output, final), (), Pocket(call.gates, kept)
 
 
-def boundaries(
-    record: LinearRecurrence, spec: RecurrenceSpec, config: ChunkPasses, gates: jax.Array | None, spans: Spans
-) -> tuple[jax.Array, jax.Array]:
+def boundaries(record: LinearRecurrence, call: Call) -> tuple[jax.Array, jax.Array]:
     """The states before all chunks, [B, H, CHUNKS, K, V], and the final ones, as the record has them."""
     initial = initial_states(record)
-    if record.cu_seqlens is None and spec.SEQUENCES > 1:
-        initial = segment_starts(spec, config, record.key, record.value, gates, spans, initial, dt=record.dt)
-    states, final, _ = stages.pass_states(
-        spec, config, record.key, record.value, gates, spans, initial, state_dtype(record), dt=record.dt
-    )
+    if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
+        initial = segment_starts(call, record.key, record.value, initial)
+    states, final, _ = stages.pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
     return states, final[0] if record.cu_seqlens is not None else final[:, -1]
 
 
@@ -79,16 +62,7 @@ def initial_states(record: LinearRecurrence) -> jax.Array | None:
 
 
 def segment_starts(
-    spec: RecurrenceSpec,
-    config: ChunkPasses,
-    left: jax.Array,
-    right: jax.Array,
-    gates: jax.Array | None,
-    spans: Spans,
-    initial: jax.Array | None,
-    *,
-    dt: jax.Array | None = None,
-    reverse: bool = False,
+    call: Call, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
 ) -> jax.Array:
     """Where the walks through the segments of a row begin, [B, SEQUENCES, H, K, V] float32.
 
@@ -96,16 +70,18 @@ def segment_starts(
     the decay of whole segments, a few additions then give where each begins.
 
     Args:
+        call: What the stages share.
+        left: As of `stages.pass_states`.
+        right: Likewise.
         initial: [B, 1, H, K, V], where the first walk begins; None is zeros.
+        reverse: Whether to walk from the last chunk to the first.
     """
-    _, ends, _ = stages.pass_states(
-        spec, config, left, right, gates, spans, None, jnp.float32, dt=dt, reverse=reverse, write=False
-    )
+    spec, gates = call.spec, call.gates
+    _, ends, _ = stages.pass_states(call, left, right, None, reverse=reverse)
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial[:, 0].astype(jnp.float32)
     starts = [state] * spec.SEQUENCES
-    order = range(spec.SEQUENCES)[::-1] if reverse else range(spec.SEQUENCES)
     decays = None if gates is None else _segment_decays(spec, gates)
-    for n in order:
+    for n in range(spec.SEQUENCES)[:: -1 if reverse else 1]:
         starts[n] = state
         state = ends[:, n] + (state if decays is None else state * decays[:, n])
     return jnp.stack(starts, axis=1)

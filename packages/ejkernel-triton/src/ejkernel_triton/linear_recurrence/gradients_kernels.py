@@ -10,13 +10,13 @@ With A_ij = w_ij <q_i, k_j>, w_ij = exp2(G_i - G_j) for j <= i, dP_ij = scale <d
     dG_t = q_t dq_t - k_t dk_t, and for t = T: <dS, exp2(G_T) S_0> + sum_j <k_j, its part of dk_j through dS>
     dg_t = sum_{i >= t} dG_i
 
-where v_j is dt_j v_j: its gradient times v_j is that of dt_j. The sum over i stays inside of the chunk: what a gate does
-to later chunks is in dS.
+where v_j is dt_j v_j: its gradient times v_j is that of dt_j. The sum over i stays inside of the chunk: what a gate
+does to later chunks is in dS.
 
     value_gradients_kernel    a program: one chunk, BLOCK_V value channels; loops over heads that share values
     key_gradients_kernel      a program: one chunk, BLOCK_K key channels; loops over heads that share queries or keys
 
-Nothing is added up in memory: what programs have a part of each is written as parts, in an order that is always the same.
+Nothing is added up in memory: programs that have a part each write their parts, which are added in a fixed order.
 """
 
 import triton
@@ -164,7 +164,8 @@ def channel_gradients(
     alone = tl.sum(tl.where(diagonal(spec), pairs, 0.0), 1)[:, None]
     dq += alone * k
     dk += alone * q
-    for level in tl.static_range(spec.LEVELS):
+    LEVELS: tl.constexpr = spec.LEVELS
+    for level in tl.static_range(LEVELS):
         weights = cut_weights(gates, base, column, level, COLUMNS, spec)
         own = tl.where(pairs_of(level, spec), pairs, 0.0).to(query.dtype)
         dq += weights * dot(own, (k * weights).to(key.dtype), spec)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.linear_recurrence.config import ChunkPasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,3 +135,30 @@ def _precision(dtype: Any) -> str:
     if current_device().vendor != "nvidia":
         return "ieee"
     return "tf32x3" if dtype == jnp.float32 else "tf32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the stages of one call share. B rows; the letters are those of `RecurrenceSpec`.
+
+    Attributes:
+        spec: Constants.
+        config: Chunks and tiles.
+        query: [B, T, HQ, K].
+        key: [B, T, HK, K].
+        value: [B, T, HV, V].
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; None without gates.
+        dt: [B, T, H], or None.
+        skip: [1, 1, H], or None.
+        spans: Of packed sequences.
+    """
+
+    spec: RecurrenceSpec
+    config: ChunkPasses
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    gates: jax.Array | None
+    dt: jax.Array | None
+    skip: jax.Array | None
+    spans: Spans

@@ -1,6 +1,5 @@
 """The stages of both passes, each one launch: gates, states, outputs, gradients."""
 
-import math
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, Spans
+from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, Spans, make_spans, make_spec
 
 GATE_COLUMNS = 64
 """Gates of a token that a program sums up."""
@@ -18,15 +17,43 @@ MOST_SHARED = 8
 """Heads that share queries, keys or values and whose gradients one program adds up."""
 
 
-def cumulative_gates(record: LinearRecurrence, spec: RecurrenceSpec, spans: Spans) -> jax.Array | None:
+def make_call(record: LinearRecurrence, config: ChunkPasses, gates: jax.Array | None = None) -> Call:
+    """The call of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks and tiles.
+        gates: Cumulative gates, where they were made before.
+    """
+    spec = make_spec(record, config.chunk, config.splits)
+    spans = make_spans(record, spec)
+    return Call(
+        spec=spec,
+        config=config,
+        query=record.query,
+        key=record.key,
+        value=record.value,
+        gates=cumulative_gates(record.decay, spec, spans) if gates is None else gates,
+        dt=record.dt,
+        skip=record.skip,
+        spans=spans,
+    )
+
+
+def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans) -> jax.Array | None:
     """Sums of log gates from each chunk's first token on, in powers of two.
 
+    Args:
+        decay: [B|1, T|1, H, WIDTH], or None.
+        spec: Constants.
+        spans: Of packed sequences.
+
     Returns:
-        [B|1, H, CHUNKS * CHUNK, WIDTH] float32, where tokens behind a chunk's last repeat it; None without gates.
+        [B|1, H, CHUNKS * CHUNK, WIDTH] float32, where places behind a chunk's last token repeat its sum; None without
+        gates.
     """
     from ejkernel_triton.linear_recurrence.states_kernels import gates_kernel
 
-    decay = record.decay
     if decay is None:
         return None
     rows, columns = decay.shape[0], spec.H * spec.WIDTH
@@ -45,19 +72,14 @@ def cumulative_gates(record: LinearRecurrence, spec: RecurrenceSpec, spans: Span
 
 
 def pass_states(
-    spec: RecurrenceSpec,
-    config: ChunkPasses,
+    call: Call,
     left: jax.Array,
     right: jax.Array,
-    gates: jax.Array | None,
-    spans: Spans,
     initial: jax.Array | None,
-    dtype: Any,
     *,
-    dt: jax.Array | None = None,
+    dtype: Any = None,
     correction: jax.Array | None = None,
     reverse: bool = False,
-    write: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The states between chunks, or their gradients.
 
@@ -66,19 +88,14 @@ def pass_states(
     that the walk comes to it with: the one before it, or the gradient of the one after it.
 
     Args:
-        spec: Constants.
-        config: Tiles.
+        call: What the stages share.
         left: [B, T, heads, K] keys, or queries.
         right: [B, T, heads, V] values, or the output's cotangent.
-        gates: From `cumulative_gates`.
-        spans: Of packed sequences.
         initial: [B, SEQUENCES, H, K, V], where each walk begins; None is zeros.
-        dtype: Of the states that are written.
-        dt: [B, T, H].
-        correction: w, [B, T, H, K]: right_j - S^T w_j takes the place of right_j, with S the state before the chunk, and
-            is written too. A program then owns all key channels.
+        dtype: Of the states that are written; None writes none.
+        correction: w, [B, T, H, K]: right_j - S^T w_j takes the place of right_j, with S the state before the chunk,
+            and is written too. A program then owns all key channels.
         reverse: Whether to walk from the last chunk to the first.
-        write: Whether states are written at all.
 
     Returns:
         States [B, H, CHUNKS, K, V], those at the end of the walks [B, SEQUENCES, H, K, V] float32, and the corrected
@@ -86,16 +103,17 @@ def pass_states(
     """
     from ejkernel_triton.linear_recurrence.states_kernels import states_kernel
 
-    batch, block_k, block_v = left.shape[0], config.state_block_k, config.state_block_v
+    spec, config, batch = call.spec, call.config, left.shape[0]
+    block_k, block_v = config.state_block_k, config.state_block_v
     if correction is not None:
         block_k = max(16, 1 << (spec.K - 1).bit_length())
-    states = (batch, spec.H, spec.CHUNKS, spec.K, spec.V) if write else (batch,)
+    states = (batch, spec.H, spec.CHUNKS, spec.K, spec.V) if dtype is not None else (batch,)
     written = (batch, spec.T, spec.H, spec.V) if correction is not None else (batch,)
     made = launch(
         states_kernel,
-        (left, right, gates, dt, initial, correction, spans.bounds, spans.firsts),
+        (left, right, call.gates, call.dt, initial, correction, call.spans.bounds, call.spans.firsts),
         [
-            Shape(states, dtype),
+            Shape(states, dtype or jnp.float32),
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
             Shape(written, right.dtype),
         ],
@@ -111,41 +129,29 @@ def pass_states(
             "BLOCK_V": block_v,
             "REVERSE": reverse,
             "INITIAL": initial is not None,
-            "WRITE": write,
+            "WRITE": dtype is not None,
             "CORRECT": correction is not None,
         },
     )
     return made[0], made[1], made[2]
 
 
-def make_outputs(
-    spec: RecurrenceSpec,
-    config: ChunkPasses,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    gates: jax.Array | None,
-    states: jax.Array,
-    spans: Spans,
-    *,
-    dt: jax.Array | None = None,
-    skip: jax.Array | None = None,
-) -> jax.Array:
+def make_outputs(call: Call, states: jax.Array) -> jax.Array:
     """Outputs [B, T, H, V] from the states before the chunks; those of no packed sequence are undefined."""
     from ejkernel_triton.linear_recurrence.outputs_kernel import outputs_kernel
 
-    batch = query.shape[0]
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
     (output,) = launch(
         outputs_kernel,
-        (query, key, value, gates, dt, skip, states, *spans),
-        [Shape((batch, spec.T, spec.H, spec.V), query.dtype)],
+        (call.query, call.key, call.value, call.gates, call.dt, call.skip, states, *call.spans),
+        [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H * -(-spec.V // config.output_block_v),
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={
             "spec": spec,
-            "VALUE_HEADS": value.shape[2],
+            "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": config.output_block_k,
             "BLOCK_V": config.output_block_v,
         },
@@ -153,35 +159,27 @@ def make_outputs(
     return output
 
 
-def value_gradients(
-    spec: RecurrenceSpec,
-    config: ChunkPasses,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    cotangent: jax.Array,
-    gates: jax.Array | None,
-    dstates: jax.Array,
-    spans: Spans,
-    *,
-    dt: jax.Array | None = None,
-    skip: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def value_gradients(call: Call, cotangent: jax.Array, dstates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of value, dt and skip.
 
+    Args:
+        call: What the stages share.
+        cotangent: [B, T, H, V] of the output.
+        dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
+
     Returns:
-        [B, T, Hv, V] in the value's dtype; [B, T, H] float32 twice, of the skip for each token. Those of what is not
+        [B, T, HV, V] in the value's dtype; [B, T, H] float32 twice, of the skip for each token. Those of what is not
         there are of no use.
     """
     from ejkernel_triton.linear_recurrence.gradients_kernels import value_gradients_kernel
 
-    batch, tiles = query.shape[0], -(-spec.V // config.output_block_v)
-    shared = shared_heads(spec.H, value.shape[2])
+    spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
+    tiles, shared = -(-spec.V // config.output_block_v), shared_heads(spec.H, value.shape[2])
     groups = spec.H // shared
     numbers = (batch, tiles, spec.T, spec.H)
     dvalue, ddt, dskip = launch(
         value_gradients_kernel,
-        (query, key, value, gates, dt, skip, cotangent, dstates, *spans),
+        (call.query, call.key, value, call.gates, call.dt, call.skip, cotangent, dstates, *call.spans),
         [
             Shape((batch, spec.T, groups, spec.V), value.dtype if groups == value.shape[2] else jnp.float32),
             Shape(numbers if spec.DT else (batch,), jnp.float32),
@@ -203,42 +201,38 @@ def value_gradients(
 
 
 def key_gradients(
-    spec: RecurrenceSpec,
-    config: ChunkPasses,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    cotangent: jax.Array,
-    gates: jax.Array | None,
-    states: jax.Array,
-    dstates: jax.Array,
-    spans: Spans,
-    *,
-    dt: jax.Array | None = None,
-    wants_gates: bool = False,
+    call: Call, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and gates.
 
+    Args:
+        call: What the stages share.
+        cotangent: [B, T, H, V] of the output.
+        states: [B, H, CHUNKS, K, V], those before the chunks.
+        dstates: Likewise, gradients of the states after the chunks.
+        gates: Whether those of the gates are wanted.
+
     Returns:
-        [B, T, Hq, K] and [B, T, Hk, K] in the query's dtype, and [B, T, H, WIDTH] float32 of the log gates, which is of no
-        use unless it is wanted.
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] float32 of the log gates, which is of
+        no use unless it is wanted.
     """
     from ejkernel_triton.linear_recurrence.gradients_kernels import key_gradients_kernel
 
-    batch, tiles = query.shape[0], -(-spec.K // config.gradient_block_k)
-    shared = math.gcd(shared_heads(spec.H, spec.HQ), shared_heads(spec.H, spec.HK))
-    if 1 in (spec.H // spec.HQ, spec.H // spec.HK):  # one of the two has a head each, and is not added up
-        shared = max(shared_heads(spec.H, spec.HQ), shared_heads(spec.H, spec.HK))
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    tiles, shared = -(-spec.K // config.gradient_block_k), _added_up(spec)
     groups = spec.H // shared
-    parts = {name: spec.H if heads == spec.H else groups for name, heads in (("q", spec.HQ), ("k", spec.HK))}
+    heads = [spec.H if n == spec.H else groups for n in (spec.HQ, spec.HK)]
+    exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
     gate_shape = (batch, spec.T, spec.H, spec.K) if spec.WIDTH > 1 else (batch, tiles, spec.T, spec.H)
     dquery, dkey, dgates = launch(
         key_gradients_kernel,
-        (query, key, value, gates, dt, cotangent, states, dstates, *spans),
+        (call.query, call.key, call.value, call.gates, call.dt, cotangent, states, dstates, *call.spans),
         [
-            Shape((batch, spec.T, parts["q"], spec.K), query.dtype if parts["q"] == spec.HQ else jnp.float32),
-            Shape((batch, spec.T, parts["k"], spec.K), key.dtype if parts["k"] == spec.HK else jnp.float32),
-            Shape(gate_shape if wants_gates else (batch,), jnp.float32),
+            *(
+                Shape((batch, spec.T, n, spec.K), call.query.dtype if whole else jnp.float32)
+                for n, whole in zip(heads, exact, strict=True)
+            ),
+            Shape(gate_shape if gates else (batch,), jnp.float32),
         ],
         batch=batch,
         grid=batch * spec.CHUNKS * groups * tiles,
@@ -246,22 +240,28 @@ def key_gradients(
         num_stages=config.gradient_stages,
         constants={
             "spec": spec,
-            "VALUE_HEADS": value.shape[2],
+            "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": config.gradient_block_k,
             "BLOCK_V": config.gradient_block_v,
             "SHARED": shared,
-            "GATES": wants_gates,
+            "GATES": gates,
         },
     )
-    if wants_gates and spec.WIDTH == 1:
+    if gates and spec.WIDTH == 1:
         dgates = _over_tiles(dgates)[..., None]
-    return over_groups(dquery, query), over_groups(dkey, key), dgates
+    return over_groups(dquery, call.query), over_groups(dkey, call.key), dgates
 
 
 def shared_heads(heads: int, fields: int) -> int:
     """How many of the heads that share one of a field's heads a program adds up: a power of two that divides them."""
     group = heads // fields
     return min(MOST_SHARED, group & -group)
+
+
+def _added_up(spec: RecurrenceSpec) -> int:
+    """Heads whose gradients of queries and keys a program adds up, of those of the two that are shared."""
+    found = [shared_heads(spec.H, n) for n in (spec.HQ, spec.HK) if n < spec.H]
+    return min(found, default=1)
 
 
 def over_groups(parts: jax.Array, field: jax.Array) -> jax.Array:

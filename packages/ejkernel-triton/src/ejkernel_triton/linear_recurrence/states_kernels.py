@@ -2,10 +2,10 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """Cumulative log-decay inside of chunks, and the states between chunks.
 
-    decay      |g0 g1 g2 g3|g4 g5 g6 g7| ...                   gates_kernel: sums inside of each chunk, in powers of two
+    decay      |g0 g1 g2 g3|g4 g5 g6 g7| ...               gates_kernel: sums inside of each chunk, in powers of two
     tokens     |  chunk 0  |  chunk 1  | ...
-    states     S0          S1          S2 ...                  states_kernel: a program walks along a row's chunks with a
-               |___________|___________|____ final state       tile of the state in its registers
+    states     S0          S1          S2 ...              states_kernel: a program walks along a row's chunks with
+               |___________|___________|____ final state   a tile of the state in its registers
 
 A program owns a tile [BLOCK_K, BLOCK_V] of one head's state, since no element of a state needs another's: tiles are
 walked at the same time. Copies of the next chunks' keys and values are in flight while one is multiplied.

@@ -236,7 +236,8 @@ def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexp
     """
     q, k = query.to(tl.float32), key.to(tl.float32)
     scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
-    for level in tl.static_range(spec.LEVELS):
+    LEVELS: tl.constexpr = spec.LEVELS
+    for level in tl.static_range(LEVELS):
         weights = cut_weights(gates, base, column, level, COLUMNS, spec)
         products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
         scores += tl.where(pairs_of(level, spec), products, 0.0)
@@ -248,7 +249,8 @@ def channel_scores_transposed(scores, query, key, gates, base, column, COLUMNS: 
     """`channel_scores` by (j, i): made so, since a transposed accumulator would go through shared memory."""
     q, k = query.to(tl.float32), key.to(tl.float32)
     scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
-    for level in tl.static_range(spec.LEVELS):
+    LEVELS: tl.constexpr = spec.LEVELS
+    for level in tl.static_range(LEVELS):
         weights = cut_weights(gates, base, column, level, COLUMNS, spec)
         products = dot((k * weights).to(key.dtype), tl.trans((q * weights).to(query.dtype)), spec)
         scores += tl.where(tl.trans(pairs_of(level, spec)), products, 0.0)
