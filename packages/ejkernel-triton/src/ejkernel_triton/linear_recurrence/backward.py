@@ -33,7 +33,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
-    call = stages.make_call(record, config, pocket.gates)
+    call = stages.make_call(record, config, pocket.gates, pocket.scores)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": first, "sequence_state": first}

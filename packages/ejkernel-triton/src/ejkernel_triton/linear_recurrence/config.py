@@ -21,6 +21,9 @@ class ChunkPasses:
         state_block_v: Value channels of it.
         state_warps: Warps of such a program.
         state_stages: Pipeline stages: chunks that are copied ahead.
+        score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
+        score_warps: Warps of a program there.
+        score_stages: Its pipeline stages.
         output_block_k: Key channels at once, where outputs and gradients of values are made.
         output_block_v: Value channels of a program there.
         output_warps: Warps of it.
@@ -38,6 +41,9 @@ class ChunkPasses:
     state_block_v: int
     state_warps: int
     state_stages: int
+    score_block_k: int
+    score_warps: int
+    score_stages: int
     output_block_k: int
     output_block_v: int
     output_warps: int
@@ -105,6 +111,9 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         state_block_v=min(values, most),
         state_warps=4,
         state_stages=2 if small else 3,
+        score_block_k=min(keys, half, most),
+        score_warps=4,
+        score_stages=1,
         output_block_k=min(keys, half, most),
         output_block_v=min(values, most if small else 2 * most),
         output_warps=warps,

@@ -1,5 +1,6 @@
 """Forward pass of a linear recurrence in Triton: the states between chunks, then all chunks at the same time."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,12 @@ class Pocket(NamedTuple):
 
     Attributes:
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates; None without gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens; None without gates of channels.
         states: [B, H, CHUNKS, K, V], those before the chunks; None if they are to be made again.
     """
 
     gates: jax.Array | None
+    scores: jax.Array | None
     states: jax.Array | None
 
 
@@ -36,13 +39,14 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
         spared.
     """
     call = stages.make_call(record, config)
+    call = dataclasses.replace(call, scores=stages.channel_scores(call))
     states, final = boundaries(record, call)
     output = stages.make_outputs(call, states)
     if record.cu_seqlens is not None:
         owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
         output = jnp.where(owned[None, :, None, None], output, 0)
     kept = states if config.keep_states else None
-    return (output, final), (), Pocket(call.gates, kept)
+    return (output, final), (), Pocket(call.gates, call.scores, kept)
 
 
 def boundaries(record: LinearRecurrence, call: Call) -> tuple[jax.Array, jax.Array]:

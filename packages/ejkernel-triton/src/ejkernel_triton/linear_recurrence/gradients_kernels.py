@@ -24,7 +24,6 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.tile import (
-    channel_scores_transposed,
     chunk_base,
     chunk_span,
     cut_weights,
@@ -37,6 +36,7 @@ from ejkernel_triton.linear_recurrence.tile import (
     load_state,
     pair_weights,
     pairs_of,
+    scores_at,
     state_base,
     store_rows,
 )
@@ -56,6 +56,7 @@ def value_gradients_kernel(
     key,
     value,
     gates,
+    scores,
     dt,
     skip,
     cotangent,
@@ -95,29 +96,30 @@ def value_gradients_kernel(
         s_base = state_base(dstates, row, head, chunk, spec)
         g_base = gates_base(gates, row, head, chunk, spec, per)
         through = tl.zeros([C, BLOCK_V], tl.float32)
-        scores = tl.zeros([C, C], tl.float32)  # by (key, query)
+        pairs = tl.zeros([C, C], tl.float32)  # by (key, query)
         for k in tl.range(0, spec.K, BLOCK_K):
             a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
             s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
-            q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
             if spec.WIDTH > 1:
                 g = load_gates(g_base, k, BLOCK_K, spec)
                 until = tl.exp2(load_last_gates(g_base, k, BLOCK_K, spec)[None, :] - g)
-                scores = channel_scores_transposed(scores, q, a, g, g_base, k, BLOCK_K, spec)
                 through = add_dot(through, (a.to(tl.float32) * until).to(s.dtype), s, spec)
             else:
-                scores = add_dot(scores, a, tl.trans(q), spec)
+                q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
+                pairs = add_dot(pairs, a, tl.trans(q), spec)
                 through = add_dot(through, a.to(s.dtype), s, spec)
+        if spec.WIDTH > 1:
+            pairs = tl.trans(tl.load(scores_at(scores, row, head, chunk, spec))).to(tl.float32)
         if spec.WIDTH == 1:
             g = tl.load(g_base + rows)
             through *= tl.exp2(tl.load(g_base + (C - 1)) - g)[:, None]
             between = tl.where(rows[None, :] >= rows[:, None], g[None, :] - g[:, None], float("-inf"))
-            scores *= tl.exp2(between)
+            pairs *= tl.exp2(between)
         if spec.WIDTH == 0:
-            scores = tl.where(rows[None, :] >= rows[:, None], scores, 0.0)
+            pairs = tl.where(rows[None, :] >= rows[:, None], pairs, 0.0)
         o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
         do = load_rows(o_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
-        through = add_dot(through, (scores * spec.SCALE).to(do.dtype), do, spec)
+        through = add_dot(through, (pairs * spec.SCALE).to(do.dtype), do, spec)
         if spec.DT or spec.SKIP:
             v_head = head // (spec.H // VALUE_HEADS)
             v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
@@ -165,7 +167,7 @@ def channel_gradients(
     dq += alone * k
     dk += alone * q
     LEVELS: tl.constexpr = spec.LEVELS
-    for level in tl.static_range(LEVELS):
+    for level in tl.range(0, LEVELS, num_stages=1):
         weights = cut_weights(gates, base, column, level, COLUMNS, spec)
         own = tl.where(pairs_of(level, spec), pairs, 0.0).to(query.dtype)
         dq += weights * dot(own, (k * weights).to(key.dtype), spec)

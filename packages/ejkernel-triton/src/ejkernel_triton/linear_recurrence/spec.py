@@ -148,6 +148,7 @@ class Call:
         key: [B, T, HK, K].
         value: [B, T, HV, V].
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; None without gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], from `stages.channel_scores`; None without gates of channels.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.
         spans: Of packed sequences.
@@ -159,6 +160,7 @@ class Call:
     key: jax.Array
     value: jax.Array
     gates: jax.Array | None
+    scores: jax.Array | None
     dt: jax.Array | None
     skip: jax.Array | None
     spans: Spans

@@ -17,13 +17,19 @@ MOST_SHARED = 8
 """Heads that share queries, keys or values and whose gradients one program adds up."""
 
 
-def make_call(record: LinearRecurrence, config: ChunkPasses, gates: jax.Array | None = None) -> Call:
+def make_call(
+    record: LinearRecurrence,
+    config: ChunkPasses,
+    gates: jax.Array | None = None,
+    scores: jax.Array | None = None,
+) -> Call:
     """The call of a record.
 
     Args:
         record: The canonical arguments.
         config: Chunks and tiles.
         gates: Cumulative gates, where they were made before.
+        scores: Those of pairs of tokens, likewise.
     """
     spec = make_spec(record, config.chunk, config.splits)
     spans = make_spans(record, spec)
@@ -34,6 +40,7 @@ def make_call(record: LinearRecurrence, config: ChunkPasses, gates: jax.Array | 
         key=record.key,
         value=record.value,
         gates=cumulative_gates(record.decay, spec, spans) if gates is None else gates,
+        scores=scores,
         dt=record.dt,
         skip=record.skip,
         spans=spans,
@@ -136,6 +143,30 @@ def pass_states(
     return made[0], made[1], made[2]
 
 
+def channel_scores(call: Call) -> jax.Array | None:
+    """What each token reads of what each token of its chunk wrote, with gates of channels.
+
+    Returns:
+        [B, H, CHUNKS * CHUNK, CHUNK] in the query's dtype, without the factor on outputs; None with other gates.
+    """
+    from ejkernel_triton.linear_recurrence.outputs_kernel import scores_kernel
+
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    if spec.WIDTH < 2:
+        return None
+    (scores,) = launch(
+        scores_kernel,
+        (call.query, call.key, call.gates, *call.spans),
+        [Shape((batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK), call.query.dtype)],
+        batch=batch,
+        grid=batch * spec.CHUNKS * spec.H,
+        num_warps=config.score_warps,
+        num_stages=config.score_stages,
+        constants={"spec": spec, "BLOCK_K": config.score_block_k},
+    )
+    return scores
+
+
 def make_outputs(call: Call, states: jax.Array) -> jax.Array:
     """Outputs [B, T, H, V] from the states before the chunks; those of no packed sequence are undefined."""
     from ejkernel_triton.linear_recurrence.outputs_kernel import outputs_kernel
@@ -143,7 +174,7 @@ def make_outputs(call: Call, states: jax.Array) -> jax.Array:
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     (output,) = launch(
         outputs_kernel,
-        (call.query, call.key, call.value, call.gates, call.dt, call.skip, states, *call.spans),
+        (call.query, call.key, call.value, call.gates, call.scores, call.dt, call.skip, states, *call.spans),
         [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H * -(-spec.V // config.output_block_v),
@@ -179,7 +210,7 @@ def value_gradients(call: Call, cotangent: jax.Array, dstates: jax.Array) -> tup
     numbers = (batch, tiles, spec.T, spec.H)
     dvalue, ddt, dskip = launch(
         value_gradients_kernel,
-        (call.query, call.key, value, call.gates, call.dt, call.skip, cotangent, dstates, *call.spans),
+        (call.query, call.key, value, call.gates, call.scores, call.dt, call.skip, cotangent, dstates, *call.spans),
         [
             Shape((batch, spec.T, groups, spec.V), value.dtype if groups == value.shape[2] else jnp.float32),
             Shape(numbers if spec.DT else (batch,), jnp.float32),

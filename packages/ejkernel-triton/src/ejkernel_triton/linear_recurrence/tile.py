@@ -138,6 +138,14 @@ def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
+def scores_at(scores, row, head, chunk, spec: tl.constexpr):
+    """Where a chunk's scores lie in [rows, H, CHUNKS * CHUNK, CHUNK]: pointers [CHUNK, CHUNK] by (i, j)."""
+    first = (tl.cast(row, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
+    rows = tl.arange(0, spec.CHUNK)
+    return scores + first * spec.CHUNK + (rows[:, None] * spec.CHUNK + rows[None, :])
+
+
+@triton.jit
 def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """[CHUNK, COLUMNS] cumulative gates of channels."""
     rows = tl.arange(0, spec.CHUNK)
@@ -171,8 +179,8 @@ def pair_weights(gates, spec: tl.constexpr):
 
 
 @triton.jit
-def cut_weights(gates, base, column, LEVEL: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """exp2(-|G_i - G_m|) of a chunk's tokens i, where m is the cut of i's block of 2 ** (LEVEL + 1): [CHUNK, COLUMNS].
+def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """exp2(-|G_i - G_m|) of a chunk's tokens i, where m is the cut of i's block of 2 ** (level + 1): [CHUNK, COLUMNS].
 
     The cut is the last token of the block's first half. For later tokens this is the decay since the cut, for earlier
     ones the decay up to it: every exponent is at most 0, whatever the gates are.
@@ -182,9 +190,8 @@ def cut_weights(gates, base, column, LEVEL: tl.constexpr, COLUMNS: tl.constexpr,
         base: Where they lie, to read those of the cuts from: the cache has them.
         column: First column.
     """
-    HALF: tl.constexpr = 1 << LEVEL
     rows = tl.arange(0, spec.CHUNK)
-    cut = (rows // (2 * HALF)) * (2 * HALF) + (HALF - 1)
+    cut = ((rows >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
     columns = column + tl.arange(0, COLUMNS)
     at = base + (cut[:, None] * spec.K + columns[None, :])
     there = masked_load(at, cut[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
@@ -192,12 +199,11 @@ def cut_weights(gates, base, column, LEVEL: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 @triton.jit
-def pairs_of(LEVEL: tl.constexpr, spec: tl.constexpr):
+def pairs_of(level, spec: tl.constexpr):
     """Which pairs (later token, earlier token) a level's cuts separate: [CHUNK, CHUNK]."""
-    HALF: tl.constexpr = 1 << LEVEL
-    rows = tl.arange(0, spec.CHUNK)
-    same = rows[:, None] // (2 * HALF) == rows[None, :] // (2 * HALF)
-    return same & ((rows & HALF) != 0)[:, None] & ((rows & HALF) == 0)[None, :]
+    # Counted in halves: the later token's is odd, and the one before it is the earlier token's.
+    half = tl.arange(0, spec.CHUNK) >> level
+    return (half[:, None] == half[None, :] + 1) & ((half & 1) == 1)[:, None]
 
 
 @triton.jit
@@ -237,21 +243,8 @@ def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexp
     q, k = query.to(tl.float32), key.to(tl.float32)
     scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
     LEVELS: tl.constexpr = spec.LEVELS
-    for level in tl.static_range(LEVELS):
+    for level in tl.range(0, LEVELS, num_stages=1):
         weights = cut_weights(gates, base, column, level, COLUMNS, spec)
         products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
         scores += tl.where(pairs_of(level, spec), products, 0.0)
-    return scores
-
-
-@triton.jit
-def channel_scores_transposed(scores, query, key, gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """`channel_scores` by (j, i): made so, since a transposed accumulator would go through shared memory."""
-    q, k = query.to(tl.float32), key.to(tl.float32)
-    scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
-    LEVELS: tl.constexpr = spec.LEVELS
-    for level in tl.static_range(LEVELS):
-        weights = cut_weights(gates, base, column, level, COLUMNS, spec)
-        products = dot((k * weights).to(key.dtype), tl.trans((q * weights).to(query.dtype)), spec)
-        scores += tl.where(tl.trans(pairs_of(level, spec)), products, 0.0)
     return scores
