@@ -21,22 +21,32 @@ TILES = {
 }
 
 
-def measure(cell: Any, record: Any, sample: Callable[..., float]) -> None:
-    """Prints milliseconds of every stage of a cell, and every tile."""
+def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[int, int] = (0, 1)) -> None:
+    """Prints milliseconds of every stage of a cell, and every tile.
+
+    Args:
+        cell: What is measured.
+        record: Its arrays.
+        sample: Seconds of a call, from the call.
+        part: (n, all): compiles and measures only every `all`-th, from the nth on.
+    """
     for length in (64,) if cell.kind == "gla" else (64, 128):
         base = config.sized(record, current_device(), length)
-        for name, side in _stages(cell, record, base):
+        for number, (name, function, *arrays) in enumerate(_stages(cell, record, base)):
+            if number % part[1] != part[0]:
+                continue
             try:
-                ms = f"{1e3 * min(sample(side, 0.01) for _ in range(2)):.3f}"
+                compiled = jax.jit(function).lower(*arrays).compile()
+                ms = f"{1e3 * min(sample(lambda c=compiled, a=arrays: c(*a)) for _ in range(2)):.3f}"
             except Exception as error:  # noqa: BLE001  a tile that does not fit
                 ms = f"{type(error).__name__}"
             print(f"| {cell} | {length} | {name} | {ms} |", flush=True)
 
 
-def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
     dtype, gates = state_dtype(record), "decay" in cell.wanted
     call = jax.jit(lambda r: _arrays(stages.make_call(r, base)))(record)
-    yield "gates", _side(lambda r: stages.make_call(r, base).gates, record)
+    yield "gates", lambda r: stages.make_call(r, base).gates, record
 
     def full(r: Any, arrays: Any, chosen: Any) -> Any:
         made = stages.make_call(r, chosen, arrays["gates"])
@@ -46,7 +56,7 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[str, Callable[[
     if record.decay is not None and record.decay.shape[3] > 1:
         for tile in TILES["score"]:
             chosen = _with(base, "score", zip(("block_k", "warps", "stages"), tile, strict=True))
-            yield f"scores {tile}", _side(lambda r, a, c=chosen: stages.channel_scores(full(r, a, c)), record, call)
+            yield f"scores {tile}", lambda r, a, c=chosen: stages.channel_scores(full(r, a, c)), record, call
         call["scores"] = jax.jit(lambda r, a: stages.channel_scores(full(r, a, base)))(record, call)
     for reverse, tile in itertools.product((False, True), TILES["state"]):
         chosen = _with(base, "state", zip(FIELDS, tile, strict=True))
@@ -55,7 +65,7 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[str, Callable[[
             left, right = (r.query, r.value) if back else (r.key, r.value)
             return stages.pass_states(full(r, a, c), left, right, None, dtype=dtype, reverse=back)[:2]
 
-        yield f"states {'reverse ' if reverse else ''}{tile}", _side(states, record, call)
+        yield f"states {'reverse ' if reverse else ''}{tile}", states, record, call
     made = jax.jit(lambda r, a: stages.pass_states(full(r, a, base), r.key, r.value, None, dtype=dtype)[0])(
         record, call
     )
@@ -64,13 +74,18 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[str, Callable[[
         chosen = _with(base, "output", zip(FIELDS, tile, strict=True))
         yield (
             f"outputs {tile}",
-            _side(lambda r, a, s, c=chosen: stages.make_outputs(full(r, a, c), s), record, call, made),
+            lambda r, a, s, c=chosen: stages.make_outputs(full(r, a, c), s),
+            record,
+            call,
+            made,
         )
         yield (
             f"value gradients {tile}",
-            _side(
-                lambda r, a, o, s, c=chosen: stages.value_gradients(full(r, a, c), o, s), record, call, cotangent, made
-            ),
+            lambda r, a, o, s, c=chosen: stages.value_gradients(full(r, a, c), o, s),
+            record,
+            call,
+            cotangent,
+            made,
         )
     for tile in TILES["gradient"]:
         chosen = _with(base, "gradient", zip(FIELDS, tile, strict=True))
@@ -78,7 +93,7 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[str, Callable[[
         def keys(r: Any, a: Any, o: Any, s: Any, c: Any = chosen) -> Any:
             return stages.key_gradients(full(r, a, c), o, s, s, gates=gates)
 
-        yield f"key gradients {tile}", _side(keys, record, call, cotangent, made)
+        yield f"key gradients {tile}", keys, record, call, cotangent, made
 
 
 def _arrays(call: Any) -> dict[str, Any]:
@@ -87,8 +102,3 @@ def _arrays(call: Any) -> dict[str, Any]:
 
 def _with(base: Any, part: str, tile: Iterable[tuple[str, int]]) -> Any:
     return dataclasses.replace(base, **{f"{part}_{name}": value for name, value in tile})
-
-
-def _side(function: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
-    compiled = jax.jit(function)
-    return lambda: compiled(*arrays)
