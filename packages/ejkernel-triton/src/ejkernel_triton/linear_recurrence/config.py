@@ -98,11 +98,13 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     small = wide or chip.shared_memory < 128 * 1024
     keys, values = (_padded(x.shape[3]) for x in (record.query, record.value))
     most = 16 if interpreting() else 64
-    chunk = max(LEAST, min(chunk, 32 if wide else chunk, _padded(record.query.shape[1])))
+    short = wide or (chip.architecture == "ada" and _by_channel(record))  # half as many registers hold the pairs
+    chunk = max(LEAST, min(chunk, 32 if short else chunk, _padded(record.query.shape[1])))
     if interpreting():
         chunk = LEAST if chunk == 64 or chunk == 32 else 2 * LEAST
     half = 32 if small else most
     warps = 8 if chunk > 64 else 4
+    gradient_block_k, gradient_warps = _gradient_tile(record, chip.architecture in ("hopper", "blackwell"), warps)
     return ChunkPasses(
         chunk=chunk,
         splits=_splits(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
@@ -111,18 +113,25 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         state_block_v=min(values, most),
         state_warps=4,
         state_stages=2 if small else 3,
-        score_block_k=min(keys, half, most),
+        score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
         score_warps=4,
         score_stages=1,
         output_block_k=min(keys, half, most),
         output_block_v=min(values, most if small else 2 * most),
         output_warps=warps,
         output_stages=1 if small else 2,
-        gradient_block_k=min(keys, half, most),
+        gradient_block_k=min(keys, half, most, gradient_block_k),
         gradient_block_v=min(values, half, most),
-        gradient_warps=warps,
+        gradient_warps=gradient_warps,
         gradient_stages=1 if small else 2,
     )
+
+
+def _gradient_tile(record: LinearRecurrence, wide_products: bool, warps: int) -> tuple[int, int]:
+    """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
+    if _by_channel(record):
+        return (32, 8) if wide_products else (16, 4)
+    return (32, 4) if head_count(record) > record.key.shape[2] else (64, warps)
 
 
 def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
