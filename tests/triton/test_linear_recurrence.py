@@ -20,17 +20,11 @@ from ejkernel_triton.linear_recurrence.forward import forward
 
 VALUES = "(test_value and not shapes and not residuals and not eager)"
 GRADIENTS = "(test_gradients and not after_another)"
-# Every field is claimed once, in a case that shows it; of the numbers, what differs in gates, sharing or packing.
+GATED = ("gated_linear_attention",)
+# Every field is claimed once, in a case that shows it; gradients show the numbers of both passes.
 PARTS = {
-    "claims": (("recurrent_attention",), "test_capabilities"),
-    "channels": (
-        ("gated_linear_attention",),
-        f"({VALUES} or {GRADIENTS}) and (channel or packed or token or bfloat16)",
-    ),
-    "heads": (("recurrent_attention",), f"({VALUES} or {GRADIENTS}) and (states or tokens or without)"),
-    "constants": (("lightning_attention",), f"{GRADIENTS} and (grouped or reversed or packed)"),
-    "state space": (("state_space_v2",), f"({VALUES} or {GRADIENTS}) and (group or bfloat16)"),
-    "padding": (("gated_linear_attention",), "test_padding or (test_vmap and packed)"),
+    "gradients": ((*GATED, "recurrent_attention", "lightning_attention", "state_space_v2"), GRADIENTS),
+    "the rest": (GATED, f"test_capabilities or test_padding or (packed and ({VALUES} or test_vmap))"),
 }
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
