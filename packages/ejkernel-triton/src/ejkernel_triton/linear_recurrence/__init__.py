@@ -7,7 +7,7 @@ from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence import config
 
-HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state"})
+HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
 """Optional fields that the kernels honour."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})

@@ -13,7 +13,7 @@ from ejkernel.planning import packing
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
 from ejkernel_triton.linear_recurrence.forward import boundaries, segment_starts
-from ejkernel_triton.linear_recurrence.spec import Call, state_dtype
+from ejkernel_triton.linear_recurrence.spec import Call, canonical, state_dtype
 
 Gradients = dict[str, jax.Array]
 OF_VALUES = frozenset({"value", "dt", "skip"})
@@ -32,7 +32,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
-    record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
+    record, wanted, pocket = canonical(pullback.record), pullback.wanted, pullback.pocket
     call = stages.make_call(record, config, pocket.gates, pocket.scores)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
@@ -48,7 +48,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         gradients["decay"] = jnp.where(record.decay < WEAKEST, 0, gradients["decay"])
     if record.cu_seqlens is not None:
         gradients = _owned(record, gradients)
-    return {name: _reduced(gradients[name], getattr(record, name)) for name in sorted(wanted)}
+    return {name: _reduced(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
 
 
 def _state_gradients(

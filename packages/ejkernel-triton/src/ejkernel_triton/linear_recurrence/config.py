@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax import lax
+
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
@@ -94,7 +96,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         chunk: Tokens a chunk.
     """
     chip = chip_of(device)
-    wide = record.query.dtype.itemsize > 2
+    wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     small = wide or chip.shared_memory < 128 * 1024
     keys, values = (_padded(x.shape[3]) for x in (record.query, record.value))
     most = 16 if interpreting() else 64

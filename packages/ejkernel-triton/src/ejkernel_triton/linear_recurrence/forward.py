@@ -10,7 +10,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning import packing
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, state_dtype
+from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, canonical, state_dtype
 
 
 class Pocket(NamedTuple):
@@ -38,6 +38,7 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
         spared.
     """
+    dtype, record = record.query.dtype, canonical(record)
     call = stages.make_call(record, config)
     call = dataclasses.replace(call, scores=stages.channel_scores(call))
     states, final = boundaries(record, call)
@@ -46,7 +47,7 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
         owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
         output = jnp.where(owned[None, :, None, None], output, 0)
     kept = states if config.keep_states else None
-    return (output, final), (), Pocket(call.gates, call.scores, kept)
+    return (output.astype(dtype), final), (), Pocket(call.gates, call.scores, kept)
 
 
 def boundaries(record: LinearRecurrence, call: Call) -> tuple[jax.Array, jax.Array]:

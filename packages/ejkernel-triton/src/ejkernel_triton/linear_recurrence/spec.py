@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.device import current_device
@@ -108,7 +109,7 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
         WHOLE=not packed and tokens % chunk == 0,
-        PRECISION=_precision(record.query.dtype),
+        PRECISION=_precision(record),
         WIDEN=interpreting(),
     )
 
@@ -130,11 +131,19 @@ def state_dtype(record: LinearRecurrence) -> Any:
     return jnp.bfloat16 if record.query.dtype == jnp.bfloat16 else jnp.float32
 
 
-def _precision(dtype: Any) -> str:
+def canonical(record: LinearRecurrence) -> LinearRecurrence:
+    """A record as the kernels take it: in float32 where products of 16-bit inputs must not be rounded between."""
+    if record.precision != lax.Precision.HIGHEST or record.query.dtype == jnp.float32:
+        return record
+    wide = {name: getattr(record, name).astype(jnp.float32) for name in ("query", "key", "value")}
+    return dataclasses.replace(record, **wide)
+
+
+def _precision(record: LinearRecurrence) -> str:
     """Products of float32 keep its digits; those of states with float16 need no more than float16's."""
-    if current_device().vendor != "nvidia":
+    if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
         return "ieee"
-    return "tf32x3" if dtype == jnp.float32 else "tf32"
+    return "tf32x3" if record.query.dtype == jnp.float32 else "tf32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
