@@ -119,7 +119,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         score_warps=4,
         score_stages=1,
         output_block_k=min(keys, half, most),
-        output_block_v=min(values, most if small else 2 * most),
+        output_block_v=min(values, 2 * most if _by_channel(record) and not small else most),
         output_warps=warps,
         output_stages=1 if small else 2,
         gradient_block_k=min(keys, half, most, gradient_block_k),

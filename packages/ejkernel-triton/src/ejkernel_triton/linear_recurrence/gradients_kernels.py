@@ -28,6 +28,7 @@ from ejkernel_triton.linear_recurrence.tile import (
     chunk_span,
     cut_weights,
     diagonal,
+    from_middle,
     gates_base,
     load_dt,
     load_gates,
@@ -148,30 +149,37 @@ def channel_gradients(
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """dq plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij q_ik, halving by halving.
+    """dq plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij q_ik.
 
     See `channel_scores`, whose transposed products these are.
 
     Args:
         dq: [CHUNK, COLUMNS] float32.
         dk: Likewise.
-        pairs: [CHUNK, CHUNK] float32, gradients of the scores by (i, j).
+        pairs: [CHUNK, CHUNK] float32, gradients of the scores by (i, j), 0 for j > i.
         query: [CHUNK, COLUMNS].
         key: [CHUNK, COLUMNS].
         gates: [CHUNK, COLUMNS] cumulative gates.
         base: Where they lie.
         column: First key channel.
     """
+    apart, weak = from_middle(gates, base, column, COLUMNS, spec)
     q, k = query.to(tl.float32), key.to(tl.float32)
-    alone = tl.sum(tl.where(diagonal(spec), pairs, 0.0), 1)[:, None]
-    dq += alone * k
-    dk += alone * q
-    LEVELS: tl.constexpr = spec.LEVELS
-    for level in tl.range(0, LEVELS, num_stages=1):
-        weights = cut_weights(gates, base, column, level, COLUMNS, spec)
-        own = tl.where(pairs_of(level, spec), pairs, 0.0).to(query.dtype)
-        dq += weights * dot(own, (k * weights).to(key.dtype), spec)
-        dk += weights * dot(tl.trans(own), (q * weights).to(query.dtype), spec)
+    if weak:
+        own = pairs.to(query.dtype)
+        since, until = tl.exp2(apart), tl.exp2(-apart)
+        dq += since * dot(own, (k * until).to(key.dtype), spec)
+        dk += until * dot(tl.trans(own), (q * since).to(query.dtype), spec)
+    else:
+        alone = tl.sum(tl.where(diagonal(spec), pairs, 0.0), 1)[:, None]
+        dq += alone * k
+        dk += alone * q
+        LEVELS: tl.constexpr = spec.LEVELS
+        for level in tl.range(0, LEVELS, num_stages=1):
+            weights = cut_weights(gates, base, column, level, COLUMNS, spec)
+            own = tl.where(pairs_of(level, spec), pairs, 0.0).to(query.dtype)
+            dq += weights * dot(own, (k * weights).to(key.dtype), spec)
+            dk += weights * dot(tl.trans(own), (q * weights).to(query.dtype), spec)
     return dq, dk
 
 

@@ -35,6 +35,8 @@ class RecurrenceSpec:
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
+        STEEP: Powers of two on either side of a chunk's middle up to which its pairs with gates of channels are one
+            product: those that the dtype has, and that leave digits to what is multiplied with them.
         WHOLE: Whether every token of every chunk is one of its sequence.
         PRECISION: Of products of float32.
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
@@ -56,6 +58,7 @@ class RecurrenceSpec:
     DT: bool
     SKIP: bool
     SCALE: float
+    STEEP: float
     WHOLE: bool
     PRECISION: str
     WIDEN: bool
@@ -108,6 +111,7 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
+        STEEP=8.0 if record.query.dtype == jnp.float16 else 40.0,
         WHOLE=not packed and tokens % chunk == 0,
         PRECISION=_precision(record),
         WIDEN=interpreting(),

@@ -180,22 +180,37 @@ def pair_weights(gates, spec: tl.constexpr):
 
 @triton.jit
 def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """exp2(-|G_i - G_m|) of a chunk's tokens i, where m is the cut of i's block of 2 ** (level + 1): [CHUNK, COLUMNS].
+    """Decay between a chunk's tokens i and the cut m of i's block of 2 ** (level + 1) tokens: [CHUNK, COLUMNS].
 
-    The cut is the last token of the block's first half. For later tokens this is the decay since the cut, for earlier
-    ones the decay up to it: every exponent is at most 0, whatever the gates are.
+    The cut is the last token of the block's first half. For later tokens this is exp2(G_i - G_m), the decay since the
+    cut, for earlier ones exp2(G_m - G_i), the decay up to it: no exponent is above 0 where no gate is.
 
     Args:
         gates: [CHUNK, COLUMNS] cumulative gates.
         base: Where they lie, to read those of the cuts from: the cache has them.
         column: First column.
+        level: Halvings that are still to come.
     """
     rows = tl.arange(0, spec.CHUNK)
     cut = ((rows >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
     columns = column + tl.arange(0, COLUMNS)
     at = base + (cut[:, None] * spec.K + columns[None, :])
     there = masked_load(at, cut[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
-    return tl.exp2(-tl.abs(gates - there))
+    later = ((rows >> level) & 1) == 1
+    return tl.exp2(tl.where(later[:, None], gates - there, there - gates))
+
+
+@triton.jit
+def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Cumulative gates less those of the chunk's middle, and whether powers of two of all of them are numbers.
+
+    Where they are within 2 ** -STEEP and 2 ** STEEP, all pairs of the chunk are one product: the factors before and
+    after the middle multiply to at most 1 for the pairs that are taken, and to at most 2 ** (2 STEEP) for the others.
+    """
+    columns = column + tl.arange(0, COLUMNS)
+    middle = tl.load(base + (spec.CHUNK // 2 - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
+    apart = gates - middle[None, :]
+    return apart, tl.max(tl.max(tl.abs(apart), 1), 0) < spec.STEEP
 
 
 @triton.jit
@@ -204,6 +219,13 @@ def pairs_of(level, spec: tl.constexpr):
     # Counted in halves: the later token's is odd, and the one before it is the earlier token's.
     half = tl.arange(0, spec.CHUNK) >> level
     return (half[:, None] == half[None, :] + 1) & ((half & 1) == 1)[:, None]
+
+
+@triton.jit
+def causal(spec: tl.constexpr):
+    """[CHUNK, CHUNK], true for tokens with themselves and those before them."""
+    rows = tl.arange(0, spec.CHUNK)
+    return rows[:, None] >= rows[None, :]
 
 
 @triton.jit
@@ -217,10 +239,11 @@ def diagonal(spec: tl.constexpr):
 def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """scores plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels.
 
-    A chunk of 64 is halved six times, down to single tokens. Every pair is separated by the cut m of exactly one
-    halving, and exp2(G_i - G_m) exp2(G_m - G_j) has a factor of each token alone. So a halving is one product of
-    the whole chunk, of which its own pairs are taken. That is six products instead of one, and an exponential for each
-    element and halving; taking the pairs of 16 tokens one by one would be sixteen.
+    Where gates are weak, as trained models' are, that is one product of factors before and after the chunk's middle.
+
+    Otherwise the chunk is halved again and again, six times if it has 64 tokens. Every pair is separated by the cut m
+    of exactly one halving, and exp2(G_i - G_m) exp2(G_m - G_j) has a factor of each token alone, neither of which can
+    overflow. So a halving is one product of the whole chunk, of which its own pairs are taken.
 
            j ->
         i  0
@@ -240,11 +263,17 @@ def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexp
         base: Where the chunk's gates lie.
         column: First key channel.
     """
-    q, k = query.to(tl.float32), key.to(tl.float32)
-    scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
-    LEVELS: tl.constexpr = spec.LEVELS
-    for level in tl.range(0, LEVELS, num_stages=1):
-        weights = cut_weights(gates, base, column, level, COLUMNS, spec)
-        products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
-        scores += tl.where(pairs_of(level, spec), products, 0.0)
+    apart, weak = from_middle(gates, base, column, COLUMNS, spec)
+    if weak:
+        left = (query.to(tl.float32) * tl.exp2(apart)).to(query.dtype)
+        right = (key.to(tl.float32) * tl.exp2(-apart)).to(key.dtype)
+        scores += tl.where(causal(spec), dot(left, tl.trans(right), spec), 0.0)
+    else:
+        q, k = query.to(tl.float32), key.to(tl.float32)
+        scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
+        LEVELS: tl.constexpr = spec.LEVELS
+        for level in tl.range(0, LEVELS, num_stages=1):
+            weights = cut_weights(gates, base, column, level, COLUMNS, spec)
+            products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
+            scores += tl.where(pairs_of(level, spec), products, 0.0)
     return scores
