@@ -33,17 +33,17 @@ from ejkernel_triton.selective_scan.tile import (
     starting_state,
     store_state,
     store_tokens,
+    zero_channels,
+    zero_state,
 )
 
 
 @triton.jit
-def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
-    """[G, 2 SPAN, LANES] to [G, SPAN, LANES]: a lane keeps the half of the rows that its bit SPAN names.
+def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
+    """Adds pairs of lanes of low and of high, [..., LANES]: a lane keeps the one of the two that its bit SPAN names.
 
-    The other half goes to the lane whose bit differs, which keeps that one.
+    The other goes to the lane whose bit differs, which keeps that one.
     """
-    parts = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
-    low, high = tl.split(tl.permute(parts, (0, 2, 3, 1)))
     lane = tl.arange(0, LANES)[None, None, :]
     upper = (lane & SPAN) != 0
     kept, sent = tl.where(upper, high, low), tl.where(upper, low, high)
@@ -52,23 +52,46 @@ def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Sums of the rows of [ROWS, LANES], both powers of two.
+    """Sums of every ROWS lanes of each row of [G, ROWS, LANES]: [G, 1, LANES], where lane % ROWS is the row.
 
-    A step exchanges half of the rows, so all take ROWS - 1 shuffles and not ROWS log2(LANES).
-
-    Returns:
-        [max(1, ROWS / LANES), LANES]: (i, lane) holds row i * LANES + lane, or lane % ROWS of fewer rows than lanes.
+    A step exchanges half of what is left, so all take ROWS - 1 shuffles and not ROWS log2(ROWS).
     """
-    M: tl.constexpr = ROWS if ROWS < LANES else LANES
-    p = tl.reshape(p, [ROWS // M, M, LANES])
     for level in tl.static_range(7):
-        if M >> (level + 1) >= 1:
-            p = halve_rows(p, M >> (level + 1), LANES)
-    lane = tl.arange(0, LANES)[None, None, :]
-    for level in tl.static_range(7):
-        if M << level < LANES:
-            p = p + tl.gather(p, tl.broadcast_to(lane ^ (M << level), p.shape), 2)
-    return tl.reshape(p, [ROWS // M, LANES])
+        if ROWS >> (level + 1) >= 1:
+            p = halve_rows(p, ROWS >> (level + 1), LANES)
+    return p
+
+
+@triton.jit
+def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
+    """[G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
+    parts = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
+    low, high = tl.split(tl.permute(parts, (0, 2, 3, 1)))
+    return exchange(low, high, SPAN, LANES)
+
+
+@triton.jit
+def store_sums(partial, token, written, heard, spec: tl.constexpr):
+    """Writes the sums over the program's channels of [BN, BLOCK_E] each, dB and dC, of a token."""
+    BN: tl.constexpr = spec.BN
+    LANES: tl.constexpr = spec.BLOCK_E
+    at = partial + tl.cast(token, tl.int64) * (2 * BN)
+    lane = tl.arange(0, LANES)
+    there = token + 0 * lane < spec.T
+    if 2 * BN <= LANES:
+        sums = exchange(tl.reshape(written, [1, BN, LANES]), tl.reshape(heard, [1, BN, LANES]), BN, LANES)
+        sums = sum_lanes(sums, BN, LANES)
+        for level in tl.static_range(7):
+            if (2 * BN) << level < LANES:  # lanes that are 2 BN apart hold parts of the same sum
+                sums += tl.gather(sums, tl.broadcast_to((lane ^ ((2 * BN) << level))[None, None, :], sums.shape), 2)
+        tl.store(at + lane, tl.reshape(sums, [LANES]), mask=there & (lane < 2 * BN))
+    else:
+        GROUPS: tl.constexpr = BN // LANES
+        row = tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]
+        first = sum_lanes(tl.reshape(written, [GROUPS, LANES, LANES]), LANES, LANES)
+        other = sum_lanes(tl.reshape(heard, [GROUPS, LANES, LANES]), LANES, LANES)
+        tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=there[None, :])
+        tl.store(at + BN + row, tl.reshape(other, [GROUPS, LANES]), mask=there[None, :])
 
 
 @triton.jit
@@ -93,23 +116,14 @@ def next_state(state, now, dt, rates, write, token, spec: tl.constexpr):
 def store_own(scratch, block, state, channels, spec: tl.constexpr):
     """Writes a tile of states to a place of the program's scratch."""
     n = tl.arange(0, spec.BN)[:, None]
-    tl.store(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + (channels % spec.BLOCK_E)[None, :], state)
+    tl.store(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :], state)
 
 
 @triton.jit
 def load_own(scratch, block, channels, spec: tl.constexpr):
     """Reads it back."""
     n = tl.arange(0, spec.BN)[:, None]
-    return tl.load(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + (channels % spec.BLOCK_E)[None, :])
-
-
-@triton.jit
-def store_sums(partial, token, sums, spec: tl.constexpr):
-    """Writes the sums over the program's channels, [dB, dC], of a token."""
-    G: tl.constexpr = sums.shape[0]
-    row = tl.arange(0, G)[:, None] * spec.BLOCK_E + tl.arange(0, spec.BLOCK_E)[None, :]
-    at = partial + tl.cast(token, tl.int64) * (2 * spec.BN) + row
-    tl.store(at, sums, mask=(row < 2 * spec.BN) & (token + 0 * row < spec.T))
+    return tl.load(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :])
 
 
 @triton.jit
@@ -150,12 +164,13 @@ def gradient_kernel(
     states = states + (row // per.STATES) * (spec.CHUNKS * spec.N * spec.E)
     partial = partial + (row * spec.TILES + tile) * (spec.T * 2 * spec.BN)
     scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
+    scratch -= tile * spec.BLOCK_E  # channels count from the program's first
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     through = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
-    carry = starting_state(starts, 0, part, channels, True, spec)
-    moved = tl.zeros([spec.BN, spec.BLOCK_E], tl.float32)
-    passed = tl.zeros([spec.BLOCK_E], tl.float32)
+    carry = starting_state(starts, part, channels, True, spec)
+    moved = zero_state(spec)
+    passed = zero_channels(spec)
     first = part * spec.PART
     intervals = tl.minimum(spec.PART, spec.CHUNKS - first)
     for back in tl.range(0, intervals):
@@ -173,7 +188,7 @@ def gradient_kernel(
             held = (state,)
             for i in tl.static_range(BLOCK_T):
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-                held = held + (next_state(held[i], now, dt, rates, write, token + i, spec),)
+                held += (next_state(held[i], now, dt, rates, write, token + i, spec),)
             given = load_tokens(cotangent, token, channels, spec)
             dxs, dsteps = (), ()
             for j in tl.static_range(BLOCK_T):
@@ -185,14 +200,12 @@ def gradient_kernel(
                 faded = carry * held[BLOCK_T - 1 - j]
                 moved += faded * dt[None, :]
                 written = tl.sum(g * b, 0)
-                dxs = (written * dt + through * dy,) + dxs
-                dsteps = (written * now + tl.sum(faded * rates, 0) * LN2,) + dsteps
+                dxs += (written * dt + through * dy,)
+                dsteps += (written * now + tl.sum(faded * rates, 0) * LN2,)
                 passed += dy * now
-                both = tl.join(g * (dt * now)[None, :], held[BLOCK_T - j] * dy[None, :])
-                both = tl.reshape(tl.permute(both, (2, 0, 1)), [2 * spec.BN, spec.BLOCK_E])
-                store_sums(partial, at, sum_lanes(both, 2 * spec.BN, spec.BLOCK_E), spec)
-            store_tokens(dx, token, channels, dxs, spec)
-            store_tokens(dstep, token, channels, dsteps, spec)
+                store_sums(partial, at, g * (dt * now)[None, :], held[BLOCK_T - j] * dy[None, :], spec)
+            store_tokens(dx, token, channels, dxs, True, spec)
+            store_tokens(dstep, token, channels, dsteps, True, spec)
         tl.debug_barrier()
     place = row * spec.SPLITS + part
     store_state(ddecay + place * (spec.N * spec.E), channels, moved, spec)

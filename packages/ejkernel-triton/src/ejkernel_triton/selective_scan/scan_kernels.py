@@ -6,8 +6,8 @@
     states    s0               s1               s2                       written: what the backward pass begins with
     tiles      [BLOCK_E]  x, dt  ->  h in registers  ->  y               read and written once
 
-A program owns BLOCK_E channels of one row of the batch and walks along the tokens of its part. A thread holds the states
-of its channels; B and C are the same for all of them. The exponential of every number of every state is what the
+A program owns BLOCK_E channels of one row of the batch and walks along the tokens of its part. A thread holds the
+states of its channels; B and C are the same for all of them. The exponential of every number of every state is what the
 kernel spends its time on: the special function units make 16 of them a clock and multiprocessor.
 
 With one part there is one pass. Where channels are too few for the chip, `ends_kernel` first walks all parts but the
@@ -29,6 +29,8 @@ from ejkernel_triton.selective_scan.tile import (
     starting_state,
     store_state,
     store_tokens,
+    zero_channels,
+    zero_state,
 )
 
 
@@ -63,7 +65,7 @@ def scan_kernel(
     through = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     if GIVEN:
         starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
-    state = starting_state(starts, 0, part, channels, GIVEN, spec)
+    state = starting_state(starts, part, channels, GIVEN, spec)
     for interval in tl.range(part * spec.PART, tl.minimum(part * spec.PART + spec.PART, spec.CHUNKS)):
         store_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, state, spec)
         begin = interval * spec.INTERVAL
@@ -75,9 +77,9 @@ def scan_kernel(
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
                 b, c = load_column(write, token + i, spec), load_column(read, token + i, spec)
                 state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
-                made = made + (tl.sum(state * c[:, None], 0) + through * now,)
+                made += (tl.sum(state * c[:, None], 0) + through * now,)
             # After all loads: the compiler does not move a load before a store, which might write what it reads.
-            store_tokens(output, token, channels, made, spec)
+            store_tokens(output, token, channels, made, False, spec)
     if part == spec.SPLITS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)
 
@@ -105,8 +107,8 @@ def ends_kernel(
     values, step = values + (row // per.VALUES) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
     column = column + (row // per.COLUMN) * (spec.T * spec.N)
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    state = tl.zeros([spec.BN, spec.BLOCK_E], tl.float32)
-    total = tl.zeros([spec.BLOCK_E], tl.float32)
+    state = zero_state(spec)
+    total = zero_channels(spec)
     begin = part * (spec.PART * spec.INTERVAL)
     blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - begin), spec.BLOCK_T)
     for block in tl.range(0, blocks):

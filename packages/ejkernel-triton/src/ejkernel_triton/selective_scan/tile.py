@@ -24,11 +24,11 @@ def program_of(program, spec: tl.constexpr):
 def channels_of(tile, spec: tl.constexpr):
     """The channels of a tile.
 
-    An opaque zero hides from Triton that they follow each other: it would give a thread several channels of every
-    number, to load states in fewer instructions, and spread the numbers over lanes, which the sums then pay for.
+    An opaque zero hides from Triton that they begin at a multiple of the tile: it would give a thread several channels
+    of every number, to load states in fewer instructions, and spread the numbers over lanes, which the sums pay for.
     """
     zero = tile >> 31
-    return tile * spec.BLOCK_E + (tl.arange(0, spec.BLOCK_E) ^ zero)
+    return tile * spec.BLOCK_E + zero + tl.arange(0, spec.BLOCK_E)
 
 
 @triton.jit
@@ -41,18 +41,19 @@ def load_tokens(base, token, channels, spec: tl.constexpr):
     start = base + tl.cast(token, tl.int64) * spec.E
     rows = ()
     for i in tl.static_range(BLOCK_T):
-        rows = rows + (tl.load(start + (i * spec.E + channels), mask=_there(token + i, channels, spec), other=0.0),)
+        rows += (tl.load(start + (i * spec.E + channels), mask=_there(token + i, channels, spec), other=0.0),)
     return rows
 
 
 @triton.jit
-def store_tokens(base, token, channels, rows, spec: tl.constexpr):
-    """Writes BLOCK_T vectors [BLOCK_E] to a [T, E] array from a token on."""
+def store_tokens(base, token, channels, rows, REVERSED: tl.constexpr, spec: tl.constexpr):
+    """Writes BLOCK_T vectors [BLOCK_E], the last first if REVERSED, to a [T, E] array from a token on."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     start = base + tl.cast(token, tl.int64) * spec.E
     for i in tl.static_range(BLOCK_T):
         at = start + (i * spec.E + channels)
-        tl.store(at, rows[i].to(base.dtype.element_ty), mask=_there(token + i, channels, spec))
+        row = rows[BLOCK_T - 1 - i] if REVERSED else rows[i]
+        tl.store(at, row.to(base.dtype.element_ty), mask=_there(token + i, channels, spec))
 
 
 @triton.jit
@@ -93,9 +94,24 @@ def store_state(base, channels, state, spec: tl.constexpr):
 
 
 @triton.jit
-def starting_state(starts, row, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
-    """The states at one end of a part, from [B, SPLITS, N, E]; zeros if none are given."""
+def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
+    """The states at one end of a part, from [SPLITS, N, E]; zeros if none are given."""
     if GIVEN:
-        return load_state(starts + (row * spec.SPLITS + part) * (spec.N * spec.E), channels, spec)
+        return load_state(starts + part * (spec.N * spec.E), channels, spec)
     else:
-        return tl.zeros([spec.BN, spec.BLOCK_E], tl.float32)
+        return zero_state(spec)
+
+
+@triton.jit
+def zero_state(spec: tl.constexpr):
+    """[BN, BLOCK_E] of zeros."""
+    ROWS: tl.constexpr = spec.BN
+    COLUMNS: tl.constexpr = spec.BLOCK_E
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def zero_channels(spec: tl.constexpr):
+    """[BLOCK_E] of zeros."""
+    COLUMNS: tl.constexpr = spec.BLOCK_E
+    return tl.zeros([COLUMNS], tl.float32)
