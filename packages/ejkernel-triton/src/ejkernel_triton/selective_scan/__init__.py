@@ -9,7 +9,7 @@ from ejkernel_triton.selective_scan import config
 
 GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
 DTYPES = ("float16", "bfloat16", "float32")
-LARGEST = 64
+LARGEST = 32
 """Numbers of a state that registers hold."""
 
 

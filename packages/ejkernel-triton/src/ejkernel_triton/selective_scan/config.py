@@ -45,9 +45,6 @@ class ScanBackward:
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
 """Fields of the public configuration and what they set here."""
 
-HELD = 128
-"""Numbers of states that a thread of the backward walk holds for one channel; it has 255 registers."""
-
 WARPS_PER_SM = 4
 """Fewer warps a multiprocessor than this leave its schedulers idle, and the sequence is split."""
 
@@ -58,8 +55,9 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     splits = _splits(record, device, lanes)
     size = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
-        held = min(4, max(1, HELD // size))
-        return ScanBackward(block_e=lanes, block_t=2 if interpreting() else held, splits=splits)
+        # A thread has 255 registers, and five tiles of states beside those it holds for a block.
+        held = 2 if interpreting() else 4 if size <= 16 else 1
+        return ScanBackward(block_e=lanes, block_t=held, splits=splits)
     warps = 1 if record.x.shape[2] <= lanes or interpreting() else 4
     block_t = 4 if interpreting() else max(2, min(16, 256 // size))
     return ScanForward(block_e=lanes * warps, block_t=block_t, splits=splits, num_warps=warps)
