@@ -4,6 +4,8 @@ The gradients of the states between chunks come first, in a walk from the last c
 chunks at the same time. Without atomic additions: the same bits every time.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -33,7 +35,9 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     record, wanted, pocket = canonical(pullback.record), pullback.wanted, pullback.pocket
-    call = stages.make_call(record, config, pocket.gates, pocket.scores)
+    call = stages.make_call(record, config, config.backward_chunk, pocket.gates, pocket.scores)
+    if call.scores is None:
+        call = dataclasses.replace(call, scores=stages.channel_scores(call))
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": first, "sequence_state": first}

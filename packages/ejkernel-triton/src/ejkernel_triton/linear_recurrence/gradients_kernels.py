@@ -295,7 +295,7 @@ def key_gradients_kernel(
                 dq *= tl.exp2(g)[:, None]
                 dk *= tl.exp2(last - g)[:, None]
                 kept *= tl.exp2(last)
-                pairs *= pair_weights(g, spec)
+                pairs *= pair_weights(g)
             else:
                 pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
             if GATES:

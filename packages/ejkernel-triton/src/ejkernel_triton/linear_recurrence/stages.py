@@ -20,6 +20,7 @@ MOST_SHARED = 8
 def make_call(
     record: LinearRecurrence,
     config: ChunkPasses,
+    chunk: int,
     gates: jax.Array | None = None,
     scores: jax.Array | None = None,
 ) -> Call:
@@ -28,10 +29,11 @@ def make_call(
     Args:
         record: The canonical arguments.
         config: Chunks and tiles.
+        chunk: Tokens a chunk, which of the two lengths.
         gates: Cumulative gates, where they were made before.
         scores: Those of pairs of tokens, likewise.
     """
-    spec = make_spec(record, config.chunk, config.splits)
+    spec = make_spec(record, chunk, config.splits)
     spans = make_spans(record, spec)
     return Call(
         spec=spec,
@@ -172,12 +174,13 @@ def make_outputs(call: Call, states: jax.Array) -> jax.Array:
     from ejkernel_triton.linear_recurrence.outputs_kernel import outputs_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
+    block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
     (output,) = launch(
         outputs_kernel,
         (call.query, call.key, call.value, call.gates, call.scores, call.dt, call.skip, states, *call.spans),
         [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H * -(-spec.V // config.output_block_v),
+        grid=batch * spec.CHUNKS * spec.H * (spec.CHUNK // block_t) * -(-spec.V // config.output_block_v),
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={
@@ -185,6 +188,7 @@ def make_outputs(call: Call, states: jax.Array) -> jax.Array:
             "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": config.output_block_k,
             "BLOCK_V": config.output_block_v,
+            "BLOCK_T": block_t,
         },
     )
     return output
