@@ -10,13 +10,16 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
+LEAST = 16
+"""What a matrix product takes."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkPasses:
     """Configuration of both passes, which share the chunks between whose states they pass.
 
     Attributes:
-        chunk: Tokens a chunk of the forward pass, a power of two, at least 16.
+        chunk: Tokens a chunk of the forward pass; lowered to a power of two, and raised to 16.
         backward_chunk: Tokens a chunk of the backward pass. Where it is another, nothing is kept for the backward pass,
             which makes gates and states again.
         splits: Segments of a row whose chunks are walked at the same time, for calls of few rows and heads.
@@ -60,6 +63,12 @@ class ChunkPasses:
     gradient_warps: int
     gradient_stages: int
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if "_block_" in field.name and (value < LEAST or value & (value - 1)):
+                raise ValueError(f"{field.name}: got {value}, wants a power of two from {LEAST} on")
+
 
 FACES = {
     "block_q": "chunk",
@@ -70,9 +79,6 @@ FACES = {
     "num_stages": "output_stages",
 }
 """Fields of the public configurations and what they set here."""
-
-LEAST = 16
-"""What a matrix product takes."""
 
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
