@@ -42,6 +42,9 @@ from ejkernel_triton.linear_recurrence.tile import (
     store_rows,
 )
 
+STRONG = tl.constexpr(-57.5)
+"""Gates below, in powers of two, are the same to the kernels (see `gates_kernel`) and have no gradient."""
+
 
 @triton.jit
 def store_tokens(base, numbers, row, start, end, part, PARTS: tl.constexpr, head, spec: tl.constexpr):
@@ -286,6 +289,10 @@ def key_gradients_kernel(
                 change = dq * q.to(tl.float32) - dk * a.to(tl.float32)
                 # From each token to the chunk's end: all but what is before it.
                 change = (tl.sum(change, 0) + kept)[None, :] - (tl.cumsum(change, 0) - change)
+                columns = k + tl.arange(0, BLOCK_K)
+                valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
+                before = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
+                change = tl.where(g - before < STRONG, 0.0, change)
                 at = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
                 store_rows(at, change, start, end, k, spec.H, spec.K, spec)
         else:
@@ -306,6 +313,9 @@ def key_gradients_kernel(
             if GATES:
                 change = tl.sum(dq * q.to(tl.float32) - dk * a.to(tl.float32), 1)
                 change = tl.sum(change, 0) + kept_sum - (tl.cumsum(change, 0) - change)
+                if spec.WIDTH == 1:
+                    before = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
+                    change = tl.where(g - before < STRONG, 0.0, change)
                 store_tokens(dgates, change, row, start, end, tile, K_TILES, head, spec)
         if spec.HQ == spec.H:
             at = chunk_base(dquery, row, start, head, spec.T, Q_HEADS, spec.K)
