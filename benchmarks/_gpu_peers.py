@@ -98,6 +98,8 @@ def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], 
         allowed = q >= k if cell.causal else q >= 0
         if cell.window is not None:
             allowed = allowed & (q - k < cell.window)
+        if cell.pattern is not None:
+            allowed = allowed & cell.attends(q // 128, k // 128)
         return allowed if ids is None else allowed & (ids[q] == ids[k])
 
     def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -54,7 +54,7 @@ def _fetch_visited(call: Call, item: tile_scheduler.Item, _: bool, head: Any, in
 def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) -> None:
     """Adds the pieces of dq that are warp `place`'s to device memory when their turn comes."""
     buffers, tile, first = call.buffers, call.tile, call.operands["first"]
-    tiles = first.shape[1]
+    tiles = first.shape[-1]
 
     def add(_: bool, head: Any, index: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
@@ -70,7 +70,11 @@ def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) ->
             plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
 
     def add_piece(piece: int, head: Any, index: Any, full: Any) -> None:
-        before = item.tile - first[item.row(first), index]
+        # How many blocks add to these queries before this one.
+        if call.spec.pattern:
+            before = call.listed("ranks", item, head, index)
+        else:
+            before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
         turn = call.turns.at[(place * tile.members + call.member) * tile.pieces + piece]
         plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")

@@ -39,11 +39,13 @@ from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     I32,
     Call,
+    Visits,
     await_visited,
     clean,
     handed_over,
     hidden,
     of_keys,
+    pattern_words,
     query_numbers,
     visit_heads,
     write_part,
@@ -62,7 +64,7 @@ def backward_kernel(call: Call) -> None:
         tile_scheduler.item(call.plan, number),
         tile_scheduler.visits(call.plan, call.operands["table"], number),
     )
-    visits = functools.partial(visit_heads, call, item.head * call.spec.group, visits)
+    visits = functools.partial(visit_heads, call, Visits(item, item.head * call.spec.group, visits))
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
@@ -115,7 +117,8 @@ def own_keys(call: Call, item: tile_scheduler.Item, w: Any, visits: Any) -> None
         await_visited(call, count, mask)
         key = item.tile * tile.keys + own * ROWS
         row_ids = arrays.load_rows(_key_ids(call, item, own)) if mask and spec.segments else None
-        hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
+        words = pattern_words(call, item, head, index, own) if mask else ()
+        hide = functools.partial(hidden, call, key, row_ids, slot, index, words) if mask else None
         drawn = functools.partial(_numbers, call, item, own, slot, head, index)
         slopes = _last_slopes(call, own, count) if tile.crowded else slopes
         dk, *weights = _weigh(call, own, slot, last, dk, slopes, hide, drawn)

@@ -29,6 +29,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     handed_over,
     hidden,
     of_keys,
+    pattern_words,
     query_numbers,
     write_part,
 )
@@ -59,7 +60,8 @@ def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
         count, dv, rest = state
         slot, place = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
         await_visited(call, count, cut)
-        hide = functools.partial(hidden, call, first, row_ids, slot, index) if cut else None
+        words = pattern_words(call, item, head, index, call.member) if cut else ()
+        hide = functools.partial(hidden, call, first, row_ids, slot, index, words) if cut else None
         numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.drops else None
         weights, factors = _weigh(call, count, slot, rest, hide, numbers)
         # Both members have made their parts of dq of what was here before.

@@ -86,6 +86,13 @@ class Call:
         """The stage that a visit's keys and values are in."""
         return lax.rem(count, I32(self.tile.stages))
 
+    def key_block(self, item: tile_scheduler.Item, place: Any) -> Any:
+        """The key block of a visit: its place itself, or with a pattern what the item's list has there."""
+        if not self.spec.pattern:
+            return place
+        blocks = self.operands["blocks"]
+        return blocks[item.row(blocks), *item.head_row(blocks, 4), item.tile, place]
+
     def numbers(self, count: Any) -> Any:
         """Dropout's numbers of a visit's keys."""
         return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
