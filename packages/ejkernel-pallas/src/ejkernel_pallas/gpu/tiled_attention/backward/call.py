@@ -79,13 +79,15 @@ class Visits:
 
 
 def visit_heads(call: Call, visits: Visits, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
-    """Visits tiles, the last one first, in runs: cut, full and cut ones; each of all heads, or head by head."""
+    """Visits tiles, the last one first, in runs: cut, full and cut ones; each of all heads, or head by head.
+
+    With a pattern, `visit` gets places in the list of the item's keys and a head.
+    """
     item, heads = visits.item, 1 if call.by_head else call.spec.group
 
     def run(head: Any, low: Any, high: Any, cut: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
-            own = head + lax.rem(n, I32(heads))
-            return visit(cut, own, call.query_block(item, own, high - 1 - lax.div(n, I32(heads))), state)
+            return visit(cut, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
@@ -175,9 +177,9 @@ def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tup
     return tile_masks.between(scores, *limits, ids, words)
 
 
-def pattern_words(call: Call, item: tile_scheduler.Item, head: Any, index: Any, place: Any) -> tuple[Any, ...]:
-    """Bits of the pattern for 64 of the item's keys, those at `place` times 64, and a visited tile of queries."""
+def pattern_words(call: Call, item: tile_scheduler.Item, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
+    """Bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a visited tile of queries."""
     if not call.spec.pattern:
         return ()
-    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, index)]
-    return tile_masks.load_words(words, place * ROWS, call.tile.queries)
+    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]
+    return tile_masks.load_words(words, part * ROWS, call.tile.queries)

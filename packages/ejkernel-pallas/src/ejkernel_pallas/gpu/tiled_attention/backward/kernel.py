@@ -109,15 +109,16 @@ def own_keys(call: Call, item: tile_scheduler.Item, w: Any, visits: Any) -> None
         owned = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
         clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *owned)
 
-    def visit(mask: bool, head: Any, index: Any, state: Any) -> Any:
+    def visit(mask: bool, head: Any, place: Any, state: Any) -> Any:
         count, dk, dv, slopes = state
+        index = call.query_block(item, head, place)
         # Places in shared memory are made anew in every visit: before the loop, they would take registers up.
         own = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         await_visited(call, count, mask)
         key = item.tile * tile.keys + own * ROWS
         row_ids = arrays.load_rows(_key_ids(call, item, own)) if mask and spec.segments else None
-        words = pattern_words(call, item, head, index, own) if mask else ()
+        words = pattern_words(call, item, head, place, own) if mask else ()
         hide = functools.partial(hidden, call, key, row_ids, slot, index, words) if mask else None
         drawn = functools.partial(_numbers, call, item, own, slot, head, index)
         slopes = _last_slopes(call, own, count) if tile.crowded else slopes

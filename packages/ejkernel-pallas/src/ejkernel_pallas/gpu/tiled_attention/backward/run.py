@@ -132,9 +132,9 @@ def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], tile_s
         lengths = (visits[..., 3] - visits[..., 0]).reshape(-1, count)
     mean, half = lengths.mean() * spec.group, lengths.shape[1] // 2
     fitting = tile_scheduler.CACHE / (spec.group * spec.queries * tile.row_bytes(spec))
-    falling = spec.left is None and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+    falling = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     folded = falling and fitting > 0.75
-    apart = math.ceil(APART * tile_scheduler.multiprocessors() / (mean * tile.members))
+    apart = 1 if spec.pattern else math.ceil(APART * tile_scheduler.multiprocessors() / (mean * tile.members))
     together = round(fitting) if folded else max(int(fitting), apart)
 
     def plan(batch: int) -> tile_scheduler.Plan:
@@ -144,7 +144,7 @@ def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], tile_s
             count,
             batch=batch,
             heads=spec.kv_heads,
-            reverse=False,
+            reverse=spec.pattern,
             head_bytes=tile_scheduler.CACHE // together,
             group=1,
             dealt=False,

@@ -88,10 +88,12 @@ class Call:
 
     def key_block(self, item: tile_scheduler.Item, place: Any) -> Any:
         """The key block of a visit: its place itself, or with a pattern what the item's list has there."""
-        if not self.spec.pattern:
-            return place
-        blocks = self.operands["blocks"]
-        return blocks[item.row(blocks), *item.head_row(blocks, 4), item.tile, place]
+        return self.listed("blocks", item, place) if self.spec.pattern else place
+
+    def listed(self, name: str, item: tile_scheduler.Item, place: Any) -> Any:
+        """What an operand of a pattern has at a place of the item's list."""
+        operand = self.operands[name]
+        return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
 
     def numbers(self, count: Any) -> Any:
         """Dropout's numbers of a visit's keys."""

@@ -203,11 +203,9 @@ def _tile_mask(call: Call, own: Own, place: Any, cut: Cut) -> TileMask:
     """What masks the scores of the visit at a place of the item's list, if it may be cut."""
     if cut is None or not call.spec.pattern:
         return TileMask(place)
-    block, item = call.key_block(own.item, place), own.item
-    ids, words = call.operands["mask_ids"], call.operands["mask_words"]
-    mask = ids[item.row(ids), *item.head_row(ids, 4), item.tile, block]
-    row = own.row - item.tile * call.tile.queries
-    return TileMask(block, tile_masks.load_words(words.at[I32(0), mask], row, call.tile.keys))
+    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", own.item, place)]
+    row = own.row - own.item.tile * call.tile.queries
+    return TileMask(call.key_block(own.item, place), tile_masks.load_words(words, row, call.tile.keys))
 
 
 def _masked(call: Call, own: Own, mask: TileMask, cut: Cut, scores: Any) -> Any:

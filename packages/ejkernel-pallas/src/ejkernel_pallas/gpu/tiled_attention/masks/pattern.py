@@ -3,8 +3,8 @@
 Without a pattern, the blocks that a tile visits are neighbours, and four numbers a tile say which of them are full.
 With one, every tile has a list, and the same four numbers are positions in it:
 
-    forward     first block | full blocks        | partial blocks      a query tile's key blocks
-    backward    partial blocks | full blocks                           a key tile's query blocks, visited from the end
+    forward     first block | full blocks | partial blocks      a query tile's key blocks
+    backward    full blocks | partial blocks                    a key tile's query blocks, visited from the end
 
 A tile that visits nothing has one block in its list with the empty mask, so that what it writes is written by the same
 code. In the accumulator of a product a thread has, of a row, two of every eight columns; so the mask of 128 columns is
@@ -37,8 +37,8 @@ def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, 
         kv_block: Keys a block.
 
     Returns:
-        `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], `mask_ids` [B|1, H|1,
-        query tiles, key blocks], and `mask_words` as above.
+        `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
+        these, and `mask_words` as above.
     """
     found = _visited(block_map(record, q_block, kv_block))
     lists = block_lists(found)
@@ -47,7 +47,7 @@ def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, 
     return _arrays(
         table=xp.stack([none, none, lists.full, lists.count], axis=-1),
         blocks=lists.blocks,
-        mask_ids=found.mask_ids,
+        mask_ids=lists.mask_ids,
         mask_words=_words(found),
     )
 
@@ -61,22 +61,34 @@ def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[di
         kv_block: Keys a tile.
 
     Returns:
-        As `key_lists` with keys for queries; also `ranks` [B|1, H|1, key tiles, query blocks], how many key tiles add
-        to a query block before this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles where
-        none adds.
+        As `key_lists` with keys for queries; also the `ranks` of the blocks, how many key tiles add to them before
+        this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles where none adds.
+
+    Blocks take the last key tile first, and visit earlier queries first. Patterns often have keys that all queries see,
+    at the start: were they the first to add, all others would wait for the longest list.
     """
     found = _visited(block_map(record, q_block, kv_block).by_keys())
     some, every = found.some, found.every
     xp: Any = np if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp
-    rank = xp.where(some & every, 1, xp.where(some, 0, 2))
+    kind = xp.where(some & every, 0, xp.where(some, 1, 2))
     longest = max(1, int(found.reachable.sum(axis=-1).max()))
-    blocks = xp.argsort(rank, axis=-1, stable=True)[..., :longest]
-    partial, count = ((rank < limit).sum(axis=-1) for limit in (1, 2))
-    table = xp.stack([xp.zeros_like(count), partial, count, count], axis=-1).astype(np.int32)
-    earlier = xp.cumsum(some, axis=2) - some
-    first = xp.where(some.any(axis=2), 0, some.shape[2])
+    queries = some.shape[-1]
+    blocks = queries - 1 - xp.argsort(kind[..., ::-1], axis=-1, stable=True)[..., :longest]
+    full, count = ((kind < limit).sum(axis=-1) for limit in (1, 2))
+    none = xp.zeros_like(count)
+    table = xp.stack([none, none, full, count], axis=-1).astype(np.int32)
+    later = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
+
+    def listed(values: Any) -> Any:
+        return xp.take_along_axis(xp.broadcast_to(values, (*blocks.shape[:-1], queries)), blocks, axis=-1)
+
     arrays = _arrays(
-        table=table, blocks=blocks, mask_ids=found.mask_ids, mask_words=_words(found, True), ranks=earlier, first=first
+        table=table,
+        blocks=blocks,
+        mask_ids=listed(found.mask_ids),
+        ranks=listed(later),
+        mask_words=_words(found, True),
+        first=xp.where(some.any(axis=2), 0, some.shape[2]),
     )
     return arrays, table
 
