@@ -15,6 +15,8 @@ def peers(cell: Any) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     if cell.dropout or cell.sinks:  # everyone draws other weights, and few have sinks
         return found
+    if cell.pattern is not None:  # nobody else has one
+        return {"torch flex": functools.partial(_flex, cell)} if importlib.util.find_spec("torch") else found
     plain = cell.cap is None and cell.packed is None
     if plain:
         window = {} if cell.window is None else {"local_window_size": (cell.window - 1, 0)}
