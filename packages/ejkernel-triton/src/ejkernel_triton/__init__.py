@@ -9,7 +9,7 @@ device, the CPU among them: slow, and right to the last bit that the kernel deci
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
-from ejkernel_triton import paged_attention, ring_attention, tiled_attention
+from ejkernel_triton import paged_attention, ring_attention, selected_attention, tiled_attention
 
 
 @hookimpl
@@ -19,4 +19,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tiled_attention.implementations(),
         *ring_attention.implementations(),
         *paged_attention.implementations(),
+        *selected_attention.implementations(),
     )
