@@ -7,8 +7,8 @@
 All sides get the same normal bfloat16 arrays. In the selected branch every query reads its own block and others drawn
 at random from those before it; with all branches the blocks are computed. Our kernels, in every configuration, are
 first compared with float32 on 1024 tokens, all gradients; the others are there for scale, and checked by their own
-tests. Sides run one after the other, several calls a sample, and medians are printed. Rates count the products of listed pairs,
-and 2.5 times as many backward. Memory is what XLA sets aside beside arguments and results.
+tests. Sides run one after the other, several calls a sample, and medians are printed. Rates count the products of
+listed pairs, and 2.5 times as many backward. Memory is what XLA sets aside beside arguments and results.
 """
 
 import argparse
@@ -180,9 +180,7 @@ def configured(arrays: dict[str, jax.Array]) -> Iterator[tuple[str, Passes]]:
     device, wanted = current_device(), frozenset(operands(arrays))
     first = kernels.config.heuristic(record, device, "forward")
     output, residuals = jax.jit(lambda record: kernels.function("forward")(record, first))(record)
-    saved = Pullback(
-        record=record, residuals=residuals, output=output, cotangent=arrays["cotangent"], wanted=wanted
-    )
+    saved = Pullback(record=record, residuals=residuals, output=output, cotangent=arrays["cotangent"], wanted=wanted)
     for direction, given in (("forward", record), ("backward", saved)):
         for config in kernels.config.candidates(record, device, direction):
             run = jax.jit(lambda given, config=config, d=direction: kernels.function(d)(given, config))
@@ -199,7 +197,7 @@ def sides(cell: Cell, arrays: dict[str, jax.Array], candidates: bool, xla: bool)
     if importlib.util.find_spec("fla"):
         try:
             yield "FLA parallel_nsa", fla(arrays)
-        except Exception as error:  # a peer that cannot is left out
+        except Exception as error:  # noqa: BLE001 a peer that cannot is left out
             print(f"<!-- FLA on {cell}: {type(error).__name__}: {str(error)[:200]} -->", flush=True)
     if candidates:
         yield from configured(arrays)

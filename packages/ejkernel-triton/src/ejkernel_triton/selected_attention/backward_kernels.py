@@ -88,10 +88,7 @@ def queries_kernel(
     do = load_heads(cotangent, token, head, spec.DV, spec.BV, spec)
     lse = load_numbers(shift, token, head, spec)
     delta_row = load_numbers(delta, token, head, spec)
-    if TRANSPOSED:
-        acc = tl.zeros([BD, BG], tl.float32)
-    else:
-        acc = tl.zeros([BG, BD], tl.float32)
+    acc = tl.zeros([BD, BG], tl.float32) if TRANSPOSED else tl.zeros([BG, BD], tl.float32)
     for i in tl.range(0, count * TILES):
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)

@@ -1,12 +1,10 @@
 """Tile sizes and launch parameters of the selected-attention kernels."""
 
 import dataclasses
-import itertools
 
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_triton.chips import KIBI, chip_of
 from ejkernel_triton.launch import interpreting
 
 SCORE_ROWS = 64
@@ -123,10 +121,14 @@ def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBac
     )
     if interpreting():
         return [dataclasses.replace(made, list_length=8, block_q=max(1, 16 // group_size(record)), transposed=False)]
-    queries = [{"transposed": t, "query_warps": w, "query_stages": s} for t, w, s in
-               ((True, 4, 3), (True, 4, 1), (False, 4, 3), (False, 4, 2), (False, 2, 2), (False, 1, 2))]
-    keys = [{"key_warps": w, "key_stages": s, "block_q": made.block_q * m} for w, s, m in
-            ((4, 3, 1), (8, 2, 1), (8, 3, 1), (8, 2, 2), (4, 1, 1))]
+    queries = [
+        {"transposed": t, "query_warps": w, "query_stages": s}
+        for t, w, s in ((True, 4, 3), (True, 4, 1), (False, 4, 3), (False, 4, 2), (False, 2, 2), (False, 1, 2))
+    ]
+    keys = [
+        {"key_warps": w, "key_stages": s, "block_q": made.block_q * m}
+        for w, s, m in ((4, 3, 1), (8, 2, 1), (8, 3, 1), (8, 2, 2), (4, 1, 1))
+    ]
     lengths = [{"list_length": 2 * length}, {"list_length": 4 * length}]
     return [made, *(dataclasses.replace(made, **x) for x in (*queries, *keys, *lengths))]
 

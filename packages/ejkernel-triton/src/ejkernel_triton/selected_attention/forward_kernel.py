@@ -99,10 +99,7 @@ def forward_kernel(
     rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
     tl.store(lse + rows, logs, mask=g < spec.G)
     output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
-    if TRANSPOSED:
-        acc = tl.trans(acc / some[None, :])
-    else:
-        acc = acc / some[:, None]
+    acc = tl.trans(acc / some[None, :]) if TRANSPOSED else acc / some[:, None]
     store_heads(output, token, head, acc, spec.DV, BV, spec)
 
 

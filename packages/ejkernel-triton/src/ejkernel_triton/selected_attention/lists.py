@@ -75,7 +75,7 @@ def find_readers(record: SelectedAttention, length: int) -> Readers:
 
 
 def block_ends(record: SelectedAttention) -> jax.Array:
-    """The key after the last that each block owns, [1, M] int32: the last block of a sequence ends where the next begins."""
+    """The key after the last of each block, [1, M] int32: a sequence's last block ends where the next one begins."""
     first, keys = starts(record), record.key.shape[1]
     behind = jnp.concatenate([first[1:], jnp.full(1, keys, first.dtype)])
     return jnp.minimum(first + record.block_size, behind).astype(jnp.int32)[None]

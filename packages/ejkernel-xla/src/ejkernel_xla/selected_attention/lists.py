@@ -94,21 +94,6 @@ def arrange(record: SelectedAttention, plan: Plan) -> Operands:
     )
 
 
-def clean(record: SelectedAttention) -> SelectedAttention:
-    """The record with zeros in the padding of what the selected branch and the gates multiply."""
-    if record.q_segment_ids is None or record.kv_segment_ids is None:
-        return record
-    rows = {"query": record.q_segment_ids, "key": record.kv_segment_ids, "value": record.kv_segment_ids}
-    rows |= {name: record.q_segment_ids for name in ("g_slc", "g_cmp", "g_swa") if getattr(record, name) is not None}
-    cleaned = {name: zero_padding(getattr(record, name), ids) for name, ids in rows.items()}
-    return dataclasses.replace(record, **cleaned)
-
-
-def zero_padding(x: jax.Array, ids: jax.Array | None) -> jax.Array:
-    """[B, T, ...] with zeros where ids [B, T] are negative."""
-    return x if ids is None else jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, 0)
-
-
 def by_group(x: jax.Array, plan: Plan) -> jax.Array:
     """[B, t, H, n] -> [B, Hk, T, g, n]."""
     x = x.reshape(*x.shape[:2], plan.heads, plan.group, -1).transpose(0, 2, 1, 3, 4)
