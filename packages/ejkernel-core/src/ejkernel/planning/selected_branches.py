@@ -29,6 +29,7 @@ from ejkernel.ops.pullback import Pullback
 Gradients = dict[str, jax.Array]
 SHARED = frozenset({"query", "key", "value"})
 Selected = Callable[[SelectedAttention], Branch]
+Select = Callable[[SelectedAttention, Branch | None], jax.Array]
 SelectedGradients = Callable[[SelectedAttention, Branch, jax.Array, frozenset[str]], Gradients]
 
 
@@ -50,24 +51,32 @@ DISPATCHED = DenseKernel(_FLASH.forward, _FLASH.backward)
 """Whatever implementation of tiled attention is best for a branch."""
 
 
-def forward(record: SelectedAttention, selected: Selected, dense: DenseKernel) -> tuple[jax.Array, SelectedResiduals]:
+def forward(
+    record: SelectedAttention, selected: Selected, select: Select, dense: DenseKernel
+) -> tuple[jax.Array, SelectedResiduals]:
     """Output and residuals of a record.
 
     Args:
         record: The canonical arguments.
-        selected: Computes the selected branch of a record with zeros in the padding.
-        dense: What attends in the others.
+        selected: Computes the selected branch of a record with block indices, and with zeros in the padding.
+        select: (record, its compressed branch, if there is one) -> the blocks that are selected, [B, T, Hk, N] int32.
+        dense: What attends in the other branches.
 
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    record = clean(record)
-    branches = {"selected": selected(record)}
+    record, chosen = clean(record), None
+    branches: dict[str, Branch] = {}
     for name, branch in (("compressed", compressed(record)), ("window", window(record))):
         if branch is not None:
             output, residuals, *_ = dense.forward(branch)
             branches[name] = Branch(output=output, lse=residuals.lse)
-    return gated(record, branches), SelectedResiduals(**branches)
+    listed = record
+    if record.block_indices is None:
+        chosen = select(record, branches.get("compressed"))
+        listed = dataclasses.replace(record, block_indices=chosen)
+    branches["selected"] = selected(listed)
+    return gated(record, branches), SelectedResiduals(**branches, block_indices=chosen)
 
 
 def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel) -> Gradients:
@@ -75,7 +84,7 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        selected: (record with zeros in the padding, branch, its cotangent, wanted of query, key and value) -> gradients
+        selected: (record as in the forward pass, branch, its cotangent, wanted of query, key and value) -> gradients
             of the selected branch.
         dense: What differentiates the others.
 
@@ -83,6 +92,8 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
         Each wanted gradient, in its field's shape and dtype.
     """
     record, wanted = clean(pullback.record), pullback.wanted
+    if record.block_indices is None:
+        record = dataclasses.replace(record, block_indices=pullback.residuals.block_indices)
     wide = jnp.promote_types(record.query.dtype, jnp.float32)
     cotangent = zero_padding(pullback.cotangent, record.q_segment_ids).astype(wide)
     grads: Gradients = {}

@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.selected_attention import FAMILY
+from ejkernel.families.selected_attention import FAMILY, slots
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.selected_attention import config
 
 HANDLES = frozenset(
     {
+        "selected_blocks",
         "block_starts",
         "compressed_key",
         "compressed_value",
@@ -31,7 +32,7 @@ HEADS = 64
 
 def _reasons(record: Any) -> Iterable[str]:
     """What `Requires` has no word for."""
-    if not (record.query.size and record.key.size and record.value.size and record.block_indices.size):
+    if not (record.query.size and record.key.size and record.value.size and slots(record)):
         yield "an array is empty"
     elif config.group_size(record) > HEADS:
         yield f"{config.group_size(record)} query heads a KV head are more than {HEADS}"

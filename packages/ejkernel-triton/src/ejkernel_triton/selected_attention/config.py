@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ejkernel.families.selected_attention import SelectedAttention
+from ejkernel.families.selected_attention import SelectedAttention, slots
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.launch import interpreting
@@ -108,7 +108,7 @@ def _forward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForw
 
 def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
     block = _block_kv(record)
-    length = max(LIST, padded(record.query.shape[1] * record.block_indices.shape[3] // 256))
+    length = max(LIST, padded(record.query.shape[1] * slots(record) // 256))
     made = SelectedBackward(
         block_kv=block,
         transposed=True,

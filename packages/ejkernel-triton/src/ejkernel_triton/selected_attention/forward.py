@@ -7,6 +7,7 @@ from ejkernel.families.selected_attention import Branch, SelectedAttention, Sele
 from ejkernel.planning import selected_branches
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selected_attention.config import SelectedForward
+from ejkernel_triton.selected_attention.select import select
 from ejkernel_triton.selected_attention.spec import make_spec
 
 
@@ -20,7 +21,9 @@ def forward(record: SelectedAttention, config: SelectedForward) -> tuple[jax.Arr
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    return selected_branches.forward(record, lambda clean: selected(clean, config), selected_branches.DISPATCHED)
+    return selected_branches.forward(
+        record, lambda listed: selected(listed, config), select, selected_branches.DISPATCHED
+    )
 
 
 def operands(record: SelectedAttention) -> tuple[jax.Array | None, ...]:

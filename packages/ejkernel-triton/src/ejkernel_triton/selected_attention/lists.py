@@ -37,6 +37,7 @@ class Readers(NamedTuple):
 def find_readers(record: SelectedAttention, length: int) -> Readers:
     """The lists of a record, and their parts of at most `length` queries."""
     listed, count = record.block_indices, blocks(record)
+    assert listed is not None  # selected by now
     if record.q_segment_ids is not None:
         listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, -1)
     tokens, bounds = _sorted(listed, count)

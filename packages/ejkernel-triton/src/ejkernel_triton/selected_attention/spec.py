@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from ejkernel.families.selected_attention import SelectedAttention, blocks
+from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.selected_attention.config import padded
@@ -67,7 +67,7 @@ class SelectedSpec:
 def make_spec(record: SelectedAttention) -> SelectedSpec:
     """The constants of a record's kernels on the device in use."""
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
-    slots = record.block_indices.shape[3]
+    count = slots(record)
     return SelectedSpec(
         T=t,
         S=s,
@@ -79,8 +79,8 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         DV=dv,
         BD=padded(d),
         BV=padded(dv),
-        SLOTS=slots,
-        BS=1 << max(0, slots - 1).bit_length(),
+        SLOTS=count,
+        BS=1 << (count - 1).bit_length(),
         M=blocks(record),
         SIZE=record.block_size,
         STARTS=record.block_starts is not None,

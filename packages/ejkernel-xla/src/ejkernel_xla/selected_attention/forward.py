@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals
+from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals, select
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import selected_branches
@@ -30,7 +30,11 @@ def forward(record: SelectedAttention, config: Any) -> tuple[jax.Array, Selected
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    return selected_branches.forward(record, lambda clean: _selected(clean, config), DENSE)
+    return selected_branches.forward(record, lambda listed: _selected(listed, config), _select, DENSE)
+
+
+def _select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+    return select(record)
 
 
 def _dense_forward(record: TiledAttention) -> Any:

@@ -74,7 +74,8 @@ class Operands(NamedTuple):
 
 
 def arrange(record: SelectedAttention, plan: Plan) -> Operands:
-    """The operands of a record whose padding is clean."""
+    """The operands of a record whose padding is clean, and whose blocks are listed."""
+    assert record.block_indices is not None  # selected by now
     listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.blocks)
     ids = None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
