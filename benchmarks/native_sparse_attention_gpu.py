@@ -15,10 +15,11 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch has arrays on the GPU, too
@@ -188,19 +189,27 @@ def configured(arrays: dict[str, jax.Array]) -> Iterator[tuple[str, Passes]]:
             yield str(config), ((call, None, "") if direction == "forward" else (None, call, "backward alone"))
 
 
-def sides(cell: Cell, arrays: dict[str, jax.Array], candidates: bool, xla: bool) -> Iterator[tuple[str, Passes]]:
-    """Everything that can compute a cell here."""
-    yield "ejkernel triton", ours(arrays, "triton")
-    yield "dense causal flash_attention", dense(arrays)
-    if xla and cell.length <= XLA_MOST:
-        yield "ejkernel xla", ours(arrays, "xla")
-    if importlib.util.find_spec("fla"):
+SIDES: dict[str, tuple[str, Callable[[dict[str, jax.Array]], Passes]]] = {
+    "triton": ("ejkernel triton", lambda arrays: ours(arrays, "triton")),
+    "dense": ("dense causal flash_attention", dense),
+    "xla": ("ejkernel xla", lambda arrays: ours(arrays, "xla")),
+    "fla": ("FLA parallel_nsa", fla),
+}
+"""Who can compute a cell: by the name to choose it by, what it is called, and what makes it."""
+
+
+def sides(cell: Cell, arrays: dict[str, jax.Array], wanted: Iterable[str]) -> Iterator[tuple[str, Passes]]:
+    """Those of the wanted sides that can compute a cell here."""
+    for name in wanted:
+        if (name == "xla" and cell.length > XLA_MOST) or (name == "fla" and not importlib.util.find_spec("fla")):
+            continue
+        title, make = SIDES[name]
         try:
-            yield "FLA parallel_nsa", fla(arrays)
-        except Exception as error:  # noqa: BLE001 a peer that cannot is left out
+            yield title, make(arrays)
+        except Exception as error:
+            if name != "fla":
+                raise
             print(f"<!-- FLA on {cell}: {type(error).__name__}: {str(error)[:200]} -->", flush=True)
-    if candidates:
-        yield from configured(arrays)
 
 
 def errors(made: Any, want: Any) -> float:
@@ -294,7 +303,7 @@ def main() -> None:
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--branches", default="", help="selected or all; without it both")
     parser.add_argument("--lengths", default="", help="tokens, separated by commas")
-    parser.add_argument("--no-xla", action="store_true", help="without XLA's side")
+    parser.add_argument("--sides", default=",".join(SIDES), help="some of the default, separated by commas")
     parser.add_argument("--no-check", action="store_true", help="where the same kernels were checked just now")
     chosen = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -311,7 +320,8 @@ def main() -> None:
         if chosen.lengths and str(cell.length) not in chosen.lengths.split(","):
             continue
         arrays = cell.arrays()
-        for name, side in sides(cell, arrays, chosen.candidates, not chosen.no_xla):
+        more = configured(arrays) if chosen.candidates else ()
+        for name, side in itertools.chain(sides(cell, arrays, chosen.sides.split(",")), more):
             print("| " + " | ".join(row(cell, name, side, 3 if chosen.quick else 7)) + " |", flush=True)
 
 

@@ -21,6 +21,7 @@ from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import selected_branches
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.selected_attention.compressed import DENSE
 from ejkernel_triton.selected_attention.config import SelectedBackward, group_size, padded
 from ejkernel_triton.selected_attention.forward import operands
 from ejkernel_triton.selected_attention.lists import Readers, block_ends, find_readers
@@ -41,7 +42,7 @@ def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     selected = functools.partial(selected_gradients, config=config)
-    return selected_branches.backward(pullback, selected, selected_branches.DISPATCHED)
+    return selected_branches.backward(pullback, selected, DENSE)
 
 
 def selected_gradients(
@@ -71,7 +72,7 @@ def _of_query(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config:
         grid=spec.T * spec.HK * record.query.shape[0],
         num_warps=config.query_warps,
         num_stages=config.query_stages,
-        constants={"spec": spec, "BLOCK_KV": config.block_kv, "TRANSPOSED": config.transposed},
+        constants={"spec": spec, "BLOCK_KV": config.block_kv},
     )
     return dquery
 
@@ -84,8 +85,8 @@ def _of_keys(
     readers, ends = find_readers(record, config.list_length), block_ends(record)
     query, key, value, _, starts, own, q_ids, k_ids = operands(record)
     batch, parts = record.query.shape[0], readers.parts.shape[2]
-    tiles = -(-spec.SIZE // config.block_kv)
-    sums = [(batch, spec.HK, readers.slots, tiles, config.block_kv, width) for width in (spec.BD, spec.BV)]
+    tiles = -(-spec.SIZE // config.own_kv)
+    sums = [(batch, spec.HK, readers.slots, tiles, config.own_kv, width) for width in (spec.BD, spec.BV)]
     shapes = [Shape(record.key.shape, record.key.dtype), Shape(record.value.shape, record.value.dtype)]
     made = launch(
         keys_kernel,
@@ -97,7 +98,7 @@ def _of_keys(
         num_stages=config.key_stages,
         constants={
             "spec": spec,
-            "BLOCK_KV": config.block_kv,
+            "BLOCK_KV": config.own_kv,
             "BLOCK_Q": config.block_q,
             "ROWS": padded(config.block_q * group_size(record)),
             "PARTS": parts,
@@ -128,8 +129,8 @@ def _merged(
         (key_sums, value_sums, readers.merges, *where, dkey, dvalue),
         (5, 6),
         batch=batch,
-        grid=-(-spec.SIZE // config.block_kv) * spec.M * spec.HK * batch,
-        num_warps=4,
+        grid=-(-spec.SIZE // config.own_kv) * spec.M * spec.HK * batch,
+        num_warps=8,
         num_stages=1,
-        constants={"spec": spec, "BLOCK_KV": config.block_kv, "SUMS": readers.slots},
+        constants={"spec": spec, "BLOCK_KV": config.own_kv, "SUMS": readers.slots},
     )

@@ -55,7 +55,6 @@ def queries_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
 ):
     """A program owns one query and one KV head."""
     program = tl.program_id(0)
@@ -88,7 +87,7 @@ def queries_kernel(
     do = load_heads(cotangent, token, head, spec.DV, spec.BV, spec)
     lse = load_numbers(shift, token, head, spec)
     delta_row = load_numbers(delta, token, head, spec)
-    acc = tl.zeros([BD, BG], tl.float32) if TRANSPOSED else tl.zeros([BG, BD], tl.float32)
+    acc = tl.zeros([BG, BD], tl.float32)
     for i in tl.range(0, count * TILES):
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
@@ -97,21 +96,12 @@ def queries_kernel(
         k = load_keys(key, start, index, there, spec.D, BD, spec)
         v = load_keys(value, start, index, there, spec.DV, spec.BV, spec)
         keep = attending(k_ids, start + index, there, own_at, q_id, spec)
-        if TRANSPOSED:
-            scores = dot(k, tl.trans(q), spec) * spec.FACTOR
-            weights = tl.where(keep[:, None], tl.exp2(scores - lse[None, :]), 0.0)
-            dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])
-            acc = add_dot(acc, tl.trans(k), dscores.to(k.dtype), spec)
-        else:
-            scores = dot(q, tl.trans(k), spec) * spec.FACTOR
-            weights = tl.where(keep[None, :], tl.exp2(scores - lse[:, None]), 0.0)
-            dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
-            acc = add_dot(acc, dscores.to(k.dtype), k, spec)
-    acc = acc * spec.SCALE
-    if TRANSPOSED:
-        acc = tl.trans(acc)
+        scores = dot(q, tl.trans(k), spec) * spec.FACTOR
+        weights = tl.where(keep[None, :], tl.exp2(scores - lse[:, None]), 0.0)
+        dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
+        acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
-    store_heads(dquery, token, head, acc, spec.D, BD, spec)
+    store_heads(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)
 
 
 @triton.jit

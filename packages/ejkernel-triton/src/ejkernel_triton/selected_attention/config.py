@@ -5,10 +5,8 @@ import dataclasses
 from ejkernel.families.selected_attention import SelectedAttention, slots
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-
-SCORE_ROWS = 64
-"""Query rows, all heads of a KV head counted, that a program that owns keys visits at once."""
 
 LIST = 512
 """Queries of a block's list that one program walks, at least."""
@@ -20,13 +18,11 @@ class SelectedForward:
 
     Attributes:
         block_kv: Keys of a listed block a tile.
-        transposed: Whether tiles of scores are [keys, heads], so that keys are the long side of a matrix instruction.
         num_warps: Warps a program.
         num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
     """
 
     block_kv: int
-    transposed: bool
     num_warps: int
     num_stages: int
 
@@ -36,20 +32,20 @@ class SelectedBackward:
     """Configuration of the backward kernels: of programs that own a query, and of those that own a block of keys.
 
     Attributes:
-        block_kv: Keys a tile, visited or owned.
-        transposed: As in `SelectedForward`, of programs that own a query; those that own keys always are.
+        block_kv: Keys a tile that a program that owns a query visits.
         query_warps: Warps of a program that owns a query.
         query_stages: Its pipeline stages.
-        block_q: Queries a tile that a program that owns keys visits.
+        own_kv: Keys of a block that a program owns.
+        block_q: Queries a tile that it visits.
         list_length: Queries of a block's list that one program walks; longer lists are split and merged.
-        key_warps: Warps of a program that owns keys.
+        key_warps: Its warps.
         key_stages: Its pipeline stages.
     """
 
     block_kv: int
-    transposed: bool
     query_warps: int
     query_stages: int
+    own_kv: int
     block_q: int
     list_length: int
     key_warps: int
@@ -92,48 +88,74 @@ def candidates(
 
 
 def _forward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
-    block = _block_kv(record)
+    most, warps = _query_tile(record, "forward")
     if interpreting():
-        return [SelectedForward(block_kv=block, transposed=x, num_warps=4, num_stages=2) for x in (True, False)]
-    transposed = [
-        SelectedForward(block_kv=min(block, keys), transposed=True, num_warps=4, num_stages=stages)
-        for keys, stages in ((64, 2), (64, 3), (64, 4), (64, 1))
-    ]
-    straight = [
-        SelectedForward(block_kv=min(block, keys), transposed=False, num_warps=warps, num_stages=stages)
-        for keys, warps, stages in ((64, 4, 3), (64, 2, 3), (64, 1, 2), (32, 1, 3), (64, 2, 2), (64, 4, 2))
-    ]
-    return transposed + straight
+        return [SelectedForward(block_kv=most, num_warps=4, num_stages=2)]
+    tiles = ((most, warps, 2), *TILES)
+    return [SelectedForward(block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles if k <= most]
 
 
 def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
-    block = _block_kv(record)
     length = max(LIST, padded(record.query.shape[1] * slots(record) // 256))
+    most, warps = _query_tile(record, "backward")
+    own, rows, key_warps = _key_tile(record, device)
     made = SelectedBackward(
-        block_kv=block,
-        transposed=True,
-        query_warps=4,
+        block_kv=most,
+        query_warps=warps,
         query_stages=2,
-        block_q=max(1, SCORE_ROWS // group_size(record)),
-        list_length=length,
-        key_warps=4,
+        own_kv=own,
+        block_q=max(1, rows // group_size(record)),
+        list_length=8 if interpreting() else length,
+        key_warps=key_warps,
         key_stages=2,
     )
     if interpreting():
-        return [dataclasses.replace(made, list_length=8, block_q=max(1, 16 // group_size(record)), transposed=False)]
+        return [made]
     queries = [
-        {"transposed": t, "query_warps": w, "query_stages": s}
-        for t, w, s in ((True, 4, 3), (True, 4, 1), (False, 4, 3), (False, 4, 2), (False, 2, 2), (False, 1, 2))
+        dataclasses.replace(made, block_kv=keys, query_warps=warps, query_stages=stages)
+        for keys, warps, stages in TILES
+        if keys <= most
     ]
     keys = [
-        {"key_warps": w, "key_stages": s, "block_q": made.block_q * m}
-        for w, s, m in ((4, 3, 1), (8, 2, 1), (8, 3, 1), (8, 2, 2), (4, 1, 1))
+        dataclasses.replace(made, key_warps=key_warps, key_stages=stages, block_q=max(1, made.block_q // part))
+        for stages, part in ((2, 1), (3, 1), (2, 2), (3, 2))
     ]
-    lengths = [{"list_length": 2 * length}, {"list_length": 4 * length}]
-    return [made, *(dataclasses.replace(made, **x) for x in (*queries, *keys, *lengths))]
+    lengths = [dataclasses.replace(made, list_length=n) for n in (length // 2, 2 * length, 4 * length)]
+    return [made, *queries, *keys, *lengths]
 
 
-def _block_kv(record: SelectedAttention) -> int:
-    """Keys a tile: a block, or a part of a long one; rows of float32 and long rows leave room for fewer."""
-    row = padded(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
-    return min(padded(record.block_size), 64 if row <= 256 else 32 if row <= 512 else 16)
+TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
+"""Keys, warps and stages of programs that own a query: what is worth measuring."""
+
+
+def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
+    """Keys and warps of programs that own a query: the fewest warps whose registers hold the tile."""
+    if interpreting():
+        return min(padded(record.block_size), 16), 4
+    row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
+    keys = min(padded(record.block_size), 32 if wide and row > 256 else 64)
+    if wide or row > 256 or group_size(record) > 16:
+        return keys, 4
+    return keys, 1 if direction == "forward" else 2
+
+
+def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
+    """Keys, query rows and warps of programs that own keys: what registers hold."""
+    if interpreting():
+        return min(padded(record.block_size), 16), 16, 4
+    row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
+    architecture = chip_of(device).architecture
+    if wide:
+        keys, rows, warps = (32, 32, 4) if row <= 256 else (16, 16, 4)
+    elif row <= 256:
+        keys, rows, warps = 64, 64 if architecture in ("ampere", "hopper", "blackwell") else 32, 4
+    elif architecture == "cdna3":
+        keys, rows, warps = 32, 32, 4
+    else:
+        keys, rows, warps = 64 if record.query.shape[3] + record.value.shape[3] <= 320 else 32, 32, 8
+    return min(keys, padded(record.block_size)), rows, warps
+
+
+def _row_bytes(record: SelectedAttention) -> int:
+    """Bytes of the longest row, padded."""
+    return padded(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize

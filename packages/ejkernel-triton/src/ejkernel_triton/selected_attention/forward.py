@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals
 from ejkernel.planning import selected_branches
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.selected_attention.compressed import DENSE
 from ejkernel_triton.selected_attention.config import SelectedForward
 from ejkernel_triton.selected_attention.select import select
 from ejkernel_triton.selected_attention.spec import make_spec
@@ -21,9 +22,7 @@ def forward(record: SelectedAttention, config: SelectedForward) -> tuple[jax.Arr
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    return selected_branches.forward(
-        record, lambda listed: selected(listed, config), select, selected_branches.DISPATCHED
-    )
+    return selected_branches.forward(record, lambda listed: selected(listed, config), select, DENSE)
 
 
 def operands(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
@@ -46,10 +45,6 @@ def selected(record: SelectedAttention, config: SelectedForward) -> Branch:
         grid=t * hk * b,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        constants={
-            "spec": make_spec(record),
-            "BLOCK_KV": config.block_kv,
-            "TRANSPOSED": config.transposed,
-        },
+        constants={"spec": make_spec(record), "BLOCK_KV": config.block_kv},
     )
     return Branch(output=output, lse=lse)

@@ -9,9 +9,9 @@
                        +--------------------------------------------------------------------------------------+
     epilogue: output = acc / l, lse = m + log l
 
-Neighbouring queries list different blocks, so a tile of scores has only the heads that share a KV head: 16 rows, of
-which a matrix instruction of Hopper wants 64. TRANSPOSED makes the keys its rows, K q^T and V^T p^T: then keys and
-values are read from shared memory where the copies put them, and accumulators take an eighth of the registers.
+Neighbouring queries list different blocks, so a tile of scores has only the heads that share a KV head: 16 rows, one
+matrix instruction of a warp. With a warp a program nothing passes between warps, and as many programs as shared memory
+holds keep their copies in flight; what bounds them is how fast L2 delivers keys and values.
 
 Source: native sparse attention, Yuan et al. 2025, arXiv:2502.11089, section 3.4.
 """
@@ -47,7 +47,6 @@ def forward_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
 ):
     """A program owns one query and one KV head; programs of a KV head follow each other and share its keys in L2."""
     program = tl.program_id(0)
@@ -75,13 +74,8 @@ def forward_kernel(
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
     q = load_heads(query, token, head, spec.D, spec.BD, spec)
     row_max = tl.full([BG], float("-inf"), tl.float32)
-    if TRANSPOSED:
-        # The sum over keys crosses warps there: it is left to the epilogue, and exponentials are added up in place.
-        row_sum = tl.zeros([BLOCK_KV, BG], tl.float32)
-        acc = tl.zeros([BV, BG], tl.float32)
-    else:
-        row_sum = tl.zeros([BG], tl.float32)
-        acc = tl.zeros([BG, BV], tl.float32)
+    row_sum = tl.zeros([BG], tl.float32)
+    acc = tl.zeros([BG, BV], tl.float32)
     for i in tl.range(0, count * TILES):
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
@@ -90,40 +84,27 @@ def forward_kernel(
         k = load_keys(key, start, index, there, spec.D, spec.BD, spec)
         v = load_keys(value, start, index, there, spec.DV, BV, spec)
         keep = attending(k_ids, start + index, there, own_at, q_id, spec)
-        row_max, row_sum, acc = _visit(q, k, v, keep, row_max, row_sum, acc, spec, TRANSPOSED)
-    if TRANSPOSED:
-        row_sum = tl.sum(row_sum, 0)
+        row_max, row_sum, acc = _visit(q, k, v, keep, row_max, row_sum, acc, spec)
     some = tl.where(row_sum > 0.0, row_sum, 1.0)
     logs = tl.where(row_sum > 0.0, (tl.log2(some) + finite(row_max)) * LN2, float("-inf"))
     g = tl.arange(0, BG)
     rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
     tl.store(lse + rows, logs, mask=g < spec.G)
     output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
-    acc = tl.trans(acc / some[None, :]) if TRANSPOSED else acc / some[:, None]
-    store_heads(output, token, head, acc, spec.DV, BV, spec)
+    store_heads(output, token, head, acc / some[:, None], spec.DV, BV, spec)
 
 
 @triton.jit
-def _visit(q, k, v, keep, row_max, row_sum, acc, spec: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _visit(q, k, v, keep, row_max, row_sum, acc, spec: tl.constexpr):
     """Takes a tile of keys into the running softmax.
 
-    q [BG, BD], k [K, BD], v [K, BV], keep [K], row_max [BG]. TRANSPOSED: row_sum [K, BG] and acc [BV, BG], else row_sum
-    [BG] and acc [BG, BV].
+    q [BG, BD], k [K, BD], v [K, BV], keep [K], row_max and row_sum [BG], acc [BG, BV].
     """
-    if TRANSPOSED:
-        scores = tl.where(keep[:, None], dot(k, tl.trans(q), spec) * spec.FACTOR, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 0))
-        shift = finite(new_max)
-        weights = tl.exp2(scores - shift[None, :])
-        alpha = tl.exp2(row_max - shift)
-        row_sum = row_sum * alpha[None, :] + weights
-        acc = add_dot(acc * alpha[None, :], tl.trans(v), weights.to(v.dtype), spec)
-    else:
-        scores = tl.where(keep[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = finite(new_max)
-        weights = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(row_max - shift)
-        row_sum = row_sum * alpha + tl.sum(weights, 1)
-        acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
+    scores = tl.where(keep[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = finite(new_max)  # a tile may have nothing that attends
+    weights = tl.exp2(scores - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
+    acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
     return new_max, row_sum, acc

@@ -12,10 +12,10 @@ from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.selected_attention.config import group_size, padded
 from ejkernel_triton.selected_attention.spec import LOG2E, make_spec
 
-ROWS = 64
-"""Rows of a tile of scores: queries times heads of the group."""
-BLOCKS = 64
-"""Blocks of a tile of scores."""
+TILE = (64, 64)
+"""Rows of a tile of scores, queries times heads of the group, and its blocks."""
+WIDE_TILE = (16, 32)
+"""The same in float32, whose products take parts of both operands."""
 PROGRAMS_PER_SM = 4
 """As many as registers have room for."""
 WEIGHTS = 4096
@@ -36,11 +36,12 @@ def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
     spec = make_spec(record)
     batch = record.query.shape[0]
     heads = 1 << (group_size(record) - 1).bit_length()
-    queries = max(1, (16 if interpreting() else ROWS) // heads)
+    rows, count = WIDE_TILE if record.query.dtype.itemsize > 2 or interpreting() else TILE
+    queries = max(1, rows // heads)
     items = -(-spec.T // queries) * spec.HK
     chip = chip_of(current_device())
     programs = 3 if interpreting() else max(1, min(items, PROGRAMS_PER_SM * chip.multiprocessors // batch))
-    width = max(BLOCKS, padded(spec.M))
+    width = max(count, padded(spec.M))
     shift = compressed.lse.swapaxes(1, 2) * LOG2E
     indices, _ = launch(
         select_kernel,
@@ -62,7 +63,7 @@ def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
             "PROGRAMS": programs,
             "QUERIES": queries,
             "HEADS": heads,
-            "BLOCKS": BLOCKS,
+            "BLOCKS": count,
             "BM": width,
             "FEW": max(1, min(queries, WEIGHTS // width)),
         },
