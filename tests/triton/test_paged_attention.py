@@ -26,6 +26,8 @@ PARTS = {
     "claims": (("page_attention",), "test_capabilities"),
     "layouts": (("page_attention", "prefill_page_attention"), f"{VALUES} and not wide"),
     "writing": (("ragged_page_attention_v3",), f"{VALUES} and (int8 or float8 or decode)"),
+    "latent": (("multi_latent_ragged_page_attention",), VALUES),
+    "dense latent": (("mla_decode",), f"({VALUES} and not rotary) or (test_padding and two)"),
     "terms": (("unified_attention", "ragged_decode_attention"), f"{VALUES} and (bias or window or sinks)"),
 }
 
@@ -38,7 +40,8 @@ MI300 = DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X")
 def test_conformance(part):
     ops, tests = PARTS[part]
     command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton", "-k", tests, *(f"--ejk-op={op}" for op in ops)]
+    name = "triton_latent" if part == "dense latent" else "triton"
+    command += ["--ejk-impl", name, "-k", tests, *(f"--ejk-op={op}" for op in ops)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTEST_ADDOPTS", None)
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
@@ -75,6 +78,26 @@ def test_every_key_tile_is_dealt_to_exactly_one_program(highs, block, heads, pro
     assert dealt.total == dealt.tiles.sum() * heads
 
 
+def latent_launches(device, heads):
+    """What decoding over pages of latent vectors launches."""
+    shape, sequences = jax.ShapeDtypeStruct, 8
+    record = PagedAttention(
+        query=shape((sequences, heads, 576), jnp.bfloat16),
+        key_pages=shape((sequences * 128, 64, 640), jnp.bfloat16),
+        value_pages=None,
+        block_tables=shape((sequences, 128), jnp.int32),
+        kv_lens=shape((sequences,), jnp.int32),
+        query_start=None,
+        softmax_scale=0.1,
+        kv_layout="psd",
+        kv_heads=None,
+        latent=(512, 512),
+    )
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(lambda record: forward(record, config.heuristic(record, device, "forward")), record)
+    return calls
+
+
 def launches(device, rows, dtype=jnp.bfloat16):
     """What decoding, or a prefill of `rows` query rows, launches on a device."""
     shape, sequences = jax.ShapeDtypeStruct, 8
@@ -108,3 +131,24 @@ def test_decoding_fits_the_chip_and_spills_nothing(chip, device):
 def test_prefill_compiles_and_fits():
     for call in launches(H200, 4096):
         assert ahead.compile_for(call, "sm_90").shared <= chips.CHIPS["sm_90"].shared_memory
+
+
+def test_latent_decoding_with_few_heads_fits_and_spills_nothing():
+    for call in latent_launches(H200, 16):
+        took = ahead.compile_for(call, "sm_90")
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= chips.CHIPS["sm_90"].shared_memory
+
+
+def test_latent_decoding_with_many_heads_reads_keys_once_for_two_programs():
+    call, _ = latent_launches(H200, 128)
+    assert call.constants["spec"].SPLITS == 2
+    assert call.grid == 132
+    assert ahead.compile_for(call, "sm_90").shared <= chips.CHIPS["sm_90"].shared_memory
+
+
+@pytest.mark.parametrize(("chip", "device"), [("sm_80", A100), ("gfx942", MI300)])
+def test_latent_decoding_fits_other_chips(chip, device):
+    for heads in (16, 128):
+        for call in latent_launches(device, heads):
+            assert ahead.compile_for(call, chip).shared <= chips.CHIPS[chip].shared_memory

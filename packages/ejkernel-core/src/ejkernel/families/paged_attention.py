@@ -15,6 +15,9 @@ head h and KV head `h // (H // Hk)`:
 `p_i - left <= k <= p_i + right` for the window. A row with nothing to attend gives output 0 and lse -inf (the sink's
 logit if there is one); a row that belongs to no sequence gives 0 and -inf.
 
+In a latent cache, `latent = (R, start)`, a token has one row that all query heads share (DeepSeek-V2, 2024,
+arXiv:2405.04434): the first R columns are its value, and they and the D - R columns from `start` on are its key.
+
 If there are new tokens, they are written into the pages first (`paged_cache.write`), and attended to.
 
 Sources: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018 (online softmax); Press et al.
@@ -43,8 +46,8 @@ class PagedAttention:
     Attributes:
         query: [T, H, D] floating.
         key_pages: The cache's keys, axes in the order of `kv_layout`; with `"pshcd"` [P, S, G, 2, L], keys (0) and
-            values (1) of G >= Hk heads in the first D of L lanes.
-        value_pages: The cache's values, [..., Dv]; None with `"pshcd"`.
+            values (1) of G >= Hk heads in the first D of L lanes; with `"psd"` [P, S, L], latent vectors.
+        value_pages: The cache's values, [..., Dv]; None with `"pshcd"` and `"psd"`.
         block_tables: [N, pages a sequence] int; None for one page a sequence, its own.
         kv_lens: [N] int, tokens of each sequence, its queries included.
         query_start: [N + 1] int, first query row of each sequence; None for one row each.
@@ -57,12 +60,13 @@ class PagedAttention:
         alibi_slopes: [H] float32.
         qq_bias: [Q, Q] floating; pairs outside have none.
         new_keys: [T, Hk, D] tokens of the query rows, to be written first.
-        new_values: [T, Hk, Dv], likewise.
+        new_values: [T, Hk, Dv], likewise; None where the cache is latent, and `new_keys` [T, 1, D] has them.
         causal: Key position at most query position.
         sliding_window: (left, right), inclusive; None on a side leaves it open.
         logits_soft_cap: Cap c of `c * tanh(s / c)`.
         compute_dtype: Queries, keys and values are rounded to it; None for no rounding.
         value_scale: Factor on the output.
+        latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
     """
 
     query: jax.Array
@@ -86,6 +90,7 @@ class PagedAttention:
     logits_soft_cap: float | None = static(default=None)
     compute_dtype: Any = static(default=None)
     value_scale: float = static(default=1.0)
+    latent: tuple[int, int] | None = static(default=None)
 
 
 def band(record: PagedAttention) -> Window:

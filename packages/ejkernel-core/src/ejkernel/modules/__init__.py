@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         LSTMConfig,
         MeanPoolingConfig,
         MLADecodeConfig,
+        MultiLatentRaggedPageAttentionConfig,
+        MultiLatentRaggedPageAttentionV2Config,
         NativeSparseAttentionConfig,
         PageAttentionConfig,
         PrefillPageAttentionConfig,
@@ -71,6 +73,14 @@ if TYPE_CHECKING:
     from ejkernel.modules.operations.lstm import LSTM, lstm
     from ejkernel.modules.operations.mean_pooling import MeanPooling, mean_pooling
     from ejkernel.modules.operations.mla_decode import MLADecode, flash_mla_decode, mla_decode
+    from ejkernel.modules.operations.multi_latent_ragged_page_attention import (
+        MultiLatentRaggedPageAttention,
+        multi_latent_ragged_page_attention,
+    )
+    from ejkernel.modules.operations.multi_latent_ragged_page_attention_v2 import (
+        MultiLatentRaggedPageAttentionV2,
+        multi_latent_ragged_page_attention_v2,
+    )
     from ejkernel.modules.operations.native_sparse_attention import NativeSparseAttention, native_sparse_attention
     from ejkernel.modules.operations.page_attention import PageAttention, page_attention
     from ejkernel.modules.operations.prefill_page_attention import PrefillPageAttention, prefill_page_attention
@@ -129,6 +139,10 @@ __all__ = [
     "MLADecodeConfig",
     "MeanPooling",
     "MeanPoolingConfig",
+    "MultiLatentRaggedPageAttention",
+    "MultiLatentRaggedPageAttentionConfig",
+    "MultiLatentRaggedPageAttentionV2",
+    "MultiLatentRaggedPageAttentionV2Config",
     "NativeSparseAttention",
     "NativeSparseAttentionConfig",
     "PageAttention",
@@ -180,6 +194,8 @@ __all__ = [
     "mean_pooling",
     "mla_attention",
     "mla_decode",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
     "native_sparse_attention",
     "page_attention",
     "prefill_page_attention",

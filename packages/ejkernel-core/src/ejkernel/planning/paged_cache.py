@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 COMBINED = "pshcd"
 """The layout in which one array holds keys (component 0) and values (component 1)."""
 
+LATENT = "psd"
+"""The layout of latent vectors, which all query heads attend to: one array without an axis of heads."""
+
 LANES = 128
 """Numbers in a row of a combined cache, or a multiple; keys and values of 64 share a row."""
 
-LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED)
+LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED, LATENT)
 """Orders of a cache's axes, a letter each: page, slot, head, component, size."""
 
 
@@ -42,11 +45,15 @@ def page_size(record: "PagedAttention") -> int:
 
 def kv_heads(record: "PagedAttention") -> int:
     """KV heads, without those that only pad the cache."""
+    if record.kv_layout == LATENT:
+        return 1
     return record.kv_heads or record.key_pages.shape[record.kv_layout.index("h")]
 
 
 def value_size(record: "PagedAttention") -> int:
     """Size of a value, and of the output."""
+    if record.latent is not None:
+        return record.latent[0]
     return record.query.shape[-1] if record.value_pages is None else record.value_pages.shape[-1]
 
 
@@ -152,6 +159,10 @@ def load(record: "PagedAttention", page: jax.Array, slot: jax.Array, head: jax.A
     Returns:
         Keys [..., D] and values [..., Dv] in the caches' dtypes.
     """
+    if record.latent is not None:
+        page, slot, _ = jnp.broadcast_arrays(page, slot, head)
+        rows_at = record.key_pages.at[page, slot].get(mode="fill", fill_value=0)
+        return _latent_keys(record, rows_at), rows_at[..., : record.latent[0]]
     places = {"p": page, "s": slot, "h": head}
 
     def rows(pages: jax.Array, component: int, size: int) -> jax.Array:
@@ -162,6 +173,13 @@ def load(record: "PagedAttention", page: jax.Array, slot: jax.Array, head: jax.A
     return rows(record.key_pages, 0, record.query.shape[-1]), rows(values, 1, value_size(record))
 
 
+def _latent_keys(record: "PagedAttention", rows: jax.Array) -> jax.Array:
+    """Keys [..., D] of rows of a latent cache: the latent vector and the columns with rotary position."""
+    size, start = record.latent or (0, 0)
+    rotary = record.query.shape[-1] - size
+    return jnp.concatenate((rows[..., :size], rows[..., start : start + rotary]), axis=-1)
+
+
 def write(record: "PagedAttention") -> tuple["PagedAttention", tuple[jax.Array, ...]]:
     """The record with `new_keys` and `new_values` in its pages, and those pages.
 
@@ -169,9 +187,14 @@ def write(record: "PagedAttention") -> tuple["PagedAttention", tuple[jax.Array, 
     rows of no sequence and absent positions are dropped. Where the caches are donated, XLA writes in place. (On the CPU
     it copies floating caches of less than 32 bits, which it can only change as float32.)
     """
-    if record.new_keys is None or record.new_values is None:
+    if record.new_keys is None:
         return record, ()
     at = find(record, *token_places(record))
+    if record.latent is not None:
+        pages = (_write_latent(record, *at),)
+        return _without_news(record, key_pages=pages[0]), pages
+    if record.new_values is None:
+        return record, ()
     if record.kv_layout == COMBINED:
         shape = record.key_pages.shape
         stored = record.key_pages.reshape(_stored_shape(record.key_pages))
@@ -197,6 +220,28 @@ def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
     pack, lanes = packing(pages.dtype), max(size, LANES)
     rows, rest = divmod(heads * components * size, pack * lanes)
     return pages.shape if rest else (count, slots, rows, pack, lanes)
+
+
+def _write_latent(record: "PagedAttention", page: jax.Array, slot: jax.Array) -> jax.Array:
+    """The pages of a latent cache with the new tokens in them, written in the shape in which callers keep it.
+
+    As with `_stored_shape`, an axis of size 1 must not come or go.
+    """
+    assert record.latent is not None
+    assert record.new_keys is not None
+    (count, slots, lanes), pack = record.key_pages.shape, packing(record.key_pages.dtype)
+    pack = pack if slots % pack == 0 else 1
+    tokens = _latent_rows(record.new_keys[:, 0], record.latent, record.key_pages)
+    stored = record.key_pages.reshape(count, slots // pack, pack, lanes)
+    return stored.at[page, slot // pack, slot % pack].set(tokens, mode="drop").reshape(count, slots, lanes)
+
+
+def _latent_rows(tokens: jax.Array, latent: tuple[int, int], pages: jax.Array) -> jax.Array:
+    """Tokens [T, D] as rows [T, L] of a latent cache, 0 in the lanes that only pad it."""
+    (size, start), tokens = latent, tokens.astype(pages.dtype)
+    rest = pages.shape[-1] - start - (tokens.shape[-1] - size)
+    first = jnp.pad(tokens[:, :size], ((0, 0), (0, start - size)))
+    return jnp.concatenate((first, jnp.pad(tokens[:, size:], ((0, 0), (0, rest)))), axis=-1)
 
 
 def _combined(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:

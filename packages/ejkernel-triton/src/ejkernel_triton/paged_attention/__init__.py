@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention import config
@@ -22,9 +24,15 @@ HANDLES = frozenset(
         "logits_soft_cap",
         "compute_dtype",
         "value_scale",
+        "latent",
     }
 )
 """Optional fields that the kernels honour."""
+
+LATENT_HANDLES = frozenset(
+    {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
+)
+"""Optional fields that the records of `mla_decode` can have."""
 
 CACHES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -38,14 +46,30 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"caches of {record.key_pages.dtype} are not among {', '.join(CACHES)}"
     if record.compute_dtype is not None and str(record.compute_dtype) not in CACHES[:3]:
         yield f"compute_dtype {record.compute_dtype} is not among {', '.join(CACHES[:3])}"
-    group = record.query.shape[1] // max(1, paged_cache.kv_heads(record))
-    if group > 128:
-        yield f"{group} query heads a KV head are more than 128"
+    if record.latent is None and max(record.query.shape[-1], paged_cache.value_size(record)) > 256:
+        yield f"a head dimension of {record.query.shape[-1]} is more than 256"
+    if record.latent is not None and (record.latent[0] > 512 or record.query.shape[-1] - record.latent[0] > 128):
+        yield f"a latent size of {record.latent[0]} or its rotary part is more than 512 and 128"
+
+
+def _latent_reasons(record: Any) -> Iterable[str]:
+    """Likewise, for the records of `mla_decode`."""
+    if not (record.query.size and record.key.size):
+        yield "an array is empty"
+    if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):
+        yield f"rows of {record.key.shape[-1]} are more than 512 of the latent vector and 128 behind it"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """The family's, and one of the dense latent cache; for the CPU too where Triton's interpreter is switched on."""
     interpreted = interpreting()
+    common: dict[str, Any] = {
+        "devices": frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+        "modules": ("triton",) if interpreted else ("triton", "jax_triton"),
+        "min_compute_capability": 8.0,
+        "dtypes": frozenset({"float16", "bfloat16", "float32"}),
+        "head_dims": range(1, 641),
+    }
     return (
         Implementation(
             family="paged_attention",
@@ -53,15 +77,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="triton",
             backend="gpu",
             forward="ejkernel_triton.paged_attention.forward:forward",
-            requires=Requires(
-                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-                modules=("triton",) if interpreted else ("triton", "jax_triton"),
-                min_compute_capability=8.0,
-                dtypes=frozenset({"float16", "bfloat16", "float32"}),
-                head_dims=range(1, 257),
-                handles=HANDLES,
-                extra=_reasons,
-            ),
+            requires=Requires(**common, handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.PagedForward,
                 faces=config.FACES,
@@ -70,4 +86,34 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             priority=10,
         ),
+        Implementation(
+            family="tiled_attention",
+            only=frozenset({"mla_decode"}),
+            name="triton_latent",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.paged_attention.latent_decode:forward",
+            requires=Requires(**common, handles=LATENT_HANDLES, extra=_latent_reasons),
+            config=ConfigSpace(
+                forward=config.PagedForward,
+                faces=config.FACES,
+                heuristic=_latent_heuristic,
+                candidates=_latent_candidates,
+            ),
+            priority=20,
+            cases="ejkernel_triton.paged_attention.latent_cases:wide_cases",
+        ),
     )
+
+
+def _latent_heuristic(record: Any, device: DeviceInfo, direction: Direction) -> config.PagedForward:
+    # Imported with the first call: listing implementations imports no family.
+    from ejkernel_triton.paged_attention import latent_decode
+
+    return latent_decode.heuristic(record, device, direction)
+
+
+def _latent_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[config.PagedForward, ...]:
+    from ejkernel_triton.paged_attention import latent_decode
+
+    return latent_decode.candidates(record, device, direction)

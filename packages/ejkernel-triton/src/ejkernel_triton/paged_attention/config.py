@@ -5,9 +5,9 @@ import dataclasses
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.planning import paged_cache
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.paged_attention.groups import group_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class PagedForward:
         num_programs: Programs that the key tiles of a call are dealt to.
         num_warps: Warps a program.
         num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+        whole_pages: Whether a tile that lies in one page reads the page's number once, not for every key.
     """
 
     block_q: int
@@ -27,6 +28,7 @@ class PagedForward:
     num_programs: int
     num_warps: int
     num_stages: int
+    whole_pages: bool = False
 
 
 FACES = {
@@ -41,12 +43,18 @@ FACES = {
 SCORE_ROWS = 64
 """Rows of a tile of scores where sequences have many query rows."""
 
+LATENT_FEW = ((32, 4, 3, 2), (64, 4, 3, 1), (32, 4, 6, 1), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
+LATENT_MANY = ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1), (64, 8, 1, 1), (16, 8, 2, 1), (16, 8, 1, 1))
+"""Key tile, warps, stages and programs a multiprocessor for few and for many rows of scores in a latent cache."""
+
 PROGRAMS_PER_SM = 2
 """As many as registers have room for."""
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
     """Tile sizes for a record on a device: many rows a tile where sequences have many, else as few as can be."""
+    if record.latent is not None:
+        return _latent_candidates(record, device)[0]
     wide = record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
     if _query_rows(record) == 1 and not wide:
         # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
@@ -57,14 +65,33 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
     """Tile sizes worth measuring for a record on a device."""
+    if record.latent is not None:
+        return _latent_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
-    return tuple(dict.fromkeys(_sized(record, device, *option) for option in options))
+    sized = [_sized(record, device, *option) for option in options]
+    return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=whole) for x in sized for whole in (False, True)))
+
+
+def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
+    """Tile sizes for latent caches: key tile, warps, stages and programs of a multiprocessor, the best guess first."""
+    few = _query_rows(record) * group_of(record) <= 32
+    options = LATENT_FEW if few else LATENT_MANY
+    chip, size = chip_of(device), record.query.shape[-1] * max(2, record.query.dtype.itemsize)
+    splits = record.query.shape[1] // group_of(record)
+    fitting: list[PagedForward] = []
+    for block_kv, warps, stages, per_sm in options:
+        queries = 0 if few else SCORE_ROWS  # of 16 and 32 rows, registers hold the queries
+        taken = (queries + block_kv * stages) * size + 2 * SCORE_ROWS * block_kv
+        if per_sm * taken <= chip.shared_memory or (block_kv, stages) == (16, 1):
+            made = _sized(record, device, block_kv, warps, stages)
+            programs = 3 if interpreting() else max(1, per_sm * chip.multiprocessors // splits)
+            fitting.append(dataclasses.replace(made, num_programs=programs, whole_pages=True))
+    return tuple(dict.fromkeys(fitting))
 
 
 def _query_rows(record: PagedAttention) -> int:
     """Query rows of a tile."""
-    rows, heads, _ = record.query.shape
-    group = heads // paged_cache.kv_heads(record)
+    rows, group = record.query.shape[0], group_of(record)
     average = 1 if record.query_start is None else -(-rows // max(1, record.kv_lens.shape[0]))
     wanted = min(average, max(1, SCORE_ROWS // group))
     return 1 << (wanted - 1).bit_length()

@@ -8,10 +8,10 @@ from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_work import Deal, Work, deal, find_work
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
+from ejkernel_triton.paged_attention.spec import PagedSpec, Rotary, make_spec, rotary_of
 
-PARTS = 16
-"""Parts of a row that are merged at once."""
+MERGED = 2048
+"""Numbers that a program of one warp merges at once, parts of a row times their values."""
 
 
 def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Array, ...], None]:
@@ -26,16 +26,30 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
         residuals.
     """
     record, pages = paged_cache.write(record)
+    output, lse = attend_pages(record, config, rotary_of(record))
+    return (output, lse, *pages), None
+
+
+def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of a record whose tokens are all in their pages.
+
+    Args:
+        record: The record.
+        config: Tile sizes, programs, warps and stages.
+        rotary: Rotary columns of a latent record.
+    """
     work = find_work(record, config.block_q)
     dealt = deal(work, config.block_kv, paged_cache.kv_heads(record), config.num_programs)
-    spec = make_spec(record, config, work.sequence.shape[0])
-    output, lse = _attend(record, spec, _entries(work, dealt), _shares(dealt), config)
+    spec = make_spec(record, config, work.sequence.shape[0], rotary)
+    plan = _entries(work, dealt), _shares(dealt)
+    values = record.key_pages if record.value_pages is None else record.value_pages
+    output, lse = _attend(record, values if rotary is None else rotary.rows, spec, plan, config)
     if record.query_start is not None:
         # Rows of no sequence are in no entry of the work list.
         owned = paged_cache.token_places(record)[0] >= 0
         output = jnp.where(owned[:, None, None], output, 0)
         lse = jnp.where(owned[:, None], lse, -jnp.inf)
-    return (output, lse, *pages), None
+    return output, lse
 
 
 def _entries(work: Work, dealt: Deal) -> jax.Array:
@@ -51,7 +65,11 @@ def _shares(dealt: Deal) -> jax.Array:
 
 
 def _attend(
-    record: PagedAttention, spec: PagedSpec, work: jax.Array, shares: jax.Array, config: PagedForward
+    record: PagedAttention,
+    values: jax.Array,
+    spec: PagedSpec,
+    plan: tuple[jax.Array, jax.Array],
+    config: PagedForward,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse of the rows that are in the work list."""
     from ejkernel_triton.paged_attention.combine_kernel import combine_kernel
@@ -62,21 +80,21 @@ def _attend(
     tables = None if row.block_tables is None else row.block_tables.astype(jnp.int32)
     sinks, slopes = (None if x is None else x.astype(jnp.float32) for x in (row.softmax_aux, row.alibi_slopes))
     rows, heads, _ = record.query.shape
-    slots = 2 * spec.PROGRAMS
+    work, shares = plan
+    slots, part = 2 * spec.PROGRAMS * spec.SPLITS, spec.BV + (spec.BR if spec.TAIL else 0)
     shapes: tuple[Shape | int, ...] = (
         Shape((1, rows, heads, spec.DV), record.query.dtype),
         Shape((1, rows, heads), jnp.float32),
-        Shape((1, slots, spec.M, spec.BV), jnp.float32),
+        Shape((1, slots, spec.M, part), jnp.float32),
         Shape((1, slots, spec.M), jnp.float32),
         Shape((1, slots, spec.M), jnp.float32),
     )
-    values = row.key_pages if row.value_pages is None else row.value_pages
     output, lse, parts, maxima, sums = launch(
         paged_kernel,
-        (row.query, row.key_pages, values, tables, work[None], shares[None], sinks, slopes, row.qq_bias),
+        (row.query, row.key_pages, values[None], tables, work[None], shares[None], sinks, slopes, row.qq_bias),
         shapes,
         batch=1,
-        grid=spec.PROGRAMS,
+        grid=spec.PROGRAMS * spec.SPLITS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},
@@ -86,9 +104,9 @@ def _attend(
         (parts, maxima, sums, work[None], shares[None], sinks, output, lse),
         (6, 7),
         batch=1,
-        grid=spec.PROGRAMS * spec.M,
+        grid=spec.PROGRAMS * spec.SPLITS * spec.M,
         num_warps=1,
         num_stages=1,
-        constants={"spec": spec, "PARTS": PARTS},
+        constants={"spec": spec, "PARTS": max(2, min(16, MERGED // spec.BV))},
     )
     return output[0], lse[0]

@@ -21,7 +21,7 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Kwon et al. 2023, arXiv:230
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, dot, finite
+from ejkernel_triton.blocks import add_dot, at_batch, dot, finite
 from ejkernel_triton.paged_attention.paged_tile import (
     CONTEXT,
     FIELDS,
@@ -33,13 +33,14 @@ from ejkernel_triton.paged_attention.paged_tile import (
     SEQUENCE,
     START,
     TILES,
-    at_batch,
     key_operand,
     load_queries,
+    load_rows,
     pages_of,
     plan_of,
     scores_of,
     slopes_of,
+    store_part,
     store_rows,
     value_operand,
 )
@@ -48,6 +49,7 @@ from ejkernel_triton.paged_attention.paged_tile import (
 @triton.jit
 def attend(
     q,
+    q_rotary,
     keys,
     values,
     tables,
@@ -62,32 +64,34 @@ def attend(
     """Online softmax of an item over `count` of its key tiles, from tile `first` on.
 
     Returns:
-        acc [M, BV], unnormalised, row_max [M] and row_sum [M], the first two in powers of two.
+        acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in powers of two. `tail` holds values
+        of rotary columns, if those are values.
     """
     sequence, position, context = tl.load(work + SEQUENCE), tl.load(work + POSITION), tl.load(work + CONTEXT)
     low, high = tl.load(work + LOW), tl.load(work + HIGH)
     M: tl.constexpr = spec.M
     BV: tl.constexpr = spec.BV
+    BR: tl.constexpr = spec.BR
     m = tl.arange(0, M)
     d = tl.arange(0, spec.BD)
     dv = tl.arange(0, BV)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
+    tail = tl.zeros([M, BR], tl.float32)
+    r = tl.arange(0, BR)
     k_head = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
     v_head = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
     begin = low // spec.BLOCK_KV + first
     for tile in tl.range(begin, begin + count):
         k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
-        page, there = pages_of(tables, sequence, k, (k >= low) & (k < high), spec)
-        # 64 bits: a cache may have more than 2 ** 31 elements.
-        page = tl.cast(tl.where(there, page, 0), tl.int64)
-        slot = k if spec.TABLE == 0 else k % spec.PAGE_SIZE
-        slot = tl.where(there, slot, 0)
-        at = page * spec.KEY_STRIDES[0] + slot * spec.KEY_STRIDES[1]
         # Pages outside of the sequence are never read: whatever lies there, NaN too, is not of this call.
-        k_tile = tl.load(k_head + at[:, None] + d[None, :], mask=there[:, None] & (d < spec.D)[None, :], other=0.0)
+        page, there = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
+        k_tile = load_rows(k_head, page, tile, k, there, d, d < spec.D - spec.ROTARY, False, spec)
         products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
+        if spec.ROTARY > 0:
+            r_tile = load_rows(v_head, page, tile, k, there, r, r < spec.ROTARY, True, spec)
+            products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
         scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
         allowed = there[None, :] & (m < spec.M)[:, None]
         if spec.RIGHT is not None:
@@ -100,12 +104,17 @@ def attend(
         p = tl.exp2(scores - shift[:, None])
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
-        at = page * spec.VALUE_STRIDES[0] + slot * spec.VALUE_STRIDES[1]
-        v_tile = tl.load(v_head + at[:, None] + dv[None, :], mask=there[:, None] & (dv < spec.DV)[None, :], other=0.0)
-        v_tile = value_operand(v_tile, spec)
+        if spec.LATENT > 0:
+            # The tile in shared memory is both operands: a latent vector is read once.
+            v_tile = value_operand(k_tile, spec)
+        else:
+            v_tile = load_rows(v_head, page, tile, k, there, dv, dv < spec.DV, True, spec)
+            v_tile = value_operand(v_tile, spec)
         acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
+        if spec.TAIL:
+            tail = add_dot(tail * alpha[:, None], p.to(v_tile.dtype), value_operand(r_tile, spec), spec)
         row_max = new_max
-    return acc, row_max, row_sum
+    return acc, tail, row_max, row_sum
 
 
 @triton.jit
@@ -133,8 +142,9 @@ def paged_kernel(
     share and of all. Slots of `parts` that no item needs are left as they are.
     """
     program = tl.program_id(0)
-    batch = tl.cast(program // spec.PROGRAMS, tl.int64)
-    program = program % spec.PROGRAMS
+    split = program % spec.SPLITS
+    batch = tl.cast(program // (spec.SPLITS * spec.PROGRAMS), tl.int64)
+    program = program // spec.SPLITS % spec.PROGRAMS
     query = at_batch(query, batch, per.QUERY, spec.ROWS * spec.H * spec.D)
     keys = at_batch(keys, batch, per.KEYS, spec.KEY_ELEMENTS)
     values = at_batch(values, batch, per.VALUES, spec.VALUE_ELEMENTS)
@@ -146,7 +156,7 @@ def paged_kernel(
     if spec.QQ > 0:
         qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ * spec.QQ)
     output, lse = output + batch * spec.ROWS * spec.H * spec.DV, lse + batch * spec.ROWS * spec.H
-    slots = batch * spec.PROGRAMS * 2 * spec.M
+    slots = batch * spec.PROGRAMS * spec.SPLITS * 2 * spec.M
     parts, row_maxima, row_sums = parts + slots * spec.BV, row_maxima + slots, row_sums + slots
     m = tl.arange(0, spec.M)
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
@@ -160,16 +170,28 @@ def paged_kernel(
         head = (at - start) // tiles
         first = (at - start) % tiles
         count = tl.minimum(tiles - first, end - at)
-        q = key_operand(load_queries(query, row, rows, head, spec), spec)
-        acc, row_max, row_sum = attend(
-            q, keys, values, tables, own, head, first, count, slopes_of(slopes, head, spec), qq_bias, spec
+        q_head = head * spec.SPLITS + split
+        q, q_rotary = load_queries(query, row, rows, q_head, spec)
+        acc, tail, row_max, row_sum = attend(
+            key_operand(q, spec),
+            key_operand(q_rotary, spec),
+            keys,
+            values,
+            tables,
+            own,
+            head,
+            first,
+            count,
+            slopes_of(slopes, q_head, spec),
+            qq_bias,
+            spec,
         )
         if count == tiles:
-            store_rows(output, lse, acc, row_max, row_sum, row, rows, head, sinks, m, spec)
+            store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, q_head, sinks, m, spec)
         else:
-            slot = tl.cast(program * 2 + tl.where(at == begin, 0, 1), tl.int64) * spec.M + m
+            slot = ((program * spec.SPLITS + split) * 2 + tl.where(at == begin, 0, 1)).to(tl.int64) * spec.M + m
             tl.store(row_maxima + slot, row_max)
             tl.store(row_sums + slot, row_sum)
-            tl.store(parts + slot[:, None] * spec.BV + tl.arange(0, spec.BV)[None, :], acc)
+            store_part(parts, slot, acc, tail, spec)
         at += count
         entry = tl.where(at == start + tiles * spec.HK, entry + 1, entry)

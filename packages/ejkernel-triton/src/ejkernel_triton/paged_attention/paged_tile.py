@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, finite, round_bfloat16, tanh
+from ejkernel_triton.blocks import LN2, LOG2E, at_batch, finite, round_bfloat16, tanh
 
 # Fields of a work entry.
 SEQUENCE = tl.constexpr(0)
@@ -59,25 +59,69 @@ def value_operand(x, spec: tl.constexpr):
 
 @triton.jit
 def load_queries(query, row, rows, head, spec: tl.constexpr):
-    """The queries [M, BD] of an entry's rows and one KV head's group; row m is query row m // G of head m % G."""
+    """Queries of an entry's rows and one tile of heads; row m is query row m // G of head m % G.
+
+    Returns:
+        [M, BD], all columns or those that meet a latent vector, and [M, BR], those that meet rotary columns.
+    """
     m = tl.arange(0, spec.M)
     d = tl.arange(0, spec.BD)
-    at = (row + m // spec.G) * spec.H + head * spec.G + m % spec.G
-    keep = (m < rows * spec.G)[:, None] & (d < spec.D)[None, :]
-    return tl.load(query + tl.cast(at, tl.int64)[:, None] * spec.D + d[None, :], mask=keep, other=0.0)
+    r = tl.arange(0, spec.BR)
+    at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)[:, None] * spec.D
+    keep = (m < rows * spec.G)[:, None]
+    q = tl.load(query + at + d[None, :], mask=keep & (d < spec.D - spec.ROTARY)[None, :], other=0.0)
+    rotary = tl.load(query + at + (spec.LATENT + r)[None, :], mask=keep & (r < spec.ROTARY)[None, :], other=0.0)
+    return q, rotary
 
 
 @triton.jit
-def pages_of(tables, sequence, k, present, spec: tl.constexpr):
-    """Page of every key, and which are there: a table entry that is no page of the cache is padding."""
+def pages_of(tables, sequence, tile, k, present, spec: tl.constexpr):
+    """Page of every key of a tile, or of all if WHOLE, and which keys are there.
+
+    A table entry that is no page of the cache is padding.
+    """
     if spec.TABLE == 0:
-        page = tl.zeros_like(k) + sequence
-        return page, present & (k < spec.PAGE_SIZE)
+        return sequence, present & (k < spec.PAGE_SIZE)
+    elif spec.WHOLE:
+        column = tile * spec.BLOCK_KV // spec.PAGE_SIZE
+        page = tl.load(tables + sequence * spec.TABLE + column, mask=column < spec.TABLE, other=-1)
+        inside = (page >= 0) & (page < spec.PAGES)
+        return tl.where(inside, page, 0), present & inside
     else:
         column = k // spec.PAGE_SIZE
         present = present & (column < spec.TABLE)
         page = tl.load(tables + sequence * spec.TABLE + column, mask=present, other=-1)
-        return page, present & (page >= 0) & (page < spec.PAGES)
+        present = present & (page >= 0) & (page < spec.PAGES)
+        return tl.where(present, page, 0), present
+
+
+@triton.jit
+def load_rows(
+    head_rows,
+    page,
+    tile,
+    k,
+    there,
+    columns,
+    wanted,
+    VALUES: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """Columns of the rows of a tile's keys, one head's of keys or, if VALUES, of values; 0 where a key is not there."""
+    per_page: tl.constexpr = spec.VALUE_STRIDES[0] if VALUES else spec.KEY_STRIDES[0]
+    per_slot: tl.constexpr = spec.VALUE_STRIDES[1] if VALUES else spec.KEY_STRIDES[1]
+    # 64 bits: a cache may have more than 2 ** 31 elements.
+    page = tl.cast(page, tl.int64)
+    if spec.WHOLE:
+        # Page numbers for each key would take a pipeline stage of their own, and registers for where they lead: with
+        # one a tile, all stages hold tiles.
+        slot = tile * spec.BLOCK_KV if spec.TABLE == 0 else tile * spec.BLOCK_KV % spec.PAGE_SIZE
+        first = head_rows + page * per_page + tl.cast(slot, tl.int64) * per_slot
+        rows = first + tl.arange(0, spec.BLOCK_KV) * per_slot
+        return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & wanted[None, :], other=0.0)
+    else:
+        at = page * per_page + tl.where(there, k % spec.PAGE_SIZE, 0) * per_slot
+        return tl.load(head_rows + at[:, None] + columns[None, :], mask=there[:, None] & wanted[None, :], other=0.0)
 
 
 @triton.jit
@@ -111,8 +155,11 @@ def slopes_of(slopes, head, spec: tl.constexpr):
 
 
 @triton.jit
-def store_rows(output, lse, acc, row_max, row_sum, row, rows, head, sinks, m, spec: tl.constexpr):
-    """Takes the sink into the denominator, normalises, and stores rows m of an item's output and lse."""
+def store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, head, sinks, m, spec: tl.constexpr):
+    """Takes the sink into the denominator, normalises, and stores rows m of an item's output and lse.
+
+    `tail` holds the values' columns behind those of `acc`, where there are any.
+    """
     keep = m < rows * spec.G
     base = finite(row_max)
     factor = tl.full(m.shape, 1.0, tl.float32)
@@ -124,16 +171,25 @@ def store_rows(output, lse, acc, row_max, row_sum, row, rows, head, sinks, m, sp
     some = tl.where(row_sum > 0.0, row_sum, 1.0)
     at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)
     tl.store(lse + at, tl.where(row_sum > 0.0, (tl.log2(some) + base) * LN2, float("-inf")), mask=keep)
-    acc = acc * (factor * spec.VALUE_SCALE / some)[:, None]
+    factor = (factor * spec.VALUE_SCALE / some)[:, None]
     dv = tl.arange(0, spec.BV)
     where = at[:, None] * spec.DV + dv[None, :]
-    tl.store(output + where, acc.to(output.dtype.element_ty), mask=keep[:, None] & (dv < spec.DV)[None, :])
+    width = spec.LATENT if spec.TAIL else spec.DV
+    tl.store(output + where, (acc * factor).to(output.dtype.element_ty), mask=keep[:, None] & (dv < width)[None, :])
+    if spec.TAIL:
+        r = tl.arange(0, spec.BR)
+        where = at[:, None] * spec.DV + (spec.LATENT + r)[None, :]
+        inside = keep[:, None] & (r < spec.ROTARY)[None, :]
+        tl.store(output + where, (tail * factor).to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Where a batch row's part of an array begins; PER rows share one. 64 bits: caches may be large."""
-    return array + (batch // PER) * ELEMENTS
+def store_part(parts, slot, acc, tail, spec: tl.constexpr):
+    """Stores unnormalised values of rows in their slots, [PART] each: those of `acc`, then those of `tail`."""
+    PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
+    tl.store(parts + slot[:, None] * PART + tl.arange(0, spec.BV)[None, :], acc)
+    if spec.TAIL:
+        tl.store(parts + slot[:, None] * PART + (spec.BV + tl.arange(0, spec.BR))[None, :], tail)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.config import PagedForward
+from ejkernel_triton.paged_attention.groups import group_of
 
 LOG2E = math.log2(math.e)
 
@@ -27,10 +28,15 @@ class PagedSpec:
         SEQUENCES: N.
         H: Query heads.
         HK: KV heads.
-        G: Query heads per KV head.
+        SPLITS: Tiles that the query heads of a KV head are cut into; a program has one of them.
+        G: Query heads of such a tile.
         D: Head dimension of queries and keys.
         DV: Head dimension of values.
-        BD: D, padded to what a matrix product takes.
+        BD: Columns of a tile of keys: D or, in a latent cache, R, padded to what a matrix product takes.
+        LATENT: R of a latent cache, whose tiles of keys are its tiles of values; 0 in others.
+        ROTARY: Key columns beside those of the latent vector; they are where values are in other caches.
+        BR: ROTARY, padded to what a matrix product takes.
+        TAIL: Whether these columns are values too, behind those of the latent vector.
         BV: DV, likewise.
         PAGES: Pages of the cache.
         PAGE_SIZE: Slots of a page.
@@ -39,10 +45,11 @@ class PagedSpec:
         VALUE_STRIDES: The same of the values.
         KEY_ELEMENTS: Elements of one batch row's key cache.
         VALUE_ELEMENTS: The same of its value cache.
-        VALUE_OFFSET: Where values begin in a combined cache; 0 in one of their own.
+        VALUE_OFFSET: Where values begin in a combined cache, or rotary columns in a latent one; else 0.
         BLOCK_Q: Query rows of a tile.
         M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
         BLOCK_KV: Keys of a tile.
+        WHOLE: Whether a tile lies in one page, of which it reads the number once.
         ENTRIES: Entries of the work list.
         PROGRAMS: Programs the key tiles are dealt to.
         FACTOR: softmax_scale, times log2(e) where nothing comes between the product and the exponential.
@@ -67,11 +74,16 @@ class PagedSpec:
     SEQUENCES: int
     H: int
     HK: int
+    SPLITS: int
     G: int
     D: int
     DV: int
     BD: int
     BV: int
+    LATENT: int
+    ROTARY: int
+    BR: int
+    TAIL: bool
     PAGES: int
     PAGE_SIZE: int
     TABLE: int
@@ -83,6 +95,7 @@ class PagedSpec:
     BLOCK_Q: int
     M: int
     BLOCK_KV: int
+    WHOLE: bool
     ENTRIES: int
     PROGRAMS: int
     FACTOR: float
@@ -103,43 +116,74 @@ class PagedSpec:
     WIDEN: bool
 
 
-def make_spec(record: PagedAttention, config: PagedForward, entries: int) -> PagedSpec:
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Where the key columns beside those of the latent vector are.
+
+    Attributes:
+        rows: [P, S, L], the latent cache itself or another.
+        start: The first of them in a row.
+        values: Whether they are values, too.
+    """
+
+    rows: jax.Array
+    start: int
+    values: bool = False
+
+
+def rotary_of(record: PagedAttention) -> Rotary | None:
+    """That of a latent record; None for others."""
+    return None if record.latent is None else Rotary(record.key_pages, record.latent[1])
+
+
+def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary: Rotary | None = None) -> PagedSpec:
     """The constants of a record's kernels on the device in use.
 
     Args:
         record: The canonical arguments, without new tokens.
         config: Tile sizes and programs.
         entries: Entries of the work list.
+        rotary: Rotary columns of a latent record.
     """
     rows, heads, size = record.query.shape
     kv_heads, value_size = paged_cache.kv_heads(record), paged_cache.value_size(record)
+    latent = 0 if record.latent is None else record.latent[0]
+    tail = size - latent if rotary is not None and rotary.values else 0
+    group = group_of(record)
     left, right = band(record)
     stored = record.key_pages if record.value_pages is None else record.value_pages
     plain = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None
     operand = record.compute_dtype or promoted(record.query.dtype, record.key_pages.dtype)
-    key_strides, value_strides, offset = _strides(record)
+    key_strides, value_strides, offset = _strides(record, rotary)
+    page_size = paged_cache.page_size(record)
     nvidia = current_device().vendor == "nvidia"
     return PagedSpec(
         ROWS=rows,
         SEQUENCES=record.kv_lens.shape[0],
         H=heads,
         HK=kv_heads,
-        G=heads // kv_heads,
+        SPLITS=heads // kv_heads // group,
+        G=group,
         D=size,
-        DV=value_size,
-        BD=padded(size),
+        DV=value_size + tail,
+        BD=padded(latent or size),
         BV=padded(value_size),
+        LATENT=latent,
+        ROTARY=size - latent if latent else 0,
+        BR=padded(size - latent) if latent else 16,
+        TAIL=tail > 0,
         PAGES=paged_cache.page_count(record),
-        PAGE_SIZE=paged_cache.page_size(record),
+        PAGE_SIZE=page_size,
         TABLE=0 if record.block_tables is None else record.block_tables.shape[1],
         KEY_STRIDES=key_strides,
         VALUE_STRIDES=value_strides,
         KEY_ELEMENTS=record.key_pages.size,
-        VALUE_ELEMENTS=stored.size,
+        VALUE_ELEMENTS=stored.size if rotary is None else rotary.rows.size,
         VALUE_OFFSET=offset,
         BLOCK_Q=config.block_q,
-        M=padded(config.block_q * (heads // kv_heads)),
+        M=padded(config.block_q * group),
         BLOCK_KV=config.block_kv,
+        WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
         ENTRIES=entries,
         PROGRAMS=config.num_programs,
         FACTOR=record.softmax_scale * (LOG2E if plain else 1.0),
@@ -171,9 +215,11 @@ def promoted(query: Any, stored: Any) -> Any:
     return jnp.dtype(query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored))
 
 
-def _strides(record: PagedAttention) -> tuple[Strides, Strides, int]:
-    """Strides of keys and of values over pages, slots and heads, and where values begin."""
+def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
+    """Strides of keys and of values (or rotary columns) over pages, slots and heads, and where the latter begin."""
     keys = _by_axis(record.key_pages, record.kv_layout)
+    if rotary is not None:
+        return keys, _by_axis(rotary.rows, record.kv_layout), rotary.start
     if record.value_pages is not None:
         return keys, _by_axis(record.value_pages, record.kv_layout), 0
     return keys, keys, record.key_pages.shape[-1]
@@ -186,4 +232,4 @@ def _by_axis(pages: jax.Array, layout: str) -> Strides:
     for axis in reversed(layout):
         strides[axis] = step
         step *= sizes[axis]
-    return strides["p"], strides["s"], strides["h"]
+    return strides["p"], strides["s"], strides.get("h", 0)

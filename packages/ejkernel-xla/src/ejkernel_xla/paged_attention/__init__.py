@@ -9,6 +9,7 @@ from ejkernel_xla.paged_attention import tiles
 
 COMMON = frozenset({"softmax_aux", "sliding_window", "logits_soft_cap"})
 NEW = frozenset({"new_keys", "new_values"})
+LATENT = frozenset({"latent", "new_keys", "num_seqs", "value_scale", "sliding_window", "logits_soft_cap"})
 
 OPS: dict[str, tuple[type, frozenset[str]]] = {
     "page_attention": (configs.PageAttentionConfig, COMMON),
@@ -22,6 +23,8 @@ OPS: dict[str, tuple[type, frozenset[str]]] = {
     ),
     "ragged_page_attention_v2": (configs.RaggedPageAttentionv2Config, COMMON | {"num_seqs", "compute_dtype"}),
     "ragged_page_attention_v3": (configs.RaggedPageAttentionv3Config, COMMON | NEW | {"num_seqs", "value_scale"}),
+    "multi_latent_ragged_page_attention": (configs.MultiLatentRaggedPageAttentionConfig, LATENT),
+    "multi_latent_ragged_page_attention_v2": (configs.MultiLatentRaggedPageAttentionV2Config, LATENT),
 }
 """For every operation, the configuration its kernel reads, and the optional fields that its records can have."""
 

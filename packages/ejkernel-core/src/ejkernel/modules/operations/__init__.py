@@ -34,6 +34,11 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "lstm": ("LSTM", "lstm"),
     "mean_pooling": ("MeanPooling", "mean_pooling"),
     "mla_decode": ("MLADecode", "flash_mla_decode", "mla_decode"),
+    "multi_latent_ragged_page_attention": ("MultiLatentRaggedPageAttention", "multi_latent_ragged_page_attention"),
+    "multi_latent_ragged_page_attention_v2": (
+        "MultiLatentRaggedPageAttentionV2",
+        "multi_latent_ragged_page_attention_v2",
+    ),
     "native_sparse_attention": ("NativeSparseAttention", "native_sparse_attention"),
     "page_attention": ("PageAttention", "page_attention"),
     "prefill_page_attention": ("PrefillPageAttention", "prefill_page_attention"),

@@ -16,6 +16,8 @@ from ejkernel.modules.operations.configuration.latent import (
 from ejkernel.modules.operations.configuration.paged import (
     ChunkedPrefillPagedDecodeConfig,
     DecodeAttentionConfig,
+    MultiLatentRaggedPageAttentionConfig,
+    MultiLatentRaggedPageAttentionV2Config,
     PageAttentionConfig,
     PagedAttentionConfig,
     PrefillPageAttentionConfig,
@@ -62,6 +64,8 @@ __all__ = [
     "LightningAttentionConfig",
     "MLADecodeConfig",
     "MeanPoolingConfig",
+    "MultiLatentRaggedPageAttentionConfig",
+    "MultiLatentRaggedPageAttentionV2Config",
     "NativeSparseAttentionConfig",
     "PageAttentionConfig",
     "PagedAttentionConfig",

@@ -21,6 +21,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_groups,
     check_ints,
     check_query,
+    quantised,
     settle,
     tuned,
 )
@@ -229,7 +230,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
     combined = args.kv_cache.reshape(pages, slots, -1, 2, lanes)
     scale = size**-0.5 if args.softmax_scale is None else args.softmax_scale
     return PagedAttention(
-        query=_quantised(args),
+        query=quantised(args.queries, args.q_scale, args.kv_cache.dtype),
         key_pages=combined,
         value_pages=None,
         block_tables=args.block_tables.reshape(sequences, -1),
@@ -246,16 +247,6 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         logits_soft_cap=args.logits_soft_cap,
         value_scale=1.0 if args.v_scale is None else args.v_scale,
     )
-
-
-def _quantised(args: RaggedPageAttentionv3Arguments) -> jax.Array:
-    """Queries as the cache's dtype represents them, in their own."""
-    if args.q_scale is None:
-        return args.queries
-    scaled, dtype = args.queries / args.q_scale, args.kv_cache.dtype
-    if dtype == jnp.int8:
-        scaled = jnp.clip(jnp.round(scaled), -128, 127)
-    return scaled.astype(dtype).astype(args.queries.dtype)
 
 
 def finish(args: RaggedPageAttentionv3Arguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

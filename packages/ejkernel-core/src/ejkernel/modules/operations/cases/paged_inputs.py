@@ -218,7 +218,7 @@ def make_inputs(
     pages, slots = size(args)
     sequences = shapes[lengths].shape[0]
     entries = int(np.prod(shapes[tables].shape)) // sequences
-    rows = next(x for name, x in shapes.items() if name in ("query", "queries")).shape[0]
+    rows = next(x for name, x in shapes.items() if name in ("query", "queries", "queries_nope")).shape[0]
     known: Mapping[str, Callable[[tuple[int, ...]], Any]] = {
         lengths: lambda shape: jnp.full(shape, entries * slots),
         tables: lambda shape: jnp.arange(sequences * entries).reshape(shape) % pages,

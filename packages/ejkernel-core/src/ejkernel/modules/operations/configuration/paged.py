@@ -116,6 +116,29 @@ class RaggedPageAttentionv3Config(RaggedPageAttentionv2Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiLatentRaggedPageAttentionConfig(RaggedPageAttentionv3Config):
+    """Tiles of `multi_latent_ragged_page_attention`; fields as in `RaggedPageAttentionv3Config`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiLatentRaggedPageAttentionV2Config(PagedAttentionConfig):
+    """Tiles of `multi_latent_ragged_page_attention_v2`.
+
+    Attributes:
+        num_kv_pages_per_block: Pages a tile, for kernels that read whole pages; or one for each part of
+            `distribution`: decoding, uniform prefill and the rest.
+        num_queries_per_block: Query rows a tile, for kernels whose tiles span sequences; or one for each part.
+        chunk_prefill_size: Query rows of a sequence in the uniform prefill part of `distribution`.
+        vmem_limit_bytes: Memory of a TPU core that a kernel may use.
+    """
+
+    num_kv_pages_per_block: int | tuple[int, int, int] | None = None
+    num_queries_per_block: int | tuple[int, int, int] | None = None
+    chunk_prefill_size: int | None = None
+    vmem_limit_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedDecodeAttentionConfig(BaseOperationConfig):
     """Tiles of `ragged_decode_attention`.
 

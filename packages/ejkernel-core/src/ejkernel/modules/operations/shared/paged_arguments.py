@@ -199,6 +199,16 @@ def per_head(array: jax.Array | None, query: jax.Array) -> jax.Array | None:
     return None if array is None else array.astype(jnp.promote_types(query.dtype, jnp.float32))
 
 
+def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
+    """Queries divided by `scale` and rounded as a cache's dtype represents them, in their own dtype."""
+    if scale is None:
+        return queries
+    scaled = queries / scale
+    if dtype == jnp.int8:
+        scaled = jnp.clip(jnp.round(scaled), -128, 127)
+    return scaled.astype(dtype).astype(queries.dtype)
+
+
 def tuned(config: type[Config], cfg: Config | None, **wanted: Any) -> Config | None:
     """`cfg` with what the call's tuning arguments ask for; None where nobody asks for anything.
 

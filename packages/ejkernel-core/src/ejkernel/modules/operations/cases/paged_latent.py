@@ -1,0 +1,77 @@
+"""The named cases of the operations over paged caches of latent vectors, and inputs of any given shapes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.paged_inputs import Sizes, normal
+from ejkernel.modules.operations.cases.paged_inputs import make_inputs as make_paged_inputs
+from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.ops.model import Case
+
+
+def inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Arguments; `sizes.v` is R and `sizes.d` Dr. The last sequence is not live, though it looks it."""
+    z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
+    lanes = -(-z.v // 128) * 128 + -(-z.d // 128) * 128
+    shapes = {
+        "queries_nope": (z.tokens, z.h, z.v),
+        "queries_pe": (z.tokens, z.h, z.d),
+        "keys_values": (z.tokens, z.v),
+        "keys_pe": (z.tokens, z.d),
+        "kv_cache": (z.pages, z.s // pack, pack, lanes),
+    }
+    return {
+        **normal(key, z.dtype, **shapes),
+        "kv_lens": jnp.array(z.lens, jnp.int32),
+        "block_tables": jnp.asarray(z.tables().reshape(-1)),
+        "query_start_loc": jnp.asarray(z.starts()),
+        "distribution": jnp.array([0, 0, len(z.lens) - 1], jnp.int32),
+    }
+
+
+def integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """The same with a cache of int8 and queries of 16 bits."""
+    given = inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
+    stored = ("keys_values", "keys_pe", "kv_cache")
+    made = {
+        name: jax.random.randint(k, given[name].shape, -128, 128).astype(jnp.int8)
+        for name, k in zip(stored, jax.random.split(key, len(stored)), strict=True)
+    }
+    queries = {name: given[name].shape for name in ("queries_nope", "queries_pe")}
+    return {**given, **made, **normal(key, jnp.bfloat16, **queries)}
+
+
+SMALL = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, s=8, v=60, d=17)
+HALF = dataclasses.replace(SMALL, h=96, v=128, d=64, dtype=jnp.bfloat16)
+MODEL = Sizes(lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=16, s=64, v=512, d=64, dtype=jnp.bfloat16)
+SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
+CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """Cases of `multi_latent_ragged_page_attention`."""
+    rows: tuple[Row[Sizes], ...] = (
+        ("prefill and decode", SMALL, lambda k: {}, ("latent", "new_keys", "num_seqs"), ("awkward",)),
+        ("window and soft cap, bfloat16", HALF, lambda k: CAPPED, ("sliding_window", "logits_soft_cap"), ()),
+        ("model", MODEL, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
+    )
+    eight: tuple[Row[Sizes], ...] = (("int8, scales", SMALL, lambda k: SCALES, ("value_scale",), ()),)
+    return (*table(arguments, inputs, rows), *table(arguments, integers, eight))
+
+
+def cases_v2(arguments: type) -> tuple[Case, ...]:
+    """Cases of `multi_latent_ragged_page_attention_v2`, which is the same but for its configuration."""
+    every = ("latent", "new_keys", "num_seqs", "sliding_window", "logits_soft_cap", "value_scale")
+    rows: tuple[Row[Sizes], ...] = (("int8, everything", SMALL, lambda k: {**CAPPED, **SCALES}, every, ()),)
+    return table(arguments, integers, rows)
+
+
+make_inputs = functools.partial(
+    make_paged_inputs,
+    lengths="kv_lens",
+    size=lambda args: (args.kv_cache.shape[0], args.kv_cache.shape[1] * args.kv_cache.shape[2]),
+)

@@ -1,0 +1,271 @@
+"""Latent attention of prompts and single tokens in one batch, over pages that the new tokens are first written into."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, Num
+
+from ejkernel.families import paged_attention
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations.cases import paged_latent as cases
+from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
+from ejkernel.modules.operations.shared.paged_arguments import (
+    TOLERANCE,
+    as_cap,
+    as_mask_value,
+    as_newest,
+    as_scale,
+    check_ints,
+    quantised,
+    settle,
+)
+from ejkernel.modules.operations.shared.shapes import (
+    as_number,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+)
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
+from ejkernel.planning import paged_cache
+from ejkernel.planning.paged_cache import LANES, packing
+
+
+@arguments
+class MultiLatentRaggedPageAttentionArguments:
+    """The arguments of `multi_latent_ragged_page_attention`, which documents them; canonical once they are made."""
+
+    queries_nope: jax.Array
+    queries_pe: jax.Array
+    keys_values: jax.Array
+    keys_pe: jax.Array
+    kv_cache: jax.Array
+    kv_lens: jax.Array
+    block_tables: jax.Array
+    query_start_loc: jax.Array
+    distribution: jax.Array
+    softmax_scale: float | None = static(None)
+    sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    logits_soft_cap: float | None = static(None)
+    mask_value: float | None = static(None)
+    q_scale: float | None = static(None)
+    k_scale: float | None = static(None)
+    v_scale: float | None = static(None)
+
+    def __post_init__(self) -> None:
+        scales = {name: getattr(self, name) for name in ("q_scale", "k_scale", "v_scale")}
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            **{name: None if x is None else as_number(name, x, above=0) for name, x in scales.items()},
+        )
+
+
+@operation(lambda: OP)
+def multi_latent_ragged_page_attention(
+    queries_nope: Float[Array, "t h r"],
+    queries_pe: Float[Array, "t h c"],
+    keys_values: Num[Array, "t r"],
+    keys_pe: Num[Array, "t c"],
+    kv_cache: Num[Array, "p s pack lanes"],
+    kv_lens: Integer[Array, " n"],
+    block_tables: Integer[Array, " n*k"],
+    query_start_loc: Integer[Array, " n+1"],
+    distribution: Integer[Array, " 3"],
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    mask_value: float | None = None,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    platform: str | None = None,
+    cfg: MultiLatentRaggedPageAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]]:
+    """Absorbed latent attention over a cache of pages, after writing new tokens (DeepSeek-V2, 2024, arXiv:2405.04434).
+
+    A token has one row in the cache, which all query heads share: its latent vector, from which a model reads keys and
+    values of all heads, and a key with rotary position. The model takes the query of head h to the latent space,
+    `queries_nope_h = w_kc_h q_h`; here,
+
+        s_hj = softmax_scale * (queries_nope_h . latent_j + queries_pe_h . rope_j)
+        o_h  = sum_j softmax(s_h)_j latent_j
+
+    and the model takes `o_h` to the head's values by `w_vc_h`. `mla_decode` does both around a dense cache.
+
+    Shape letters: T rows, N sequences, P pages of S slots, H query heads, R latent size, Dr size of the rotary part.
+    Sequences, lengths, tables, starts and distribution are those of `ragged_page_attention_v3`: sequence n owns rows
+    `query_start_loc[n] : query_start_loc[n + 1]`, and row i of q is its token at position `kv_lens[n] - q + i`, which
+    attends to those up to itself. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
+
+    With `pack = 32 // bits(cache dtype)` a cache is [P, S / pack, pack, lanes]; axes 1 and 2 together are the slots. A
+    row is the latent vector, filled with 0 to a multiple of 128, and the rotary part, likewise. Nothing but the new
+    tokens' own rows is written. Call under `jax.jit` with `donate_argnums` for the cache and use the returned one: the
+    update is then in place.
+
+    Over devices, query heads can be split.
+
+    Args:
+        queries_nope: [T, H, R] float16, bfloat16, float32 or float64, packed, in the latent space.
+        queries_pe: [T, H, Dr] with rotary position, dtype of queries_nope.
+        keys_values: [T, R] new latent vectors, dtype of kv_cache.
+        keys_pe: [T, Dr] new keys with rotary position, dtype of kv_cache.
+        kv_cache: [P, S / pack, pack, lanes] floating or int8, as above.
+        kv_lens: [N] int, tokens of each sequence, the new ones included.
+        block_tables: [N * K] int, K pages a sequence. Entries past a sequence's length are neither looked at nor
+            written through; within it, an entry that is no page of the cache is a page without keys.
+        query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
+        distribution: [3] int (i, j, k): k sequences are live; i and j are advice for kernels.
+        softmax_scale: Factor on the scores; None means `(R + Dr) ** -0.5`. Models want `(Dn + Dr) ** -0.5` with the
+            size Dn of their heads before absorption.
+        sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied after all scales.
+        mask_value: Score of masked keys, at most -10000: they weigh nothing.
+        q_scale: Queries are divided by it and rounded to the cache's dtype, for int8 to the nearest of -128 to 127;
+            scores are multiplied by it.
+        k_scale: Factor on the scores, by which rows were divided before they were stored.
+        v_scale: Factor on the output, by which rows were divided.
+
+    Returns:
+        [T, H, R] in the queries' dtype, where rows that belong to no sequence are 0, and the cache.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import multi_latent_ragged_page_attention
+
+        keys = jax.random.split(jax.random.key(0), 4)
+        nope, rope = jax.random.normal(keys[0], (8, 4, 96)), jax.random.normal(keys[1], (8, 4, 16))
+        latent, key = jax.random.normal(keys[2], (8, 96)), jax.random.normal(keys[3], (8, 16))
+        cache = jnp.zeros((16, 16, 1, 128 + 128))  # float32: pack is 1
+        lengths, tables = jnp.array([7, 1]), jnp.array([3, 0, 5, 0])
+        step = jax.jit(multi_latent_ragged_page_attention, donate_argnums=4)
+        starts, distribution = jnp.array([0, 7, 8]), jnp.array([0, 0, 2])
+        output, cache = step(nope, rope, latent, key, cache, lengths, tables, starts, distribution)
+        assert output.shape == (8, 4, 96)
+        ```
+    """
+    ...
+
+
+def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    for name, axes in (("queries_nope", "T H R"), ("queries_pe", "T H Dr")):
+        check_shape(name, getattr(args, name), axes, sizes)
+        check_not_empty(name, getattr(args, name), axes, axes[2:])
+        check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    check_same_dtype({"queries_nope": args.queries_nope, "queries_pe": args.queries_pe})
+    check_shape("keys_values", args.keys_values, "T R", sizes)
+    check_shape("keys_pe", args.keys_pe, "T Dr", sizes)
+    rows = "P S/pack pack lanes"
+    check_shape("kv_cache", args.kv_cache, rows, sizes)
+    check_not_empty("kv_cache", args.kv_cache, rows, "S/pack")
+    if args.kv_cache.dtype != jnp.int8:
+        check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype or int8")
+    check_same_dtype({"kv_cache": args.kv_cache, "keys_values": args.keys_values, "keys_pe": args.keys_pe})
+    wanted = (packing(args.kv_cache.dtype), sum(columns(args)))
+    if args.kv_cache.shape[2:] != wanted:
+        raise ValueError(
+            f"kv_cache: got shape {tuple(args.kv_cache.shape)}, wants [P, S / {wanted[0]}, {wanted[0]}, {wanted[1]}] "
+            f"for {args.kv_cache.dtype}, R={sizes['R']} and Dr={sizes['Dr']}"
+        )
+    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    check_not_empty("kv_lens", args.kv_lens, "N", "N")
+    check_ints("block_tables", args.block_tables, "N*K", sizes)
+    if sizes["N*K"] % sizes["N"]:
+        raise ValueError(f"block_tables: got shape ({sizes['N*K']},), wants [N * K] for N={sizes['N']} sequences")
+    check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
+    check_ints("distribution", args.distribution, "3", {"3": 3})
+
+
+def columns(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
+    """Lanes of the latent vector and of the rotary part in a row of the cache."""
+    latent, rotary = args.queries_nope.shape[-1], args.queries_pe.shape[-1]
+    return -(-latent // LANES) * LANES, -(-rotary // LANES) * LANES
+
+
+def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
+    """The paged-attention record of a call."""
+    pages, *_, lanes = args.kv_cache.shape
+    slots = args.kv_cache.shape[1] * args.kv_cache.shape[2]
+    query = jnp.concatenate((args.queries_nope, args.queries_pe), axis=-1)
+    scale = query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
+    return PagedAttention(
+        query=quantised(query, args.q_scale, args.kv_cache.dtype),
+        key_pages=args.kv_cache.reshape(pages, slots, lanes),
+        value_pages=None,
+        block_tables=args.block_tables.reshape(args.kv_lens.shape[0], -1),
+        kv_lens=args.kv_lens,
+        query_start=args.query_start_loc,
+        softmax_scale=scale * (args.q_scale or 1.0) * (args.k_scale or 1.0),
+        kv_layout=paged_cache.LATENT,
+        kv_heads=None,
+        num_seqs=args.distribution[2],
+        new_keys=jnp.concatenate((args.keys_values, args.keys_pe), axis=-1)[:, None],
+        sliding_window=as_newest("sliding_window", args.sliding_window),
+        logits_soft_cap=args.logits_soft_cap,
+        value_scale=1.0 if args.v_scale is None else args.v_scale,
+        latent=(args.queries_nope.shape[-1], columns(args)[0]),
+    )
+
+
+def finish(args: MultiLatentRaggedPageAttentionArguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    """What the public function returns: the output, and the cache in its own shape."""
+    return output[0], output[2].reshape(args.kv_cache.shape)
+
+
+def reference(args: MultiLatentRaggedPageAttentionArguments) -> tuple[jax.Array, jax.Array]:
+    """The operation's meaning in plain jnp."""
+    return finish(args, paged_attention.reference(lower(args))[0])
+
+
+AXES = {
+    "queries_nope": "t h v",
+    "queries_pe": "t h c",
+    "keys_values": "t v",
+    "keys_pe": "t c",
+    "kv_cache": "p s k d",
+    "kv_lens": "r",
+    "block_tables": "x",
+    "query_start_loc": "n",
+    "distribution": "y",
+}
+
+
+class MultiLatentRaggedPageAttention(Kernel[MultiLatentRaggedPageAttentionConfig, tuple[Array, Array]]):
+    """`multi_latent_ragged_page_attention` as an object."""
+
+
+OP = Op(
+    name="multi_latent_ragged_page_attention",
+    function=multi_latent_ragged_page_attention,
+    arguments=MultiLatentRaggedPageAttentionArguments,
+    family=paged_attention.FAMILY,
+    config=MultiLatentRaggedPageAttentionConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(MultiLatentRaggedPageAttentionArguments),
+    tolerance=TOLERANCE,
+    make_inputs=cases.make_inputs,
+    axes=AXES,
+    finish=finish,
+    output=("t h v", "p s k d"),
+)
+MultiLatentRaggedPageAttention.op = OP

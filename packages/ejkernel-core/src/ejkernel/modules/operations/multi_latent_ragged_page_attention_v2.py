@@ -1,0 +1,114 @@
+"""`multi_latent_ragged_page_attention` with a configuration that can differ by part of the batch."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Integer, Num
+
+import ejkernel.modules.operations.multi_latent_ragged_page_attention as first
+from ejkernel.families import paged_attention
+from ejkernel.modules.operations.cases import paged_latent as cases
+from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionV2Config
+from ejkernel.modules.operations.shared.paged_arguments import TOLERANCE
+from ejkernel.ops.arguments import arguments
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.ops.operation import operation
+
+
+@arguments
+class MultiLatentRaggedPageAttentionV2Arguments(first.MultiLatentRaggedPageAttentionArguments):
+    """The arguments of `multi_latent_ragged_page_attention_v2`, which are those of the first version."""
+
+
+@operation(lambda: OP)
+def multi_latent_ragged_page_attention_v2(
+    queries_nope: Float[Array, "t h r"],
+    queries_pe: Float[Array, "t h c"],
+    keys_values: Num[Array, "t r"],
+    keys_pe: Num[Array, "t c"],
+    kv_cache: Num[Array, "p s pack lanes"],
+    kv_lens: Integer[Array, " n"],
+    block_tables: Integer[Array, " n*k"],
+    query_start_loc: Integer[Array, " n+1"],
+    distribution: Integer[Array, " 3"],
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    mask_value: float | None = None,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    platform: str | None = None,
+    cfg: MultiLatentRaggedPageAttentionV2Config | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]]:
+    """`multi_latent_ragged_page_attention` (DeepSeek-V2, 2024, arXiv:2405.04434) with its own configuration class.
+
+    It computes the same from the same arguments, with the same kernels. The configuration can name tiles for each part
+    of `distribution` (decoding, uniform prefill, the rest).
+
+    Args:
+        queries_nope: [T, H, R] floating, in the latent space.
+        queries_pe: [T, H, Dr], dtype of queries_nope.
+        keys_values: [T, R] new latent vectors, dtype of kv_cache.
+        keys_pe: [T, Dr] new keys with rotary position, dtype of kv_cache.
+        kv_cache: [P, S / pack, pack, lanes] floating or int8.
+        kv_lens: [N] int.
+        block_tables: [N * K] int.
+        query_start_loc: [N + 1] int.
+        distribution: [3] int.
+        softmax_scale: Factor on the scores; None means `(R + Dr) ** -0.5`.
+        sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        mask_value: Score of masked keys, at most -10000: they weigh nothing.
+        q_scale: Queries are divided by it and rounded to the cache's dtype.
+        k_scale: Factor on the scores.
+        v_scale: Factor on the output.
+
+    Returns:
+        [T, H, R] in the queries' dtype, and the cache.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import multi_latent_ragged_page_attention_v2
+
+        nope, rope, latent, key = (jnp.ones(shape) for shape in ((2, 4, 64), (2, 4, 16), (2, 64), (2, 16)))
+        lengths, tables = jnp.array([2]), jnp.array([3])
+        batch = (lengths, tables, jnp.array([0, 2]), jnp.array([0, 0, 1]))
+        output, _ = multi_latent_ragged_page_attention_v2(nope, rope, latent, key, jnp.zeros((8, 16, 1, 256)), *batch)
+        assert jnp.allclose(output, 1)
+        ```
+    """
+    ...
+
+
+class MultiLatentRaggedPageAttentionV2(Kernel[MultiLatentRaggedPageAttentionV2Config, tuple[Array, Array]]):
+    """`multi_latent_ragged_page_attention_v2` as an object."""
+
+
+OP = Op(
+    name="multi_latent_ragged_page_attention_v2",
+    function=multi_latent_ragged_page_attention_v2,
+    arguments=MultiLatentRaggedPageAttentionV2Arguments,
+    family=paged_attention.FAMILY,
+    config=MultiLatentRaggedPageAttentionV2Config,
+    validate=first.validate,
+    lower=first.lower,
+    reference=first.reference,
+    cases=cases.cases_v2(MultiLatentRaggedPageAttentionV2Arguments),
+    tolerance=TOLERANCE,
+    make_inputs=cases.make_inputs,
+    axes=first.AXES,
+    finish=first.finish,
+    output=first.OP.output,
+)
+MultiLatentRaggedPageAttentionV2.op = OP

@@ -1,0 +1,37 @@
+"""What surrounds the packages stays true: workflows name sessions that exist, figures are those the scripts draw."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+
+
+def sessions() -> set[str]:
+    """The sessions of the noxfile, as far as they are plain functions."""
+    return set(re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+
+
+def test_workflows_run_sessions_that_exist():
+    called = {
+        name
+        for workflow in (ROOT / ".github" / "workflows").glob("*.yml")
+        for names in re.findall(r"nox -s ([\w ]+)$", workflow.read_text(), re.MULTILINE)
+        for name in names.split()
+    }
+    assert called >= {"lint", "types", "tests", "wheels"}
+    assert called <= sessions()
+
+
+def test_every_figure_is_drawn_by_a_script_and_shown_on_a_page(tmp_path: Path):
+    subprocess.run([sys.executable, "make.py", str(tmp_path)], cwd=ROOT / "docs" / "figures", check=True, timeout=120)
+    drawn, committed = (
+        {path.name for path in folder.glob("*.svg")} for folder in (tmp_path, ROOT / "docs" / "figures")
+    )
+    assert drawn == committed
+    pages = "".join(page.read_text() for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+    for name in drawn:
+        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
+        assert f"figures/{name}" in pages
