@@ -11,6 +11,7 @@ from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_triton import (
     grouped_matmul,
+    linear_recurrence,
     paged_attention,
     ring_attention,
     selected_attention,
@@ -29,4 +30,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *selected_attention.implementations(),
         *grouped_matmul.implementations(),
         *selective_scan.implementations(),
+        *linear_recurrence.implementations(),
     )
