@@ -171,7 +171,7 @@ def from_table():
     found = {}
     for key, entry in decode(table.read_bytes()).items():
         direction, kind = key.split(" | ")[2], key.split(" | ")[5]
-        part = as_part(entry, FwdParams if direction == "forward" else BwdParams, key)
+        part = as_part(entry, tiles.TritonForward if direction == "forward" else tiles.TritonBackward, key)
         bits, size = int(kind.split()[0]), int(kind.split()[2].split("x")[0])
         found.setdefault((bits, size), {}).setdefault(direction, {})[part] = None
     for (bits, size), parts in found.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules import FlashAttentionConfig, flash_attention
-from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops import BwdParams
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_triton.tiled_attention import implementations, tiles
@@ -103,35 +103,39 @@ def test_candidates_are_different_and_small_enough(capability, size):
 
 def test_tiles_are_no_longer_than_what_there_is():
     part = tiles.heuristic(record(1, 100), H200, "forward")
-    assert (part.q_blocksize, part.kv_blocksize) == (16, 128)
+    assert (part.block_q, part.block_kv) == (16, 128)
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (FwdParams(q_blocksize=100, kv_blocksize=64, num_warps=4, num_stages=2), "cfg: got q_blocksize=100"),
-        (FwdParams(q_blocksize=64, kv_blocksize=8, num_warps=4, num_stages=2), "cfg: got kv_blocksize=8"),
-        (FwdParams(q_blocksize=64, kv_blocksize=64, num_warps=3, num_stages=2), "cfg: got num_warps=3"),
-        (FwdParams(q_blocksize=64, kv_blocksize=64, num_warps=4), "cfg: got num_stages=None"),
-    ],
-)
-def test_what_no_kernel_can_have_is_named(part, message):
-    with pytest.raises(ValueError, match=message):
-        tiles.forward_tile(part)
+GOOD = {"block_q": 64, "block_kv": 64, "num_warps": 4, "num_stages": 2}
+BAD = [("block_q", 100), ("block_kv", 8), ("num_warps", 3), ("num_stages", 0)]
 
 
-def test_backward_configurations_are_checked_for_both_kernels():
-    whole = tiles.heuristic(record(64, 64), H200, "backward")
-    assert whole.blocksize_m is not None
-    with pytest.raises(ValueError, match="cfg: got blocksize_m=None"):
-        tiles.backward_tiles(BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=4, num_stages=2))
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_what_no_kernel_can_have_is_named(name, value):
+    bad = {**GOOD, name: value}
+    with pytest.raises(ValueError, match=f"cfg: got {name}={value}"):
+        tiles.forward_tile(tiles.TritonForward(**bad))
+    good, bad = tiles.GradientTile(**GOOD), tiles.GradientTile(**bad)
+    with pytest.raises(ValueError, match=rf"cfg: got dkv\.{name}={value}"):
+        tiles.backward_tiles(tiles.TritonBackward(dkv=bad, dq=good))
+    with pytest.raises(ValueError, match=rf"cfg: got dq\.{name}={value}"):
+        tiles.backward_tiles(tiles.TritonBackward(dkv=good, dq=bad))
+
+
+def test_public_sizes_are_those_of_both_backward_kernels():
+    (implementation,) = implementations()
+    rule = tiles.heuristic(record(256, 256), H200, "backward")
+    public = BwdParams(q_blocksize=16, num_stages=4)
+    found = implementation.config.completed(rule, public, "backward")
+    for kernel in ("dkv", "dq"):
+        wanted = dataclasses.replace(getattr(rule, kernel), block_q=16, num_stages=4)
+        assert getattr(found, kernel) == wanted
+    assert implementation.config.unread(BwdParams(blocksize_k=2), "backward") == ["blocksize_k"]
 
 
 @pytest.mark.parametrize(("own", "visit", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)])
 def test_programs_that_own_queries_have_warps_for_the_longer_side(own, visit, warps):
-    part = tiles.heuristic(record(256, 256), H200, "backward")
-    part = dataclasses.replace(part, blocksize_m=own, blocksize_n=visit)
-    assert tiles.backward_tiles(part)[1].warps == warps
+    assert tiles.warps_for_queries(own, visit) == warps
 
 
 def scores_of_a_warp(call, device):

@@ -1,5 +1,6 @@
 """The tables of measured tiles that the Triton backend ships. Needs no Triton."""
 
+import hashlib
 import importlib.resources
 
 import jax
@@ -7,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
-from ejkernel.ops import BwdParams, ConfigSelectorChain, FwdParams
+from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.key import schema_hash
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.tiled_attention import implementations, tiles
 
-PARTS = {"forward": FwdParams, "backward": BwdParams}
+PARTS = {"forward": tiles.TritonForward, "backward": tiles.TritonBackward}
 FILES = sorted(importlib.resources.files("ejkernel_triton").joinpath("tuned").glob("*/flash_attention.json"))
 
 
@@ -43,3 +44,24 @@ def test_a_call_finds_the_entry_of_its_kind(direction, batch):
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1] == "persistent: shipped table"
     assert selection.part == request.completed(selection.part)
+
+
+def test_entries_have_the_tiles_that_were_measured():
+    """The digest is of the H200's table as it was measured, in the fields that the tiles had then.
+
+    Those were, of the backward pass, block_q, block_kv, warps and stages for keys, and block_q, block_kv and stages for
+    queries, whose warps followed.
+    """
+    (file,) = (file for file in FILES if file.parent.name == "NVIDIA_H200")
+    lines: list[str] = []
+    for key, entry in decode(file.read_bytes()).items():
+        direction, kind = (key.split(" | ")[n] for n in (2, 5))
+        part = as_part(entry, PARTS[direction], key)
+        first = part if direction == "forward" else part.dkv
+        sizes = [first.block_q, first.block_kv, first.num_warps, first.num_stages]
+        if direction == "backward":
+            sizes += [part.dq.block_q, part.dq.block_kv, part.dq.num_stages]
+            assert part.dq.num_warps == tiles.warps_for_queries(part.dq.block_q, part.dq.block_kv)
+        lines.append(f"{direction} {kind}: {' '.join(map(str, sizes))} {entry.seconds} {entry.measured_at}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    assert digest == "651ba0fbf60667f88f8ec539055f4cffeb61c2f3bce4282defcb0c0641ab9aba"

@@ -8,10 +8,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.modules import FlashAttentionConfig, blocksparse_attention, flash_attention
-from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask
 from ejkernel_triton import interpreter
+from ejkernel_triton.tiled_attention.tiles import GradientTile, TritonBackward, TritonForward
 
 SPEC = PartitionSpec("rows", None, "heads", None)
 
@@ -124,8 +124,11 @@ def long_rows():
 
     one = {"num_warps": 4, "num_stages": 1}
     parts = (
-        FwdParams(q_blocksize=16, kv_blocksize=32, **one),
-        BwdParams(kv_blocksize=16, q_blocksize=32, blocksize_m=16, blocksize_n=64, blocksize_k=1, **one),
+        TritonForward(block_q=16, block_kv=32, **one),
+        TritonBackward(
+            dkv=GradientTile(block_kv=16, block_q=32, **one),
+            dq=GradientTile(block_q=16, block_kv=64, num_warps=8, num_stages=1),
+        ),
     )
     pieces = {"platform": "triton", "cfg": FlashAttentionConfig.from_parts(*parts)}
     got, want = (

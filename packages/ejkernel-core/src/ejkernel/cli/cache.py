@@ -6,7 +6,7 @@ import click
 
 from ejkernel.cli.tables import console, milliseconds, print_table
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.table import Entry
+from ejkernel.ops.config.table import Entry, leaves
 
 STORE = click.option(
     "--store",
@@ -63,7 +63,7 @@ def clear(store: Path | None, yes: bool) -> None:
 
 def _row(key: str, entry: Entry) -> tuple[str, ...]:
     parts = key.split(" | ")
-    config = "\n".join(f"{name}={value}" for name, value in entry.config.items() if value is not None)
+    config = "\n".join(f"{name}={value}" for name, value in leaves(entry.config) if value is not None)
     about = ("", "", key)
     if len(parts) == KEY_PARTS:
         op, implementation, direction, device, _, call, _ = parts

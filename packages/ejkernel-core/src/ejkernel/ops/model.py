@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
-from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.config.space import ConfigSpace
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
@@ -167,10 +167,6 @@ def _no_reasons(record: Any) -> Iterable[str]:
     return ()
 
 
-def _of_no_kind(record: Any) -> str | None:
-    return None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requires:
     """What an implementation needs; everything not granted here is refused.
@@ -192,84 +188,6 @@ class Requires:
     min_compute_capability: float | None = None
     head_dims: Container[int] | None = None
     extra: Callable[[Any], Iterable[str]] = _no_reasons
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ConfigSpace:
-    """The configurations of an implementation.
-
-    A kernel declares frozen configuration types of its own, one a direction, whose fields are named for what they are
-    in that kernel. Its functions, rules, the store and shipped tables use these types; `faces` says which public fields
-    they are set by. A call that sets another public field is refused by that name. Without a type of its own, a kernel
-    is given the operation's public configuration, and `reads` says which of its fields it looks at.
-
-    Attributes:
-        reads: Names of the public configuration fields its kernels look at, where it declares no type of its own.
-        heuristic: (record, device, direction) -> complete configuration part, by rule.
-        candidates: (record, device, direction) -> configuration parts worth measuring.
-        kind: Record -> what it has in common with the calls that share an entry of a shipped table; None where only
-            calls of the same shapes do.
-        forward: The type of the forward pass, or of both where they are paired; None for the public configuration.
-        backward: The type of the backward pass, where that is another.
-        faces: Public configuration field -> field of the kernel's own types that has its value.
-    """
-
-    heuristic: Callable[[Any, DeviceInfo, Direction], Any]
-    candidates: Callable[[Any, DeviceInfo, Direction], tuple[Any, ...]]
-    kind: Callable[[Any], str | None] = _of_no_kind
-    reads: frozenset[str] = frozenset()
-    forward: type | None = None
-    backward: type | None = None
-    faces: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], hash=False)
-
-    def own_type(self, direction: Direction) -> type | None:
-        """The kernel's own type of one direction; None where it is given the public configuration."""
-        return (self.backward or self.forward) if direction == "backward" else self.forward
-
-    def translated(self, part: Any, direction: Direction) -> dict[str, Any]:
-        """What a public part, or one of the kernel's own, sets: the kernel's fields and their values."""
-        own = self.own_type(direction)
-        given = _given(part)
-        if own is None or isinstance(part, own):
-            return given
-        faces = self._faces(own)
-        return {faces[name]: value for name, value in given.items() if name in faces}
-
-    def unread(self, part: Any, direction: Direction) -> list[str]:
-        """The fields that a public part sets and that the kernel does not have."""
-        own = self.own_type(direction)
-        if own is not None and isinstance(part, own):
-            return []
-        read = self.reads if own is None else self._faces(own).keys()
-        return sorted(_given(part).keys() - read - {"platform", "backend"})
-
-    def public(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
-        """The public configuration of what the two directions chose.
-
-        A part that the public fields cannot express is held as it is by classes that have a part for each direction.
-        """
-        return config.from_parts(self.shown(config, forward, "forward"), self.shown(config, backward, "backward"))
-
-    def shown(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
-        """A part in the public fields; as it is where they cannot express it and the public class can hold it."""
-        own = self.own_type(direction)
-        if own is None or not isinstance(part, own):
-            return part
-        face = config.part_types.get(direction, config)
-        has = {field.name for field in dataclasses.fields(face)}
-        names = {field: name for name, field in self._faces(own).items() if name in has}
-        values = _given(part)
-        shown = {names[name]: value for name, value in values.items() if name in names}
-        return part if direction in config.part_types and len(shown) < len(values) else face(**shown)
-
-    def _faces(self, own: type) -> dict[str, str]:
-        has = {field.name for field in dataclasses.fields(own)}
-        return {face: field for face, field in self.faces.items() if field in has}
-
-
-def _given(part: Any) -> dict[str, Any]:
-    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

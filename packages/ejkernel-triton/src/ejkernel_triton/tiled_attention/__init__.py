@@ -47,7 +47,12 @@ def _implementation(interpreted: bool) -> Implementation:
             extra=_reasons,
         ),
         config=ConfigSpace(
-            reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=kind_of_large
+            heuristic=tiles.heuristic,
+            candidates=tiles.candidates,
+            kind=kind_of_large,
+            forward=tiles.TritonForward,
+            backward=tiles.TritonBackward,
+            faces=tiles.FACES,
         ),
         priority=10,
         tuned="ejkernel_triton:tuned",

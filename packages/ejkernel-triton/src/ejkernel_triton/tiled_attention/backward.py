@@ -20,26 +20,23 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.block_lists import bias_blocks, key_blocks, query_blocks
 from ejkernel_triton.tiled_attention.operands import operands
 from ejkernel_triton.tiled_attention.spec import LOG2E, LOWEST, in_pieces, make_spec, splits
-from ejkernel_triton.tiled_attention.tiles import Tile, backward_tiles
+from ejkernel_triton.tiled_attention.tiles import Tile, TritonBackward, backward_tiles
 
 Gradients = dict[str, jax.Array]
 
 
-def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes, warps and stages. A program for keys owns `kv_blocksize` of them and visits tiles of
-            `q_blocksize` queries, with `num_warps` and `num_stages`; one for queries owns `blocksize_m` of them and
-            visits tiles of `blocksize_n` keys, with `blocksize_k` stages and the warps that `backward_tiles` says.
+        params: Tile sizes, warps and stages of the kernel that owns keys and of those that own queries.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.

@@ -4,16 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.block_lists import key_blocks
 from ejkernel_triton.tiled_attention.operands import operands
 from ejkernel_triton.tiled_attention.spec import in_pieces, make_spec
-from ejkernel_triton.tiled_attention.tiles import forward_tile
+from ejkernel_triton.tiled_attention.tiles import TritonForward, forward_tile
 
 
-def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of a record.
 
     Args:

@@ -6,19 +6,80 @@ measured on an H200, for calls without such features; all others are large tiles
 keep all of their values in registers.
 """
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import KIBI, chip_of
 from ejkernel_triton.tiled_attention.spec import in_pieces, padded, padded_row
 
 Pass = Literal["forward", "keys", "queries"]
 Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonForward:
+    """The configuration of the forward kernel.
+
+    Attributes:
+        block_q: Queries that a program owns.
+        block_kv: Keys a tile.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientTile:
+    """The configuration of one of the backward kernels.
+
+    Attributes:
+        block_q: Queries a tile.
+        block_kv: Keys a tile.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonBackward:
+    """The configuration of the backward kernels.
+
+    Attributes:
+        dkv: Of the kernel whose programs own keys, for the gradients of keys and values.
+        dq: Of those whose programs own queries, for the gradients of queries and of a bias.
+    """
+
+    dkv: GradientTile
+    dq: GradientTile
+
+
+def _everywhere(field: str) -> tuple[str, ...]:
+    return field, f"dkv.{field}", f"dq.{field}"
+
+
+FACES = {
+    "q_blocksize": _everywhere("block_q"),
+    "kv_blocksize": _everywhere("block_kv"),
+    "num_warps": _everywhere("num_warps"),
+    "num_stages": _everywhere("num_stages"),
+}
+"""Public configuration field -> fields of these: a public size is that of both backward kernels."""
 
 
 class Tile(NamedTuple):
@@ -196,53 +257,54 @@ PIECES = {"forward": Share(2, 1), "keys": Share(0, 1), "queries": Share(0, 1)}
 """In float32 with rows of which the backward kernels hold pieces."""
 
 
-def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> FwdParams | BwdParams:
-    """Tile sizes for a record on a device, not measured."""
+def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> TritonForward | TritonBackward:
+    """The configuration for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
 
 
-def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
-    """Tile sizes worth measuring for a record on a device, the most likely first."""
+def candidates(
+    record: TiledAttention, device: DeviceInfo, direction: Direction
+) -> tuple[TritonForward, ...] | tuple[TritonBackward, ...]:
+    """Configurations worth measuring for a record on a device, the most likely first."""
     if direction == "forward":
-        found = _fitting(record, device, "forward")
-        made: tuple[FwdParams | BwdParams, ...] = tuple(_forward(record, tile) for tile in found)
-    else:
-        keys, queries = _fitting(record, device, "keys"), _fitting(record, device, "queries")
-        pairs = [(tile, queries[0]) for tile in keys] + [(keys[0], tile) for tile in queries[1:]]
-        made = tuple(_backward(record, *pair) for pair in pairs)
-    return tuple(dict.fromkeys(made))
+        return tuple(dict.fromkeys(_forward(record, tile) for tile in _fitting(record, device, "forward")))
+    keys, queries = _fitting(record, device, "keys"), _fitting(record, device, "queries")
+    pairs = [(tile, queries[0]) for tile in keys] + [(keys[0], tile) for tile in queries[1:]]
+    return tuple(dict.fromkeys(_backward(record, *pair) for pair in pairs))
 
 
-def forward_tile(params: FwdParams) -> Tile:
+def forward_tile(params: TritonForward) -> Tile:
     """The tile of a forward configuration.
 
     Raises:
-        ValueError: Something is missing, or is nothing that a kernel can be compiled with.
+        ValueError: Something is nothing that a kernel can be compiled with.
     """
-    return _tile(params, "q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+    _check(params, "")
+    return Tile(params.block_q, params.block_kv, params.num_warps, params.num_stages)
 
 
-def backward_tiles(params: BwdParams) -> tuple[Tile, Tile]:
+def backward_tiles(params: TritonBackward) -> tuple[Tile, Tile]:
     """The tiles of a backward configuration: of the programs that own keys, and of those that own queries.
-
-    Programs that own queries have a warp for every 16 of them, or for every 8 keys of a tile that has more.
 
     Raises:
         ValueError: As `forward_tile`.
     """
-    keys = _tile(params, "kv_blocksize", "q_blocksize", "num_warps", "num_stages")
-    queries = _tile(params, "blocksize_m", "blocksize_n", "num_warps", "blocksize_k")
-    return keys, queries._replace(warps=queries.own // 16 if queries.own >= queries.visit else queries.visit // 8)
+    dkv, dq = params.dkv, params.dq
+    _check(dkv, "dkv.")
+    _check(dq, "dq.")
+    return (
+        Tile(dkv.block_kv, dkv.block_q, dkv.num_warps, dkv.num_stages),
+        Tile(dq.block_q, dq.block_kv, dq.num_warps, dq.num_stages),
+    )
 
 
-def _tile(params: FwdParams | BwdParams, own: str, visit: str, warps: str, stages: str) -> Tile:
-    values = {name: getattr(params, name) for name in (own, visit, warps, stages)}
-    for name, value in values.items():
-        least = 16 if name in (own, visit) else 1
-        if value is None or value < least or (name != stages and value & (value - 1)):
-            wants = "a number" if name == stages else f"a power of two of at least {least}"
-            raise ValueError(f"cfg: got {name}={value}, the triton kernels want {wants}")
-    return Tile(*values.values())
+def _check(params: TritonForward | GradientTile, where: str) -> None:
+    for field in dataclasses.fields(params):
+        name, value = field.name, getattr(params, field.name)
+        least = 16 if name.startswith("block") else 1
+        if value < least or (name != "num_stages" and value & (value - 1)):
+            wants = "at least 1" if name == "num_stages" else f"a power of two of at least {least}"
+            raise ValueError(f"cfg: got {where}{name}={value}, the triton kernels want {wants}")
 
 
 def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
@@ -302,30 +364,32 @@ def _is_open(record: TiledAttention) -> bool:
     return band(record) == (None, None) and record.pattern is None
 
 
-def _forward(record: TiledAttention, tile: Tile) -> FwdParams:
+def _forward(record: TiledAttention, tile: Tile) -> TritonForward:
     queries, keys = _clamped(tile.own, record.query.shape[1]), _clamped(tile.visit, record.key.shape[1])
-    return FwdParams(q_blocksize=queries, kv_blocksize=keys, num_warps=tile.warps, num_stages=tile.stages)
+    return TritonForward(block_q=queries, block_kv=keys, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def _backward(record: TiledAttention, keys: Tile, queries: Tile) -> BwdParams:
+def _backward(record: TiledAttention, keys: Tile, queries: Tile) -> TritonBackward:
     t, s = record.query.shape[1], record.key.shape[1]
-    return BwdParams(
-        q_blocksize=_clamped(keys.visit, t),
-        kv_blocksize=_clamped(keys.own, s),
-        num_warps=keys.warps,
-        num_stages=keys.stages,
-        blocksize_m=_clamped(queries.own, t),
-        blocksize_n=_clamped(queries.visit, s),
-        blocksize_k=queries.stages,
+    own, visit = _clamped(queries.own, t), _clamped(queries.visit, s)
+    return TritonBackward(
+        dkv=GradientTile(
+            block_q=_clamped(keys.visit, t),
+            block_kv=_clamped(keys.own, s),
+            num_warps=keys.warps,
+            num_stages=keys.stages,
+        ),
+        dq=GradientTile(
+            block_q=own, block_kv=visit, num_warps=warps_for_queries(own, visit), num_stages=queries.stages
+        ),
     )
+
+
+def warps_for_queries(own: int, visit: int) -> int:
+    """Warps of programs that own queries: one for every 16 of them, or for every 8 keys of a tile that has more."""
+    return own // 16 if own >= visit else visit // 8
 
 
 def _clamped(block: int, length: int) -> int:
     """A block no longer than a length needs; matrix products take powers of two from 16 on."""
     return min(block, padded(length))
-
-
-READS = frozenset(
-    {"q_blocksize", "kv_blocksize", "num_warps", "num_stages", "blocksize_m", "blocksize_n", "blocksize_k"}
-)
-"""Names of the configuration fields that the kernels look at."""

@@ -79,10 +79,21 @@ def _canonicalise(params: FwdParams | BwdParams) -> None:
         object.__setattr__(params, field.name, operator.index(value))
 
 
+def given_leaves(part: Any, prefix: str = "") -> dict[str, Any]:
+    """The fields of a configuration part that are set; those of a field that has fields of its own with a dot."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        name, value = f"{prefix}{field.name}", getattr(part, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found |= given_leaves(value, f"{name}.")
+        elif value is not None:
+            found[name] = value
+    return found
+
+
 def given_values(part: Any) -> str:
     """The fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
-    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None) or "nothing"
+    return ", ".join(f"{name}={value}" for name, value in given_leaves(part).items()) or "nothing"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,11 +67,7 @@ class Request:
 
     def completed(self, part: Any) -> Any:
         """`part`, in the kernel's own fields, with those that were left unset filled by the implementation's rule."""
-        ruled = self.heuristic()
-        if self.implementation.config.own_type(self.direction) is not None:
-            return dataclasses.replace(ruled, **self.implementation.config.translated(part, self.direction))
-        unset = {f.name: getattr(ruled, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) is None}
-        return dataclasses.replace(part, **unset)
+        return self.implementation.config.completed(self.heuristic(), part, self.direction)
 
     def relatives(self) -> tuple[Op, ...]:
         """The operation and, after it, the others of its family."""

@@ -1,15 +1,15 @@
 """Tables of measured configurations: the format of the user's store and of what ships inside backends."""
 
-import dataclasses
 import functools
 import importlib.resources
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from ejkernel.ops.config.key import ConfigKey
+from ejkernel.ops.config.space import leaf_names
 
 FORMAT = 1
 
@@ -82,7 +82,7 @@ def as_part(entry: Entry | None, part: type, where: str) -> Any | None:
     if entry is None:
         return None
     try:
-        unknown = sorted(set(entry.config) - {f.name for f in dataclasses.fields(part)})
+        unknown = sorted({name for name, _ in leaves(entry.config)} - leaf_names(part))
         if not unknown:
             return msgspec.convert(entry.config, part)
         problem = f"no field {', '.join(unknown)}"
@@ -90,6 +90,15 @@ def as_part(entry: Entry | None, part: type, where: str) -> Any | None:
         problem = str(error)
     warnings.warn(f"a damaged entry is ignored: {where} ({problem})", StoreWarning, stacklevel=3)
     return None
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of an entry and their values; those of a field that has fields of its own with a dot."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def table_name(device: str, op_name: str) -> str:
@@ -134,6 +143,7 @@ __all__ = [
     "as_part",
     "decode",
     "encode",
+    "leaves",
     "shipped_part",
     "table_name",
 ]
