@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules.operations import blocksparse_attention
+from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments
 from ejkernel.modules.operations.cases.flash_attention import Sizes, qkv
 from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
@@ -68,6 +68,6 @@ def _case(name: str, sizes: dict[str, int], extra: Callable[[jax.Array], dict[st
     def make(key: jax.Array) -> Any:
         inputs, options = jax.random.split(key)
         arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(SIZES, **sizes)).items()}
-        return blocksparse_attention.OP.arguments(**arrays, **extra(options))
+        return BlockSparseAttentionArguments(**arrays, **extra(options))
 
     return tagged(name, make, ("pattern",), ())
