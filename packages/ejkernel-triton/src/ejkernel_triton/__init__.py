@@ -14,6 +14,7 @@ from ejkernel_triton import (
     linear_recurrence,
     paged_attention,
     ring_attention,
+    selected_attention,
     selective_scan,
     tiled_attention,
 )
@@ -26,6 +27,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tiled_attention.implementations(),
         *ring_attention.implementations(),
         *paged_attention.implementations(),
+        *selected_attention.implementations(),
         *grouped_matmul.implementations(),
         *selective_scan.implementations(),
         *linear_recurrence.implementations(),
