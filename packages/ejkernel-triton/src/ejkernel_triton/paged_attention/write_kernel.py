@@ -5,7 +5,8 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.paged_attention.paged_tile import FIELDS, POSITION, ROW, ROWS, SEQUENCE, at_batch
+from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.paged_attention.paged_tile import FIELDS, POSITION, ROW, ROWS, SEQUENCE
 
 
 @triton.jit
