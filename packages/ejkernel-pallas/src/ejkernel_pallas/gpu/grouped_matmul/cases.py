@@ -1,6 +1,5 @@
 """Conformance cases of these kernels, which take whole swizzled rows of 16 bits: tiles of every kind of group."""
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.grouped_matmul import Sizes, inputs
