@@ -34,6 +34,7 @@ class Plan:
         platform: A toolchain, or `"auto"`.
         cfg: The call's own configuration, or None.
         chain: Who is asked for configurations.
+        hints: Fields of `cfg` that arguments of the call have set: a kernel without them serves all the same.
     """
 
     op: Op
@@ -41,6 +42,7 @@ class Plan:
     platform: str
     cfg: BaseOperationConfig | None
     chain: ConfigSelectorChain
+    hints: frozenset[str] = frozenset()
 
     @property
     def tunes_on_miss(self) -> bool:
@@ -49,7 +51,7 @@ class Plan:
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
-        return choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg)
+        return choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg, self.hints)
 
     def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, where one serves, its configuration."""

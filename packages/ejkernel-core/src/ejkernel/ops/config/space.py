@@ -9,6 +9,9 @@ from typing import Any
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_leaves
 from ejkernel.ops.device import DeviceInfo
 
+CALL_FIELDS = frozenset({"platform", "backend"})
+"""Fields of a public configuration that are about the call, and no kernel's."""
+
 
 def _of_no_kind(record: Any) -> str | None:
     return None
@@ -65,11 +68,17 @@ class ConfigSpace:
         return ruled
 
     def unread(self, part: Any, direction: Direction) -> list[str]:
-        """The fields that a public part sets and that the kernel does not have."""
+        """The fields that a public part sets and that the kernel does not have.
+
+        A public configuration without parts sets both directions, and a field needs to be that of one.
+        """
         own = self.own_type(direction)
         if own is not None and isinstance(part, own):
             return []
-        return sorted(given_leaves(part).keys() - self.read(direction) - {"platform", "backend"})
+        directions: tuple[Direction, ...] = (direction,)
+        if isinstance(part, BaseOperationConfig):
+            directions = ("forward", "backward")
+        return sorted(given_leaves(part).keys() - CALL_FIELDS.union(*map(self.read, directions)))
 
     def read(self, direction: Direction) -> frozenset[str]:
         """The public fields that the kernel has, by the names they are set by."""

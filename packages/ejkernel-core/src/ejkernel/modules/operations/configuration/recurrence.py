@@ -7,7 +7,7 @@ from ejkernel.ops.config.params import BaseOperationConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _BlockConfig(BaseOperationConfig):
-    """Blocks of a recurrence.
+    """Blocks of a recurrence. `None` lets the heuristics decide.
 
     Attributes:
         block_q: Tokens a chunk.
@@ -17,11 +17,11 @@ class _BlockConfig(BaseOperationConfig):
         num_stages: Software pipeline depth.
     """
 
-    block_q: int = 64
-    block_k: int = 64
-    block_d: int = 64
-    num_warps: int = 4
-    num_stages: int = 1
+    block_q: int | None = None
+    block_k: int | None = None
+    block_d: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -44,13 +44,13 @@ class LightningAttentionConfig(_BlockConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ChunkConfig(BaseOperationConfig):
-    """Chunks of a recurrence.
+    """Chunks of a recurrence. `None` lets the heuristics decide.
 
     Attributes:
         chunk_size: Tokens a chunk.
     """
 
-    chunk_size: int = 64
+    chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -79,7 +79,7 @@ class StateSpaceV2Config(_ChunkConfig):
         block_e: State channels a block.
     """
 
-    block_e: int = 128
+    block_e: int | None = None
 
 
 def _check_positive(config: BaseOperationConfig) -> None:
