@@ -9,7 +9,15 @@ device, the CPU among them: slow, and right to the last bit that the kernel deci
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
-from ejkernel_triton import paged_attention, ring_attention, tiled_attention
+from ejkernel_triton import (
+    grouped_matmul,
+    linear_recurrence,
+    paged_attention,
+    ring_attention,
+    selected_attention,
+    selective_scan,
+    tiled_attention,
+)
 
 
 @hookimpl
@@ -19,4 +27,8 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tiled_attention.implementations(),
         *ring_attention.implementations(),
         *paged_attention.implementations(),
+        *selected_attention.implementations(),
+        *grouped_matmul.implementations(),
+        *selective_scan.implementations(),
+        *linear_recurrence.implementations(),
     )

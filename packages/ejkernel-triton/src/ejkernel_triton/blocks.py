@@ -18,7 +18,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def grouped_tile(program, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def grouped_tile(program, ROWS, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """(row, column) of a program in a grid of tiles that goes down GROUP rows before the next column.
 
     Programs that run together then share the columns' operand in L2, instead of reading all of it once a row.
@@ -167,3 +167,9 @@ def tanh(x, FAST: tl.constexpr):
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
+    return array + (batch // PER) * ELEMENTS

@@ -5,8 +5,8 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import finite
-from ejkernel_triton.paged_attention.paged_tile import FIELDS, ROW, ROWS, START, TILES, at_batch, plan_of, store_rows
+from ejkernel_triton.blocks import at_batch, finite
+from ejkernel_triton.paged_attention.paged_tile import FIELDS, ROW, ROWS, START, TILES, plan_of, store_rows
 
 
 @triton.jit

@@ -21,7 +21,7 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Kwon et al. 2023, arXiv:230
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, dot, finite
+from ejkernel_triton.blocks import add_dot, at_batch, dot, finite
 from ejkernel_triton.paged_attention.paged_tile import (
     CONTEXT,
     FIELDS,
@@ -33,7 +33,6 @@ from ejkernel_triton.paged_attention.paged_tile import (
     SEQUENCE,
     START,
     TILES,
-    at_batch,
     key_operand,
     load_queries,
     load_rows,

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, finite, round_bfloat16, tanh
+from ejkernel_triton.blocks import LN2, LOG2E, at_batch, finite, round_bfloat16, tanh
 
 # Fields of a work entry.
 SEQUENCE = tl.constexpr(0)
@@ -190,12 +190,6 @@ def store_part(parts, slot, acc, tail, spec: tl.constexpr):
     tl.store(parts + slot[:, None] * PART + tl.arange(0, spec.BV)[None, :], acc)
     if spec.TAIL:
         tl.store(parts + slot[:, None] * PART + (spec.BV + tl.arange(0, spec.BR))[None, :], tail)
-
-
-@triton.jit
-def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Where a batch row's part of an array begins; PER rows share one. 64 bits: caches may be large."""
-    return array + (batch // PER) * ELEMENTS
 
 
 @triton.jit

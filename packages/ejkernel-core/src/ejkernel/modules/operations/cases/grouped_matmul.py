@@ -1,13 +1,12 @@
 """Inputs for `grouped_matmul`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 
 
@@ -25,9 +24,6 @@ class Sizes:
 
 PLAIN = Sizes()
 SHARED = Sizes(matrices=2)
-
-# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
-_Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
 
 
 def _normal(key: jax.Array, name: str, *shape: int) -> dict[str, jax.Array]:
@@ -50,7 +46,7 @@ def _transposed(key: jax.Array) -> dict[str, Any]:
     return {**_normal(key, "rhs", 5, 48, 60), **extra, "transpose_rhs": True}
 
 
-_TABLE: tuple[_Row, ...] = (
+_TABLE: tuple[Row[Sizes], ...] = (
     ("plain", PLAIN, lambda k: {}, (), ()),
     ("one row", Sizes(m=1, groups=(0, 1, 0)), lambda k: {}, (), ("awkward",)),
     ("rows left over", Sizes(groups=(3, 0, 70)), lambda k: _normal(k, "existing_out", 129, 48), ("existing_out",), ()),
@@ -66,27 +62,17 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
+    return table(arguments, inputs, _TABLE)
 
 
-def _case(
-    arguments: type,
-    name: str,
-    sizes: Sizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        z, (one, other, options) = sizes, jax.random.split(key, 3)
-        given = {
-            "lhs": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
-            "rhs": jax.random.normal(other, (z.matrices or len(z.groups), z.k, z.n), jnp.float32).astype(z.dtype),
-            "group_sizes": jnp.array(z.groups, jnp.int32),
-        }
-        return arguments(**{**given, **extra(options)})
-
-    return tagged(name, make, exercises, tags)
+def inputs(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+    """What every case gives."""
+    z, (one, other) = sizes, jax.random.split(key)
+    return {
+        "lhs": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
+        "rhs": jax.random.normal(other, (z.matrices or len(z.groups), z.k, z.n), jnp.float32).astype(z.dtype),
+        "group_sizes": jnp.array(z.groups, jnp.int32),
+    }
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -1,0 +1,216 @@
+"""Sums over the rows of each group on Hopper: the gradient of the matrices.
+
+    warpgroup 2, producer     [64 rows, 128] [64 rows, BN] | ...        TMA, up to `stages` steps ahead, across tiles
+    warpgroup 0, consumer     columns 0..63 of the first, transposed, times the second: acc [64, BN]
+    warpgroup 1, consumer     columns 64..127
+
+A tile is part of one matrix; its steps are 64 rows of the matrix's group each, from the multiple of 8 at or before its
+first row on, which is where copies can begin. The first and the last step may have rows of other groups: the producer
+waits for those copies and writes zeros over them, in both operands, as zero times NaN is NaN. Sums are taken in the
+order of rows, so that two runs give the same bits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.grouped_matmul.spec import (
+    BLOCK_M,
+    FETCHING_REGISTERS,
+    REGISTERS,
+    SLOTS,
+    STEP,
+    WARPGROUPS,
+    Spec,
+)
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+
+I32 = jnp.int32
+ALIGNED = 8
+"""Rows of an array that copies in the order of products take together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Buffers in shared memory and their barriers.
+
+    Attributes:
+        left: [stages, 64, 128].
+        right: [stages, 64, BN].
+        out: Slots of the output, [warpgroups * slots, 64, part].
+        full: The operands of a stage are there.
+        free: They have been read.
+        raw: Operands that have rows of other groups are there.
+    """
+
+    left: Any
+    right: Any
+    out: Any
+    full: Any
+    free: Any
+    raw: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the kernel is given.
+
+    Attributes:
+        spec: Constants.
+        blocks: Thread blocks.
+        operands: Arrays in device memory.
+        output: Likewise.
+        shared: Shared memory and barriers.
+    """
+
+    spec: Spec
+    blocks: int
+    operands: dict[str, Any]
+    output: Any
+    shared: Shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One tile of one matrix.
+
+    Attributes:
+        matrix: Its number.
+        row: First row of the tile.
+        column: First column.
+        first: First row of the group.
+        end: The row after its last.
+        start: Where the first step begins.
+        steps: How many there are.
+    """
+
+    matrix: Any
+    row: Any
+    column: Any
+    first: Any
+    end: Any
+    start: Any
+    steps: Any
+
+
+def matrices_kernel(call: Call) -> None:
+    """Body of the kernel: what each warpgroup does for all tiles of its block."""
+    warpgroup, spec = lax.axis_index("warpgroup"), call.spec
+    count = spec.matrices * spec.down * spec.across
+
+    def every(turn: Any) -> None:
+        lax.while_loop(lambda carry: carry[0] < count, functools.partial(turn, call), (lax.axis_index("block"), I32(0)))
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _multiply() -> None:
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        every(_multiply_tile)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _fetch() -> None:
+        plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
+        every(_fetch_tile)
+
+
+def _tile(call: Call, number: Any) -> Tile:
+    """The tile that has a number: matrix after matrix, in each band after band, in a band column after column."""
+    spec = call.spec
+    per_matrix, per_band = spec.down * spec.across, spec.tile.band * spec.across
+    matrix, place = lax.div(number, I32(per_matrix)), lax.rem(number, I32(per_matrix))
+    band, place = lax.div(place, I32(per_band)), lax.rem(place, I32(per_band))
+    height = jnp.minimum(spec.down - band * spec.tile.band, spec.tile.band)
+    row = (band * spec.tile.band + lax.rem(place, height)) * BLOCK_M
+    column = lax.div(place, height) * spec.tile.block_n
+    first, end = call.operands["bounds"][matrix, 0], call.operands["bounds"][matrix, 1]
+    start = lax.div(first, I32(ALIGNED)) * ALIGNED
+    steps = jnp.where(end > first, lax.div(end - start + (STEP - 1), I32(STEP)), 0)
+    return Tile(matrix, row, column, first, end, start, steps)
+
+
+def _fetch_tile(call: Call, carry: Any) -> Any:
+    """Fetches all steps of a tile."""
+    number, done = carry
+    tile, spec, shared = _tile(call, number), call.spec, call.shared
+    left, right = call.operands["left"], call.operands["right"]
+
+    def step(index: Any, done: Any) -> Any:
+        slot = lax.rem(done, I32(spec.tile.stages))
+        pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
+        start = tile.start + index * STEP
+        rows, full = pl.ds(start, STEP), shared.full.at[slot]
+
+        def fetch(there: Any) -> None:
+            plgpu.copy_gmem_to_smem(left.at[rows, pl.ds(tile.row, BLOCK_M)], shared.left.at[slot], there)
+            across = pl.ds(tile.column, spec.tile.block_n)
+            plgpu.copy_gmem_to_smem(right.at[rows, across], shared.right.at[slot], there)
+
+        own = (start >= tile.first) & (start + STEP <= tile.end)
+        pl.when(own)(lambda: fetch(full))
+
+        @pl.when(~own)
+        def _clean() -> None:
+            fetch(shared.raw)
+            plgpu.barrier_wait(shared.raw)
+            for buffer in (shared.left, shared.right):
+                zero_rows(buffer.at[slot], tile.first - start, tile.end - start)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(full)
+            plgpu.barrier_arrive(full)
+
+        return done + 1
+
+    return number + call.blocks, lax.fori_loop(0, tile.steps, step, done)
+
+
+def _multiply_tile(call: Call, carry: Any) -> Any:
+    """A warpgroup's part of a tile, from its products to memory."""
+    number, done = carry
+    tile, spec, shared = _tile(call, number), call.spec, call.shared
+    warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
+
+    def multiply(acc: Any) -> Any:
+        def step(index: Any, done: Any) -> Any:
+            slot = lax.rem(done, I32(stages))
+            plgpu.barrier_wait(shared.full.at[slot])
+            own = shared.left.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
+            plgpu.wgmma(acc, plgpu.transpose_ref(own, (1, 0)), shared.right.at[slot])
+            plgpu.wgmma_wait(1)  # the product before this one has read its operands
+            last = lax.rem(done + (stages - 1), I32(stages))
+            pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+            return done + 1
+
+        lax.fori_loop(0, tile.steps, step, done)
+        return acc[...]
+
+    made = pl.run_scoped(multiply, plgpu.ACC((ROWS, spec.tile.block_n), jnp.float32))
+    done = done + tile.steps
+    last = lax.rem(done + (stages - 1), I32(stages))
+    pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+    _write(call, tile, made.astype(spec.out))
+    return number + call.blocks, done
+
+
+def _write(call: Call, tile: Tile, made: Any) -> None:
+    """Writes a warpgroup's rows by way of shared memory, part of the columns after part."""
+    spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
+    row = tile.row + warpgroup * ROWS
+    for number in range(spec.tile.block_n // spec.part):
+        start = number * spec.part
+
+        def part(number: int = number, start: int = start) -> None:
+            slot = warpgroup * SLOTS + number % SLOTS
+            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the copy before the last has read its slot
+            shared.out[slot] = made[:, start : start + spec.part]
+            plgpu.commit_smem()
+            target = call.output.at[tile.matrix, pl.ds(row, ROWS), pl.ds(tile.column + start, spec.part)]
+            plgpu.copy_smem_to_gmem(shared.out.at[slot], target)
+
+        # Rows and columns of the last tiles that the matrix does not have need no copy.
+        pl.when((row < spec.contracted) & (tile.column + start < spec.columns))(part)

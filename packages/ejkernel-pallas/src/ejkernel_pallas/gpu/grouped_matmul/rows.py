@@ -1,0 +1,235 @@
+"""Rows times the matrix of their group on Hopper: the forward pass, and the gradient of lhs.
+
+    warpgroup 2, producer        A A B | A A B | A A B | ...      TMA, up to `stages` steps ahead, across tiles
+                                  |       |       |               full barriers
+    warpgroup 0, consumer         [64, 64] x [64, BN]  ...  acc   WGMMA; a step behind, free barriers
+    warpgroup 1, consumer         [64, 64] x [64, BN]  ...  acc
+                                                             |
+                                  registers -> 2 slots of shared memory, in turns -> TMA
+
+A block is persistent: it takes every `blocks`-th tile of the list. Each warpgroup has 64 rows, which need not begin at
+a multiple of anything, so A is copied for each with a row of its own. In a group's last tile they begin so that they
+end with the group: the rows that are in two tiles are stored twice, with the same bits, and bulk copies of 64 rows
+serve. Only groups of fewer than 64 rows store row by row.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.grouped_matmul.spec import (
+    BLOCK_M,
+    FETCHING_REGISTERS,
+    REGISTERS,
+    SLOTS,
+    STEP,
+    WARPGROUPS,
+    Spec,
+)
+from ejkernel_pallas.gpu.hopper import arrays
+from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+
+I32 = jnp.int32
+FIELDS = 4
+"""Of an entry of the tile list: matrix, first row, first row of the group, and the row after its last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Buffers in shared memory and their barriers.
+
+    Attributes:
+        a: Rows as products read them, [stages * warpgroups, 64, 64].
+        a_lines: The same memory as copies write it: row after row, so that they may begin anywhere.
+        b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64].
+        out: Slots of the output as registers are written, [warpgroups * slots, 64, part].
+        out_lines: The same memory, as copies read it.
+        full: The operands of a stage are there.
+        free: They have been read.
+    """
+
+    a: Any
+    a_lines: Any
+    b: Any
+    out: Any
+    out_lines: Any
+    full: Any
+    free: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the kernel is given.
+
+    Attributes:
+        spec: Constants.
+        blocks: Thread blocks.
+        operands: Arrays in device memory.
+        output: Likewise.
+        shared: Shared memory and barriers.
+    """
+
+    spec: Spec
+    blocks: int
+    operands: dict[str, Any]
+    output: Any
+    shared: Shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One tile of the output.
+
+    Attributes:
+        matrix: Number of its matrix.
+        row: First row, of a whole group's tiles.
+        begin: First row of the group.
+        end: The row after the group's last.
+        column: First column.
+    """
+
+    matrix: Any
+    row: Any
+    begin: Any
+    end: Any
+    column: Any
+
+    def first(self, warpgroup: Any) -> Any:
+        """First row of a warpgroup's 64, which end with the group if they would not end before it."""
+        return jnp.maximum(self.begin, jnp.minimum(self.row + warpgroup * ROWS, self.end - ROWS))
+
+
+def rows_kernel(call: Call) -> None:
+    """Body of the kernel: what each warpgroup does for all tiles of its block."""
+    warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
+    before, count, total = (table[spec.entries, n] for n in range(3))
+    first = lax.axis_index("block")
+
+    def every(turn: Any, tiles: Any) -> Any:
+        carry = lax.while_loop(lambda carry: carry[0] < tiles * spec.across, turn, (first, I32(0)))
+        return carry[1]
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _multiply() -> None:
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        every(functools.partial(_fill, call, before, count), total - count)
+        every(functools.partial(_multiply_tile, call, before, count), count)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _fetch() -> None:
+        plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
+        every(functools.partial(_fetch_tile, call, before, count), count)
+
+
+def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
+    """The tile of the output that has a number: bands of tiles of rows, in a band column after column."""
+    spec, table = call.spec, call.operands["tiles"]
+    per_band = spec.tile.band * spec.across
+    band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
+    start = band * spec.tile.band
+    height = jnp.minimum(count - start, spec.tile.band)
+    entry = before + start + lax.rem(place, height)
+    matrix, row, begin, end = (table[entry, n] for n in range(FIELDS))
+    return Tile(matrix, row, begin, end, lax.div(place, height) * spec.tile.block_n)
+
+
+def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
+    """Fetches all steps of a tile."""
+    number, done = carry
+    tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
+    lhs, rhs, size = call.operands["lhs"], call.operands["rhs"], spec.tile.block_n
+    firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
+
+    def step(index: Any, done: Any) -> Any:
+        slot = lax.rem(done, I32(spec.tile.stages))
+        pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
+        inner, full = pl.ds(index * STEP, STEP), shared.full.at[slot]
+        across = pl.ds(tile.column, size)
+        for warpgroup, first in enumerate(firsts):
+            target = shared.a_lines.at[slot * WARPGROUPS + warpgroup]
+            plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, ROWS), inner], target, full)
+        part = (across, inner) if spec.transposed else (inner, across)
+        plgpu.copy_gmem_to_smem(rhs.at[tile.matrix, *part], shared.b.at[slot], full)
+        return done + 1
+
+    return number + call.blocks, lax.fori_loop(0, spec.steps, step, done)
+
+
+def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
+    """A warpgroup's part of a tile, from its products to memory."""
+    number, done = carry
+    tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
+    warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
+
+    def multiply(acc: Any) -> Any:
+        def step(index: Any, done: Any) -> Any:
+            slot = lax.rem(done, I32(stages))
+            plgpu.barrier_wait(shared.full.at[slot])
+            matrix = shared.b.at[slot]
+            matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
+            plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + warpgroup], matrix)
+            plgpu.wgmma_wait(1)  # the product before this one has read its operands
+            last = lax.rem(done + (stages - 1), I32(stages))
+            pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+            return done + 1
+
+        lax.fori_loop(0, spec.steps, step, done)
+        return acc[...]
+
+    made = pl.run_scoped(multiply, plgpu.ACC((ROWS, spec.tile.block_n), jnp.float32))
+    done = done + spec.steps
+    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(stages))])
+    _write(call, tile.first(warpgroup), tile.column, tile.end, made)
+    return number + call.blocks, done
+
+
+def _fill(call: Call, before: Any, count: Any, carry: Any) -> Any:
+    """Zeros for a warpgroup's part of a tile of rows of no group: the first entries and the last ones."""
+    number, done = carry
+    spec, table = call.spec, call.operands["tiles"]
+    entry = lax.div(number, I32(spec.across))
+    entry = jnp.where(entry < before, entry, entry + count)
+    _, row, begin, end = (table[entry, n] for n in range(FIELDS))
+    tile = Tile(I32(0), row, begin, end, lax.rem(number, I32(spec.across)) * spec.tile.block_n)
+    zeros = arrays.full_tile((ROWS, spec.tile.block_n))
+    _write(call, tile.first(lax.axis_index("warpgroup")), tile.column, end, zeros)
+    return number + call.blocks, done
+
+
+def _write(call: Call, row: Any, column: Any, end: Any, made: Any) -> None:
+    """Writes a warpgroup's rows before `end`."""
+    made = made.astype(call.spec.out)
+    whole = end - row >= ROWS
+    pl.when(whole)(functools.partial(_copy_out, call, row, column, made))
+    pl.when(~whole)(lambda: store_rows(call.output, made, row, column, end - row))
+
+
+def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
+    """Writes 64 rows by way of shared memory, part of the columns after part."""
+    spec, shared = call.spec, call.shared
+    first = lax.axis_index("warpgroup") * SLOTS
+    for number in range(spec.tile.block_n // spec.part):
+        start = number * spec.part
+
+        def part(number: int = number, start: int = start) -> None:
+            slot = first + number % SLOTS
+            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the copy before the last has read its slot
+            shared.out[slot] = made[:, start : start + spec.part]
+            plgpu.commit_smem()
+            target = call.output.at[pl.ds(row, ROWS), pl.ds(column + start, spec.part)]
+            plgpu.copy_smem_to_gmem(shared.out_lines.at[slot], target)
+
+        # Columns of the last tile that the output does not have need no copy.
+        part() if spec.columns % spec.tile.block_n == 0 else pl.when(column + start < spec.columns)(part)
+
+
+def tile_rows() -> int:
+    """Rows of a tile."""
+    return BLOCK_M

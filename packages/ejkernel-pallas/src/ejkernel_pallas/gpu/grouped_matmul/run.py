@@ -1,0 +1,150 @@
+"""Both passes of a grouped matmul on Hopper; the formulas are in `ejkernel_xla.grouped_matmul.backward`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.row_tiles import find_row_tiles
+from ejkernel_pallas.gpu.grouped_matmul import matrices, rows
+from ejkernel_pallas.gpu.grouped_matmul.spec import (
+    BLOCK_M,
+    SLOTS,
+    STEP,
+    WARPGROUPS,
+    HopperGrouped,
+    Spec,
+    make_spec,
+)
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
+
+
+def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes and stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        [M, N] in the record's `out_dtype`. There are no residuals.
+    """
+    spec = make_spec(record, params, record.out_dtype)
+    return _times_matrices(spec, record.lhs, record), ()
+
+
+def backward(pullback: Pullback, params: HopperGrouped) -> dict[str, jax.Array]:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangent [M, N], and the wanted names.
+        params: Tile sizes and stages of both kernels.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, gradients = pullback.record, dict[str, jax.Array]()
+    cotangent = pullback.cotangent.astype(record.lhs.dtype)
+    spec = make_spec(record, params, record.lhs.dtype)
+    if "lhs" in pullback.wanted:
+        other = dataclasses.replace(
+            spec, contracted=spec.columns, columns=spec.contracted, transposed=not spec.transposed
+        )
+        gradients["lhs"] = _times_matrices(other, cotangent, record)
+    if "rhs" in pullback.wanted:
+        pair = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
+        sizes = {"contracted": pair[0].shape[1], "columns": pair[1].shape[1]}
+        gradients["rhs"] = _matrix_sums(dataclasses.replace(spec, **sizes), *pair, record)
+    return gradients
+
+
+def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> jax.Array:
+    """Rows [M, contracted] times the matrices of their groups."""
+    tiles = find_row_tiles(record, BLOCK_M)
+    entries = jnp.stack((tiles.matrix, tiles.row, tiles.begin, tiles.end), axis=1)
+    counts = jnp.stack((tiles.before, tiles.count, tiles.total, jnp.int32(0)))
+    blocks = multiprocessors()
+
+    @sequential_vmap
+    def run(lhs: jax.Array, rhs: jax.Array, table: jax.Array) -> jax.Array:
+        def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+            a, a_lines = buffers["a"]
+            out, out_lines = buffers["out"]
+            names = {"a": a, "a_lines": a_lines, "out": out, "out_lines": out_lines}
+            shared = rows.Shared(**{**buffers, **names})
+            rows.rows_kernel(rows.Call(spec, blocks, given, made[0], shared))
+
+        shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
+        operands = {"lhs": lhs, "rhs": rhs, "tiles": table}
+        return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS)[0]
+
+    return run(operand, record.rhs, jnp.concatenate((entries, counts[None])))
+
+
+def _matrix_sums(spec: Spec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
+    """Sums of left_i^T right_i over the rows of each group."""
+    first, end = group_rows(record)
+    blocks = multiprocessors()
+
+    @sequential_vmap
+    def run(left: jax.Array, right: jax.Array, bounds: jax.Array) -> jax.Array:
+        def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+            matrices.matrices_kernel(matrices.Call(spec, blocks, given, made[0], matrices.Shared(**buffers)))
+
+        shape = jax.ShapeDtypeStruct((spec.matrices, spec.contracted, spec.columns), spec.out)
+        operands = {"left": left, "right": right, "bounds": bounds}
+        return launch(body, operands, [shape], _matrices_scratch(spec), blocks, WARPGROUPS)[0]
+
+    return run(left, right, jnp.stack((first, end), axis=1))
+
+
+def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in two views: as products read it, and row after row, a swizzled row of 128 bytes each.
+
+    Eight rows by one swizzled row are a tile of the first, so that both have every element in the same place. Copies of
+    the second may begin at any row of an array, those of the first at every eighth.
+    """
+    width = shape[-1]
+    tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+    return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),)))
+
+
+def _rows_scratch(spec: Spec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `rows.Shared`."""
+    tile = spec.tile
+    part = (tile.block_n, STEP) if spec.transposed else (STEP, tile.block_n)
+    return {
+        "a": _lines((tile.stages * WARPGROUPS, ROWS, STEP), spec.dtype),
+        "b": matrix((tile.stages, *part), spec.dtype),
+        "out": _lines((WARPGROUPS * SLOTS, ROWS, spec.part), spec.out),
+        "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=tile.stages),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
+    }
+
+
+def _matrices_scratch(spec: Spec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `matrices.Shared`."""
+    tile, out = spec.tile, transforms()
+    if spec.out.itemsize == 4:
+        out = (plgpu.TilingTransform((8, spec.part)), plgpu.SwizzleTransform(128))
+    return {
+        "left": matrix((tile.stages, STEP, BLOCK_M), spec.dtype),
+        "right": matrix((tile.stages, STEP, tile.block_n), spec.dtype),
+        "out": plgpu.SMEM((WARPGROUPS * SLOTS, ROWS, spec.part), spec.out, transforms=out),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
+        "raw": plgpu.Barrier(num_arrivals=2),
+    }

@@ -1,0 +1,89 @@
+"""Rows of a tile that another owns: zeros in their place in shared memory, and stores that leave them alone."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
+
+from ejkernel_pallas.gpu.hopper.launch import transforms
+from ejkernel_pallas.gpu.hopper.registers import constant, i32
+from ejkernel_pallas.gpu.hopper.sizes import THREADS
+
+LINE = 128
+"""Bytes of a row that lie together. The order of its parts differs from row to row, which zeros do not show."""
+PART = 16
+"""Bytes that a thread writes at a time."""
+STORE = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
+
+
+def write_zeros(base: Any, row: Any, size: int, line: int = LINE) -> None:
+    """Zeros in a row of `size` bytes of a tile at an address: its lines lie eight rows apart."""
+    eight, within = arith.divui(row, constant(8)), arith.remui(row, constant(8))
+    place = arith.addi(base, arith.muli(eight, constant(8 * size)))
+    place = arith.addi(place, arith.muli(within, constant(line)))
+    for first in range(0, size, line):
+        for part in range(0, line, PART):
+            offset = arith.addi(place, constant(8 * first + part))
+            llvm.inline_asm(None, [offset, constant(0)], STORE, "r,r", has_side_effects=True)
+
+
+def zero_rows(tile: Any, first: Any, end: Any) -> None:
+    """Writes zeros to the rows of a tile before `first` and from `end` on.
+
+    Args:
+        tile: Reference to 16-bit numbers [rows, size] in shared memory, in the order that products read; at most as
+            many rows as a warpgroup has threads.
+        first: int32.
+        end: int32.
+    """
+    rows, size = tile.shape
+    number = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()), number, number))
+    def clean(_: Any, tile: Any, first: Any, end: Any) -> None:
+        base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
+        row = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        before = arith.cmpi(arith.CmpIPredicate.slt, row, first.registers.item())
+        after = arith.cmpi(arith.CmpIPredicate.sge, row, end.registers.item())
+        inside = arith.cmpi(arith.CmpIPredicate.ult, row, constant(rows))
+        with mgpu.utils.when(arith.andi(inside, arith.ori(before, after))):
+            write_zeros(base, row, size * 2)
+
+    clean(tile, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any) -> None:
+    """Stores the first `count` rows of an accumulator straight to device memory, each thread its own elements.
+
+    Bulk copies have a fixed number of rows; this is for tiles with fewer, and slower.
+
+    Args:
+        target: Reference to [M, N] in device memory.
+        tile: In an accumulator's layout.
+        row: Of the target, that the tile's first is; int32, as the others.
+        column: Likewise; columns from N on are left out.
+        count: Rows to store.
+    """
+    number, columns = plgpu.Layout.WG_SPLAT(()), target.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, number, number, number))
+    def store(_: Any, target: Any, tile: Any, row: Any, column: Any, count: Any) -> None:
+        index = ir.IndexType.get()
+        row, column, count = (arith.index_cast(index, x.registers.item()) for x in (row, column, count))
+        width = arith.constant(index, ir.IntegerAttr.get(index, columns))
+
+        def put(value: Any, place: Any) -> None:
+            across = arith.addi(column, place[1])
+            keep = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.ult, place[0], count),
+                arith.cmpi(arith.CmpIPredicate.ult, across, width),
+            )
+            with mgpu.utils.when(keep):
+                memref.store(value, target, [arith.addi(row, place[0]), across])
+
+        tile.foreach(put)
+
+    store(target, tile, row, column, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -1,0 +1,72 @@
+"""Grouped matmul in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.grouped_matmul import FAMILY
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.device import current_device
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.grouped_matmul import config
+from ejkernel_triton.launch import interpreting
+
+OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
+"""Optional fields that the kernels honour."""
+
+DTYPES = ("float16", "bfloat16", "float32")
+NARROW = ("int8", "float8_e5m2", "float8_e4m3fn")
+"""Of matrices with scales; the last where the chip converts it: from Ada on."""
+LARGEST = 2**31 - 1
+"""Elements of a matrix, which 32 bits count."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    rows, contracted = record.lhs.shape
+    if not (rows and contracted):
+        yield "lhs is empty"
+    if str(record.rhs.dtype) not in (*DTYPES, *NARROW):
+        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW))}"
+    chip = chip_of(current_device())
+    if str(record.rhs.dtype) == "float8_e4m3fn" and (chip.vendor == "amd" or chip.capability < 89):
+        yield f"rhs has dtype float8_e4m3fn, which {chip.target} does not convert"
+    existing = None if record.existing_out is None else record.existing_out.dtype
+    for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", existing)):
+        if dtype is not None and str(dtype) not in DTYPES:
+            yield f"{name} {dtype} is not among {', '.join(DTYPES)}"
+    if record.rhs.shape[1] * record.rhs.shape[2] > LARGEST:
+        yield f"matrices of {record.rhs.shape[1]} by {record.rhs.shape[2]} have more than {LARGEST} elements"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    interpreted = interpreting()
+    return (
+        Implementation(
+            family="grouped_matmul",
+            name="triton",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.grouped_matmul.forward:forward",
+            backward="ejkernel_triton.grouped_matmul.backward:backward",
+            gradients=frozenset(FAMILY.differentiable),
+            requires=Requires(
+                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+                modules=("triton",) if interpreted else ("triton", "jax_triton"),
+                min_compute_capability=8.0,
+                dtypes=frozenset(DTYPES),
+                handles=frozenset(OPTIONAL),
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                forward=config.GroupedForward,
+                backward=config.GroupedBackward,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+                kind=config.kind,
+            ),
+            priority=10,
+            tuned="ejkernel_triton:tuned",
+        ),
+    )

@@ -1,0 +1,122 @@
+"""Backward pass of a grouped matmul in Triton; the formulas are in `ejkernel_xla.grouped_matmul.backward`.
+
+The gradient of lhs is a grouped matmul itself, of the cotangent with the matrices transposed. What belongs to a matrix
+is summed over its rows by kernels whose programs own tiles of matrices. Where there are scales, the gradient of the
+scaled matrices is made in float32, and those of matrices and scales from it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows, spread
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton.grouped_matmul.config import BAND, GroupedBackward
+from ejkernel_triton.grouped_matmul.forward import gradient_of_lhs
+from ejkernel_triton.grouped_matmul.spec import MatricesSpec, operand_of, precision_of, widens
+from ejkernel_triton.launch import Shape, launch
+
+
+def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangent [M, N], and the wanted names.
+        config: Tile sizes, programs, warps and stages of both kernels.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, cotangent, wanted = pullback.record, pullback.cotangent, pullback.wanted
+    gradients: dict[str, jax.Array] = {}
+    if "existing_out" in wanted:
+        gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
+    if "rhs_bias" in wanted:
+        gradients["rhs_bias"] = _bias_sums(record, cotangent).astype(record.rhs_bias.dtype)
+    if "lhs" in wanted:
+        scaled = () if record.rhs_scale is None else (jnp.float32,)
+        operand = cotangent.astype(operand_of(record, cotangent.dtype, *scaled))
+        gradients["lhs"] = gradient_of_lhs(record, operand, config)
+    if wanted & {"rhs", "rhs_scale"}:
+        gradients |= _of_matrices(record, cotangent, config, wanted)
+    return gradients
+
+
+def _of_matrices(
+    record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, wanted: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Gradients of the matrices and of their scales."""
+    if record.rhs_scale is None:
+        return {"rhs": _matrix_sums(record, cotangent, config, record.rhs.dtype)}
+    sums, found = _matrix_sums(record, cotangent, config, jnp.float32), {}
+    if "rhs" in wanted:
+        factors = spread(record, record.rhs_scale.astype(jnp.float32))
+        found["rhs"] = (sums * factors).astype(record.rhs.dtype)
+    if "rhs_scale" in wanted:
+        shares = sums * record.rhs.astype(jnp.float32)
+        shares = jnp.swapaxes(shares, 1, 2) if record.transpose_rhs else shares
+        matrices, blocks, _, width = record.rhs_scale.shape
+        shares = shares.reshape(matrices, blocks, -1, width).sum(axis=2, keepdims=True)
+        found["rhs_scale"] = shares.astype(record.rhs_scale.dtype)
+    return found
+
+
+def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, dtype: object) -> jax.Array:
+    """Sums of lhs_i^T do_i over the rows of each group, as the matrices lie."""
+    from ejkernel_triton.grouped_matmul.matrices_kernel import matrices_kernel
+
+    operand = operand_of(record, cotangent.dtype)
+    pair = record.lhs.astype(operand), cotangent.astype(operand)
+    left, right = pair[::-1] if record.transpose_rhs else pair
+    spec = _spec(record, (left, right), (config.rhs_block_m, config.rhs_block_n, config.rhs_block_k))
+    tiles = -(-spec.HEIGHT // spec.BLOCK_P) * -(-spec.WIDTH // spec.BLOCK_Q)
+    (sums,) = launch(
+        matrices_kernel,
+        (left[None], right[None], _bounds(record)),
+        (Shape((1, *record.rhs.shape), dtype),),
+        batch=1,
+        grid=spec.MATRICES * tiles,
+        num_warps=config.rhs_num_warps,
+        num_stages=config.rhs_num_stages,
+        constants={"spec": spec},
+    )
+    return sums[0]
+
+
+def _bias_sums(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
+    """Sums of the cotangent over the rows of each group, [E, 1, N] float32."""
+    from ejkernel_triton.grouped_matmul.matrices_kernel import bias_kernel
+
+    spec = _spec(record, (cotangent, cotangent), (16, 128, 32))
+    (sums,) = launch(
+        bias_kernel,
+        (cotangent[None], _bounds(record)),
+        (Shape((1, spec.MATRICES, 1, spec.WIDTH), jnp.float32),),
+        batch=1,
+        grid=spec.MATRICES * -(-spec.WIDTH // spec.BLOCK_Q),
+        num_warps=4,
+        num_stages=2,
+        constants={"spec": spec},
+    )
+    return sums[0]
+
+
+def _bounds(record: GroupedMatmul) -> jax.Array:
+    """First row of every matrix's group and the row after its last, [1, E, 2]."""
+    return jnp.stack(group_rows(record), axis=1)[None]
+
+
+def _spec(record: GroupedMatmul, pair: tuple[jax.Array, jax.Array], blocks: tuple[int, int, int]) -> MatricesSpec:
+    """The constants of a kernel that sums over rows of a pair of operands."""
+    left, right = pair
+    return MatricesSpec(
+        ROWS=left.shape[0],
+        HEIGHT=left.shape[1],
+        WIDTH=right.shape[1],
+        BLOCK_P=blocks[0],
+        BLOCK_Q=blocks[1],
+        BLOCK_K=blocks[2],
+        MATRICES=record.rhs.shape[0],
+        BAND=BAND,
+        PRECISION=precision_of(record),
+        WIDEN=widens(left.dtype),
+    )

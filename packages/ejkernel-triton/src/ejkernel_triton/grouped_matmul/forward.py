@@ -1,0 +1,121 @@
+"""Forward pass of a grouped matmul in Triton."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.planning.row_tiles import find_row_tiles
+from ejkernel_triton.grouped_matmul.config import GroupedForward
+from ejkernel_triton.grouped_matmul.spec import RowsSpec, as_row, operand_of, precision_of, widens
+from ejkernel_triton.launch import Shape, launch
+
+
+def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tile sizes, programs, warps and stages.
+
+    Returns:
+        [M, N] in the record's `out_dtype`. There are no residuals.
+    """
+    spread = () if record.rhs_scale is None else (jnp.float32,)
+    spec = _spec(record, config, operand_of(record, *spread))
+    if record.rhs_scale is not None and record.rhs_scale.shape[1] == 1:
+        spec = dataclasses.replace(spec, SCALES="columns")
+    return multiply(record, record.lhs, spec, config, record.out_dtype), ()
+
+
+def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
+    """The cotangent's rows times the transposed matrix of their group.
+
+    Args:
+        record: The canonical arguments.
+        cotangent: [M, N] in the dtype in which it is multiplied.
+        config: Tile sizes, programs, warps and stages.
+    """
+    spec = _spec(record, config, cotangent.dtype)
+    spec = dataclasses.replace(
+        spec,
+        CONTRACTED=spec.COLUMNS,
+        COLUMNS=spec.CONTRACTED,
+        RHS_STRIDES=spec.RHS_STRIDES[::-1],
+        SCALE_STRIDES=spec.SCALE_STRIDES[::-1],
+        PER_SCALE=spec.PER_SCALE[::-1],
+        BIAS=False,
+        EXISTING=False,
+    )
+    return multiply(record, cotangent, spec, config, record.lhs.dtype)
+
+
+def _spec(record: GroupedMatmul, config: GroupedForward, operand: object) -> RowsSpec:
+    """The constants of the forward kernel."""
+    (rows, contracted), width, scale = record.lhs.shape, columns(record), record.rhs_scale
+    blocks = 1 if scale is None else scale.shape[1]
+    return RowsSpec(
+        ROWS=rows,
+        CONTRACTED=contracted,
+        COLUMNS=width,
+        MATRICES=record.rhs.shape[0],
+        RHS_STRIDES=(1, contracted) if record.transpose_rhs else (width, 1),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        FLATTEN=config.flatten,
+        ENTRIES=rows // config.block_m + record.rhs.shape[0] + 2,
+        PROGRAMS=config.num_programs,
+        BAND=config.band,
+        SCALES="no" if scale is None else "elements",
+        SCALE_STRIDES=(width, 1),
+        PER_SCALE=(contracted // blocks, 1),
+        SCALE_ELEMENTS=blocks * width,
+        BIAS=record.rhs_bias is not None,
+        EXISTING=record.existing_out is not None,
+        OPERAND=jnp.dtype(operand).name,
+        PRECISION=precision_of(record),
+        WIDEN=widens(operand),
+    )
+
+
+def multiply(
+    record: GroupedMatmul, rows: jax.Array, spec: RowsSpec, config: GroupedForward, dtype: object
+) -> jax.Array:
+    """The rows times the matrices of their groups, as a spec has them.
+
+    Args:
+        record: Whose groups and matrices they are.
+        rows: [M, C].
+        spec: The kernel's constants.
+        config: Warps and stages.
+        dtype: Of the result.
+
+    Returns:
+        [M, COLUMNS].
+    """
+    from ejkernel_triton.grouped_matmul.rows_kernel import rows_kernel
+
+    tiles = find_row_tiles(record, spec.BLOCK_M)
+    entries = jnp.stack((tiles.matrix, tiles.row, tiles.end), axis=1)
+    entries = jnp.concatenate((entries, jnp.stack((tiles.before, tiles.count, tiles.total))[None]))
+    scale = None if record.rhs_scale is None else record.rhs_scale.astype(jnp.float32)
+    (output,) = launch(
+        rows_kernel,
+        (
+            rows[None],
+            record.rhs[None],
+            as_row(scale),
+            as_row(record.rhs_bias) if spec.BIAS else None,
+            as_row(record.existing_out) if spec.EXISTING else None,
+            entries[None],
+        ),
+        (Shape((1, spec.ROWS, spec.COLUMNS), dtype),),
+        batch=1,
+        grid=spec.PROGRAMS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )
+    return output[0]

@@ -1,0 +1,80 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""Sums over the rows of each group: the gradients of the matrices and of the biases.
+
+A program owns a tile of one matrix's gradient and takes the rows of the matrix's group in order, so sums have one order
+and two runs give the same bits. An empty group's programs store zeros. Programs are not persistent: groups differ in
+length, and the hardware gives a multiprocessor the next program as soon as one ends.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile
+from ejkernel_triton.grouped_matmul.operands import bounded
+
+
+@triton.jit
+def rows_of(bounds, matrix):
+    """First row of a matrix's group and the row after its last."""
+    return tl.load(bounds + matrix * 2), tl.load(bounds + matrix * 2 + 1)
+
+
+@triton.jit
+def matrices_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.constexpr):
+    """A program makes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
+    BLOCK_P: tl.constexpr = spec.BLOCK_P
+    BLOCK_Q: tl.constexpr = spec.BLOCK_Q
+    down: tl.constexpr = (spec.HEIGHT + BLOCK_P - 1) // BLOCK_P
+    across: tl.constexpr = (spec.WIDTH + BLOCK_Q - 1) // BLOCK_Q
+    program = tl.program_id(0)
+    batch = tl.cast(program // (spec.MATRICES * down * across), tl.int64)
+    program = program % (spec.MATRICES * down * across)
+    matrix = program // (down * across)
+    tile_p, tile_q = grouped_tile(program % (down * across), down, across, spec.BAND)
+    left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.HEIGHT)
+    right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.WIDTH)
+    bounds = at_batch(bounds, batch, per.BOUNDS, spec.MATRICES * 2)
+    output += batch * spec.MATRICES * spec.HEIGHT * spec.WIDTH
+    output += tl.cast(matrix, tl.int64) * (spec.HEIGHT * spec.WIDTH)
+    first, end = rows_of(bounds, matrix)
+    p, in_p = bounded(tile_p * BLOCK_P, BLOCK_P, spec.HEIGHT)
+    q, in_q = bounded(tile_q * BLOCK_Q, BLOCK_Q, spec.WIDTH)
+    k = tl.arange(0, spec.BLOCK_K)
+    left += tl.cast(first, tl.int64) * spec.HEIGHT + (k[:, None] * spec.HEIGHT + p[None, :])
+    right += tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
+    acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+    for start in tl.range(first, end, spec.BLOCK_K):
+        # Rows after the group's last become zeros in both operands: 0 times a NaN of another group is NaN.
+        there = (k < end - start)[:, None]
+        a = tl.load(left, mask=there & in_p[None, :], other=0.0)
+        b = tl.load(right, mask=there & in_q[None, :], other=0.0)
+        acc = add_dot(acc, tl.trans(a), b, spec)
+        left += spec.BLOCK_K * spec.HEIGHT
+        right += spec.BLOCK_K * spec.WIDTH
+    at = output + (p[:, None] * spec.WIDTH + q[None, :])
+    tl.store(at, acc.to(output.dtype.element_ty), mask=in_p[:, None] & in_q[None, :])
+
+
+@triton.jit
+def bias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.constexpr):
+    """A program sums BLOCK_Q columns of the cotangent over the rows of one group."""
+    across: tl.constexpr = (spec.WIDTH + spec.BLOCK_Q - 1) // spec.BLOCK_Q
+    program = tl.program_id(0)
+    batch = tl.cast(program // (spec.MATRICES * across), tl.int64)
+    matrix = program // across % spec.MATRICES
+    cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.ROWS * spec.WIDTH)
+    bounds = at_batch(bounds, batch, per.BOUNDS, spec.MATRICES * 2)
+    output += batch * spec.MATRICES * spec.WIDTH
+    first, end = rows_of(bounds, matrix)
+    q, in_q = bounded((program % across) * spec.BLOCK_Q, spec.BLOCK_Q, spec.WIDTH)
+    k = tl.arange(0, spec.BLOCK_K)
+    BLOCK_K: tl.constexpr = spec.BLOCK_K
+    BLOCK_Q: tl.constexpr = spec.BLOCK_Q
+    acc = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
+    at = cotangent + tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
+    for start in tl.range(first, end, spec.BLOCK_K):
+        there = (k < end - start)[:, None] & in_q[None, :]
+        acc += tl.load(at, mask=there, other=0.0).to(tl.float32)
+        at += spec.BLOCK_K * spec.WIDTH
+    tl.store(output + matrix * spec.WIDTH + q, tl.sum(acc, 0), mask=in_q)

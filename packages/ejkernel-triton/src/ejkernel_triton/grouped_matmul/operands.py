@@ -1,0 +1,36 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""What the grouped-matmul kernels share: entries of the tile list, and operands in the dtype in which they meet."""
+
+import triton
+import triton.language as tl
+
+# Fields of an entry of the tile list.
+MATRIX = tl.constexpr(0)
+ROW = tl.constexpr(1)
+END = tl.constexpr(2)
+FIELDS = tl.constexpr(3)
+
+
+@triton.jit
+def operand(x, spec: tl.constexpr):
+    """A tile in the dtype in which rows meet matrices: integers and 8 bits are exact in it."""
+    if x.dtype.primitive_bitwidth == 8:
+        # Triton's interpreter converts integers to bfloat16 as the integers that hold its bits.
+        x = x.to(tl.float32)
+    if spec.OPERAND == "float32":
+        return x.to(tl.float32)
+    elif spec.OPERAND == "bfloat16":
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float16)
+
+
+@triton.jit
+def bounded(start, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """Indices of a tile from `start` on, and which of them are below SIZE: all, where tiles end with it."""
+    index = start + tl.arange(0, BLOCK)
+    if SIZE % BLOCK == 0:
+        return index, tl.full([BLOCK], True, tl.int1)
+    else:
+        return index, index < SIZE

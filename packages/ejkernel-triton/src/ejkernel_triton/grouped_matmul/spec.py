@@ -1,0 +1,124 @@
+"""What the grouped-matmul kernels are compiled for: all about a record that is neither an array nor a group's size."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.ops.device import current_device
+from ejkernel.planning.precision import product_precision
+from ejkernel_triton.launch import interpreting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsSpec:
+    """Constants of the kernel whose programs own rows of the result: M rows, C contracted, N columns.
+
+    Attributes:
+        ROWS: M.
+        CONTRACTED: C.
+        COLUMNS: N.
+        MATRICES: E.
+        RHS_STRIDES: Elements from one contracted element, and from one column, of a matrix to the next.
+        BLOCK_M: Rows of a tile.
+        BLOCK_N: Columns of a tile.
+        BLOCK_K: Contracted elements a step.
+        FLATTEN: Whether the loops over tiles and over steps become one, so that a tile's first copies are under way
+            while the last one is stored.
+        ENTRIES: Entries of the tile list.
+        PROGRAMS: Programs that share the tiles.
+        BAND: Tiles of rows that are gone down before the next column.
+        SCALES: How scales are applied: `"no"`, to `"columns"` of the accumulator, or to `"elements"` of the matrix.
+        SCALE_STRIDES: Elements from one contracted element's scale, and from one column's, to the next.
+        PER_SCALE: Contracted elements, and columns, that share a scale.
+        SCALE_ELEMENTS: Scales of a matrix.
+        BIAS: Whether there is a bias.
+        EXISTING: Whether there is an `existing_out`.
+        OPERAND: Dtype in which rows meet matrices.
+        PRECISION: Of products of float32.
+        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+    """
+
+    ROWS: int
+    CONTRACTED: int
+    COLUMNS: int
+    MATRICES: int
+    RHS_STRIDES: tuple[int, int]
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    FLATTEN: bool
+    ENTRIES: int
+    PROGRAMS: int
+    BAND: int
+    SCALES: str
+    SCALE_STRIDES: tuple[int, int]
+    PER_SCALE: tuple[int, int]
+    SCALE_ELEMENTS: int
+    BIAS: bool
+    EXISTING: bool
+    OPERAND: str
+    PRECISION: str
+    WIDEN: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatricesSpec:
+    """Constants of the kernels that sum over the rows of each group: [M, P]^T [M, Q] for every matrix, [P, Q].
+
+    Attributes:
+        ROWS: M.
+        HEIGHT: P.
+        WIDTH: Q.
+        BLOCK_P: Rows of a tile of the result.
+        BLOCK_Q: Columns of a tile of the result.
+        BLOCK_K: Rows of the operands a step.
+        MATRICES: E.
+        BAND: Tiles of rows that are gone down before the next column.
+        PRECISION: Of products of float32.
+        WIDEN: As in `RowsSpec`.
+    """
+
+    ROWS: int
+    HEIGHT: int
+    WIDTH: int
+    BLOCK_P: int
+    BLOCK_Q: int
+    BLOCK_K: int
+    MATRICES: int
+    BAND: int
+    PRECISION: str
+    WIDEN: bool
+
+
+def operand_of(record: GroupedMatmul, *others: Any) -> Any:
+    """The dtype in which operands meet: lhs's, or float32 where the call asks for all digits of an operand with more.
+
+    Args:
+        record: The record.
+        *others: Dtypes of what lhs, or a cotangent in its place, is multiplied with.
+    """
+    asked = product_precision(record.lhs.dtype, record.precision)
+    exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    wider = any(jnp.promote_types(record.lhs.dtype, x) != record.lhs.dtype for x in others)
+    return jnp.dtype(jnp.float32) if exact and wider else record.lhs.dtype
+
+
+def precision_of(record: GroupedMatmul) -> str:
+    """How tensor cores multiply float32: in three products that keep its digits unless the call asks otherwise."""
+    if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
+        return "ieee"
+    return "tf32" if record.precision == lax.Precision.DEFAULT else "tf32x3"
+
+
+def widens(dtype: Any) -> bool:
+    """Whether operands of a dtype become float32 first."""
+    return interpreting() and jnp.dtype(dtype) != jnp.float32
+
+
+def as_row(x: jax.Array | None) -> jax.Array | None:
+    """An array as the only row of a batch."""
+    return None if x is None else x[None]

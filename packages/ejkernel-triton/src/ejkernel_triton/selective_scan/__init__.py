@@ -1,0 +1,55 @@
+"""The selective scan (Mamba-1) in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.selective_scan import config
+
+GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
+DTYPES = ("float16", "bfloat16", "float32")
+LARGEST = 32
+"""Numbers of a state that registers hold."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    arrays = (record.x, record.decay, record.initial_state)
+    if not all(array.size for array in arrays if array is not None):
+        yield "an array is empty"
+    if str(record.step.dtype) not in DTYPES:
+        yield f"dt of {record.step.dtype} is not among {', '.join(DTYPES)}"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    interpreted = interpreting()
+    return (
+        Implementation(
+            family="selective_scan",
+            name="triton",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.selective_scan.forward:forward",
+            backward="ejkernel_triton.selective_scan.backward:backward",
+            gradients=GRADIENTS,
+            requires=Requires(
+                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+                modules=("triton",) if interpreted else ("triton", "jax_triton"),
+                min_compute_capability=8.0,
+                dtypes=frozenset(DTYPES),
+                head_dims=range(1, LARGEST + 1),
+                handles=frozenset({"initial_state"}),
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                forward=config.ScanForward,
+                backward=config.ScanBackward,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=10,
+        ),
+    )

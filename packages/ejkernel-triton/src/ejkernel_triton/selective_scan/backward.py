@@ -1,0 +1,91 @@
+"""Backward pass of the selective scan in Triton."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.selective_scan.config import ScanBackward
+from ejkernel_triton.selective_scan.forward import part_starts, scan_operands
+from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
+
+Gradients = dict[str, jax.Array]
+
+
+def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, states between intervals, cotangents of output and final states, and the wanted names.
+        config: Tiles and parts.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record: SelectiveScan = pullback.record
+    spec = make_spec(record, config.block_e, config.block_t, config.splits)
+    outputs, final = pullback.cotangent
+    operands = scan_operands(record)
+    behind = jnp.swapaxes(final, 1, 2).astype(jnp.float32)
+    starts = behind[:, None]
+    if spec.SPLITS > 1:
+        rates, _, read = operands
+        starts = part_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
+    dx, dstep, partial, ddecay, dskip, dfirst, _ = _launch(pullback, operands, outputs, starts, spec)
+    pairs = partial.sum(axis=1)
+    found = {
+        "x": dx,
+        "step": dstep,
+        "decay": ddecay.sum(axis=(0, 1)).T,
+        "write": pairs[..., : spec.N],
+        "read": pairs[..., spec.BN : spec.BN + spec.N],
+        "skip": dskip.sum(axis=(0, 1)),
+        "initial_state": jnp.swapaxes(dfirst, 1, 2),
+    }
+    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+
+
+def _launch(
+    pullback: Pullback,
+    operands: tuple[jax.Array, jax.Array, jax.Array],
+    outputs: jax.Array,
+    starts: jax.Array,
+    spec: ScanSpec,
+) -> tuple[jax.Array, ...]:
+    """Gradients of the tokens, and sums over each program's channels and tokens."""
+    from ejkernel_triton.selective_scan.gradient_kernel import gradient_kernel
+
+    record: SelectiveScan = pullback.record
+    rates, write, read = operands
+    rows, float32 = record.x.shape[0], jnp.float32
+    programs = spec.SPLITS * spec.TILES
+    blocks = spec.INTERVAL // spec.BLOCK_T
+    return launch(
+        gradient_kernel,
+        (
+            record.x,
+            record.step,
+            rates,
+            write,
+            read,
+            record.skip.astype(float32)[None],
+            pullback.residuals.states,
+            outputs,
+            starts,
+        ),
+        (
+            Shape(record.x.shape, record.x.dtype),
+            Shape(record.step.shape, record.step.dtype),
+            Shape((rows, spec.TILES, spec.T, 2 * spec.BN), float32),
+            Shape((rows, spec.SPLITS, spec.N, spec.E), float32),
+            Shape((rows, spec.SPLITS, spec.E), float32),
+            Shape((rows, spec.N, spec.E), float32),
+            Shape((rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
+        ),
+        batch=rows,
+        grid=rows * programs,
+        num_warps=1,
+        num_stages=1,
+        constants={"spec": spec},
+    )

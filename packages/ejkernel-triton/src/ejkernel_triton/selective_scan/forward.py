@@ -1,0 +1,104 @@
+"""Forward pass of the selective scan in Triton."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.selective_scan.config import ScanForward
+from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
+
+LOG2E = math.log2(math.e)
+
+
+def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+    """Output and final states of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tiles, parts and warps.
+
+    Returns:
+        Output [B, T, I] in x's dtype, final states [B, I, E] float32, and the states between intervals.
+    """
+    from ejkernel_triton.selective_scan.scan_kernels import scan_kernel
+
+    spec = make_spec(record, config.block_e, config.block_t, config.splits)
+    rows = record.x.shape[0]
+    rates, write, read = scan_operands(record)
+    first = None
+    if record.initial_state is not None:
+        first = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
+    starts = None if first is None else first[:, None]
+    if spec.SPLITS > 1:
+        starts = part_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)
+    output, states, final = launch(
+        scan_kernel,
+        (record.x, record.step, rates, write, read, record.skip.astype(jnp.float32)[None], starts),
+        (
+            Shape(record.x.shape, record.x.dtype),
+            Shape((rows, spec.CHUNKS, spec.N, spec.E), jnp.float32),
+            Shape((rows, spec.N, spec.E), jnp.float32),
+        ),
+        batch=rows,
+        grid=rows * spec.SPLITS * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"GIVEN": starts is not None, "spec": spec},
+    )
+    return (output, jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
+
+
+def scan_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A^T * log2(e) as [1, N, E], B and C, all float32: small arrays, which kernels read without converting them."""
+    rates = record.decay.T.astype(jnp.float32)[None] * LOG2E
+    return rates, record.write.astype(jnp.float32), record.read.astype(jnp.float32)
+
+
+def part_starts(
+    record: SelectiveScan,
+    spec: ScanSpec,
+    num_warps: int,
+    operands: tuple[jax.Array, jax.Array, jax.Array],
+    first: jax.Array | None,
+    *,
+    reverse: bool,
+) -> jax.Array:
+    """The states that every part begins with, [B, SPLITS, N, E]; in reverse, the cotangents behind it.
+
+    Args:
+        record: The canonical arguments.
+        spec: Constants.
+        num_warps: Warps a program.
+        operands: A^T * log2(e), B or C, and x or the output's cotangent.
+        first: What the first part, or in reverse the last, begins with, [B, N, E]; None is zeros.
+        reverse: Whether to walk from the last token to the first.
+    """
+    from ejkernel_triton.selective_scan.scan_kernels import ends_kernel
+
+    rates, column, values = operands
+    rows = record.x.shape[0]
+    ends, sums = launch(
+        ends_kernel,
+        (record.step, rates, column, values),
+        (
+            Shape((rows, spec.SPLITS, spec.N, spec.E), jnp.float32),
+            Shape((rows, spec.SPLITS, spec.E), jnp.float32),
+        ),
+        batch=rows,
+        grid=rows * spec.SPLITS * spec.TILES,
+        num_warps=num_warps,
+        num_stages=1,
+        constants={"REVERSE": reverse, "spec": spec},
+    )
+
+    def part(state: jax.Array, parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        end, total = parts
+        return jnp.exp2(rates * total[:, None]) * state + end, state
+
+    start = jnp.zeros((rows, spec.N, spec.E), jnp.float32) if first is None else first
+    found = lax.scan(part, start, (jnp.moveaxis(ends, 1, 0), jnp.moveaxis(sums, 1, 0)), reverse=reverse)[1]
+    return jnp.moveaxis(found, 0, 1)

@@ -1,0 +1,214 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""The backward walk of a selective scan: states again, forwards, and their cotangents, backwards.
+
+    interval, from its state in memory:
+        1. forwards over its tokens; the states before every block go to the program's own scratch, which stays in L2
+        2. for every block, the last first:
+             forwards:  h before each of its BLOCK_T tokens, held in registers
+             backwards: G = a g, the cotangent that goes on to the token before, and all gradients
+
+    g_t = G_{t+1} + C_t dy_t        dx = dt sum_n g B + D dy     dB = sum over channels of g dt x
+    G_t = a_t g_t                   ddt = x sum_n g B            dC = sum over channels of dy h_t
+    a_t = exp(dt A)                       + sum_n A G h_{t-1}    dA = sum over tokens of dt G h_{t-1}
+
+Dividing by a_t instead of walking forwards again would save an exponential, and lose everything where a_t is small.
+
+Sums over channels are made of the program's channels by exchanging halves between lanes (`sum_lanes`), stored, and
+added up by XLA over the programs: no atomics, so two runs give the same bits.
+
+Source: Gu & Dao 2023, arXiv:2312.00752.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LN2
+from ejkernel_triton.selective_scan.tile import (
+    channels_of,
+    load_column,
+    load_state,
+    load_tokens,
+    program_of,
+    starting_state,
+    store_state,
+    store_tokens,
+    zero_channels,
+    zero_state,
+)
+
+
+@triton.jit
+def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
+    """Adds pairs of lanes of low and of high, [..., LANES]: a lane keeps the one of the two that its bit SPAN names.
+
+    The other goes to the lane whose bit differs, which keeps that one.
+    """
+    lane = tl.arange(0, LANES)[None, None, :]
+    upper = (lane & SPAN) != 0
+    kept, sent = tl.where(upper, high, low), tl.where(upper, low, high)
+    return kept + tl.gather(sent, tl.broadcast_to(lane ^ SPAN, sent.shape), 2)
+
+
+@triton.jit
+def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Sums of every ROWS lanes of each row of [G, ROWS, LANES]: [G, 1, LANES], where lane % ROWS is the row.
+
+    A step exchanges half of what is left, so all take ROWS - 1 shuffles and not ROWS log2(ROWS).
+    """
+    for level in tl.static_range(7):
+        if ROWS >> (level + 1) >= 1:
+            p = halve_rows(p, ROWS >> (level + 1), LANES)
+    return p
+
+
+@triton.jit
+def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
+    """[G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
+    parts = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
+    low, high = tl.split(tl.permute(parts, (0, 2, 3, 1)))
+    return exchange(low, high, SPAN, LANES)
+
+
+@triton.jit
+def store_sums(partial, token, written, heard, spec: tl.constexpr):
+    """Writes the sums over the program's channels of [BN, BLOCK_E] each, dB and dC, of a token."""
+    BN: tl.constexpr = spec.BN
+    LANES: tl.constexpr = spec.BLOCK_E
+    at = partial + tl.cast(token, tl.int64) * (2 * BN)
+    lane = tl.arange(0, LANES)
+    there = token + 0 * lane < spec.T
+    if 2 * BN <= LANES:
+        sums = exchange(tl.reshape(written, [1, BN, LANES]), tl.reshape(heard, [1, BN, LANES]), BN, LANES)
+        sums = sum_lanes(sums, BN, LANES)
+        for level in tl.static_range(7):
+            if (2 * BN) << level < LANES:  # lanes that are 2 BN apart hold parts of the same sum
+                sums += tl.gather(sums, tl.broadcast_to((lane ^ ((2 * BN) << level))[None, None, :], sums.shape), 2)
+        tl.store(at + lane, tl.reshape(sums, [LANES]), mask=there & (lane < 2 * BN))
+    else:
+        GROUPS: tl.constexpr = BN // LANES
+        row = tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]
+        first = sum_lanes(tl.reshape(written, [GROUPS, LANES, LANES]), LANES, LANES)
+        other = sum_lanes(tl.reshape(heard, [GROUPS, LANES, LANES]), LANES, LANES)
+        tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=there[None, :])
+        tl.store(at + BN + row, tl.reshape(other, [GROUPS, LANES]), mask=there[None, :])
+
+
+@triton.jit
+def keep_states(x, step, rates, write, state, scratch, begin, count, channels, spec: tl.constexpr):
+    """Walks over an interval and writes the states before each of its `count` blocks to the scratch."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    for block in tl.range(0, count):
+        store_own(scratch, block, state, channels, spec)
+        token = begin + block * spec.BLOCK_T
+        xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
+        for i in tl.static_range(BLOCK_T):
+            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, write, token + i, spec)
+
+
+@triton.jit
+def next_state(state, now, dt, rates, write, token, spec: tl.constexpr):
+    """The states behind a token."""
+    return tl.exp2(rates * dt[None, :]) * state + load_column(write, token, spec)[:, None] * (dt * now)[None, :]
+
+
+@triton.jit
+def store_own(scratch, block, state, channels, spec: tl.constexpr):
+    """Writes a tile of states to a place of the program's scratch."""
+    n = tl.arange(0, spec.BN)[:, None]
+    tl.store(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :], state)
+
+
+@triton.jit
+def load_own(scratch, block, channels, spec: tl.constexpr):
+    """Reads it back."""
+    n = tl.arange(0, spec.BN)[:, None]
+    return tl.load(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :])
+
+
+@triton.jit
+def gradient_kernel(
+    x,
+    step,
+    decay,
+    write,
+    read,
+    skip,
+    states,
+    cotangent,
+    starts,
+    dx,
+    dstep,
+    partial,
+    ddecay,
+    dskip,
+    dfirst,
+    scratch,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """All gradients of a part of the sequence, for the channels of a program; see the top.
+
+    `starts` [B, SPLITS, N, E] are the cotangents of the states behind every part. `partial` [B, TILES, T, 2 BN] are
+    dB and dC of the program's channels, `ddecay` [B, SPLITS, N, E] and `dskip` [B, SPLITS, E] of its tokens, `dfirst`
+    [B, N, E] the cotangents of the states before the first token.
+    """
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    program = tl.program_id(0)
+    row, part, tile = program_of(program, spec)
+    channels = channels_of(tile, spec)
+    x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
+    dx, dstep = dx + row * (spec.T * spec.E), dstep + row * (spec.T * spec.E)
+    cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.E)
+    write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
+    states = states + (row // per.STATES) * (spec.CHUNKS * spec.N * spec.E)
+    partial = partial + (row * spec.TILES + tile) * (spec.T * 2 * spec.BN)
+    scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
+    scratch -= tile * spec.BLOCK_E  # channels count from the program's first
+    rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
+    through = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
+    starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
+    carry = starting_state(starts, part, channels, True, spec)
+    moved = zero_state(spec)
+    passed = zero_channels(spec)
+    first = part * spec.PART
+    intervals = tl.minimum(spec.PART, spec.CHUNKS - first)
+    for back in tl.range(0, intervals):
+        interval = first + intervals - 1 - back
+        begin = interval * spec.INTERVAL
+        count = tl.cdiv(tl.minimum(spec.INTERVAL, spec.T - begin), spec.BLOCK_T)
+        state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
+        keep_states(x, step, rates, write, state, scratch, begin, count, channels, spec)
+        tl.debug_barrier()  # the scratch may be read by other threads than those that wrote
+        for last in tl.range(0, count):
+            block = count - 1 - last
+            token = begin + block * spec.BLOCK_T
+            state = load_own(scratch, block, channels, spec)
+            xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
+            held = (state,)
+            for i in tl.static_range(BLOCK_T):
+                now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
+                held += (next_state(held[i], now, dt, rates, write, token + i, spec),)
+            given = load_tokens(cotangent, token, channels, spec)
+            dxs, dsteps = (), ()
+            for j in tl.static_range(BLOCK_T):
+                now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
+                dy, at = given[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
+                b, c = load_column(write, at, spec)[:, None], load_column(read, at, spec)[:, None]
+                g = carry + c * dy[None, :]
+                carry = tl.exp2(rates * dt[None, :]) * g
+                faded = carry * held[BLOCK_T - 1 - j]
+                moved += faded * dt[None, :]
+                written = tl.sum(g * b, 0)
+                dxs += (written * dt + through * dy,)
+                dsteps += (written * now + tl.sum(faded * rates, 0) * LN2,)
+                passed += dy * now
+                store_sums(partial, at, g * (dt * now)[None, :], held[BLOCK_T - j] * dy[None, :], spec)
+            store_tokens(dx, token, channels, dxs, True, spec)
+            store_tokens(dstep, token, channels, dsteps, True, spec)
+        tl.debug_barrier()
+    place = row * spec.SPLITS + part
+    store_state(ddecay + place * (spec.N * spec.E), channels, moved, spec)
+    tl.store(dskip + place * spec.E + channels, passed, mask=channels < spec.E)
+    if part == 0:
+        store_state(dfirst + row * (spec.N * spec.E), channels, carry, spec)

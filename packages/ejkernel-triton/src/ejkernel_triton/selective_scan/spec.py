@@ -1,0 +1,63 @@
+"""What the selective-scan kernels are compiled for: all about a record that is neither an array nor a batch size."""
+
+import dataclasses
+
+from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScanSpec:
+    """Constants of the kernels.
+
+    Attributes:
+        T: Tokens.
+        E: Channels.
+        N: Numbers of a state.
+        BN: N, padded to a power of two.
+        BLOCK_E: Channels of a program.
+        TILES: Programs that share the channels.
+        INTERVAL: Tokens between the states that the forward pass leaves.
+        CHUNKS: Intervals of the sequence.
+        SPLITS: Parts of the sequence that programs walk at the same time.
+        PART: Intervals of a part.
+        BLOCK_T: Tokens that are loaded, worked on and stored together.
+    """
+
+    T: int
+    E: int
+    N: int
+    BN: int
+    BLOCK_E: int
+    TILES: int
+    INTERVAL: int
+    CHUNKS: int
+    SPLITS: int
+    PART: int
+    BLOCK_T: int
+
+
+def make_spec(record: SelectiveScan, block_e: int, block_t: int, splits: int) -> ScanSpec:
+    """The constants of a record's kernels.
+
+    Args:
+        record: The canonical arguments.
+        block_e: Channels of a program.
+        block_t: Tokens of a block, a divisor of `INTERVAL`.
+        splits: Parts of the sequence that are wanted; a part has whole intervals, so there may be fewer.
+    """
+    (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
+    chunks = -(-tokens // INTERVAL)
+    part = -(-chunks // max(1, splits))
+    return ScanSpec(
+        T=tokens,
+        E=channels,
+        N=size,
+        BN=1 << (size - 1).bit_length(),
+        BLOCK_E=block_e,
+        TILES=-(-channels // block_e),
+        INTERVAL=INTERVAL,
+        CHUNKS=chunks,
+        SPLITS=-(-chunks // part),
+        PART=part,
+        BLOCK_T=block_t,
+    )

@@ -1,0 +1,117 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""Device helpers of the selective scan.
+
+A tile of states is [BN, BLOCK_E], numbers before channels: Triton gives the lanes of a warp to the last axis, so a
+thread holds all numbers of its channels and sums over them without a shuffle.
+
+`spec` is the kernels' `ScanSpec`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def program_of(program, spec: tl.constexpr):
+    """(row of the batch, part of the sequence, tile of channels) of a program; tiles follow each other."""
+    tile = program % spec.TILES
+    part = (program // spec.TILES) % spec.SPLITS
+    return tl.cast(program // (spec.TILES * spec.SPLITS), tl.int64), part, tile
+
+
+@triton.jit
+def channels_of(tile, spec: tl.constexpr):
+    """The channels of a tile.
+
+    An opaque zero hides from Triton that they begin at a multiple of the tile: it would give a thread several channels
+    of every number, to load states in fewer instructions, and spread the numbers over lanes, which the sums pay for.
+    """
+    zero = tile >> 31
+    return tile * spec.BLOCK_E + zero + tl.arange(0, spec.BLOCK_E)
+
+
+@triton.jit
+def load_tokens(base, token, channels, spec: tl.constexpr):
+    """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 behind its end.
+
+    All are asked for before the first is used, so one wait on memory serves a block.
+    """
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    start = base + tl.cast(token, tl.int64) * spec.E
+    rows = ()
+    for i in tl.static_range(BLOCK_T):
+        rows += (tl.load(start + (i * spec.E + channels), mask=_there(token + i, channels, spec), other=0.0),)
+    return rows
+
+
+@triton.jit
+def store_tokens(base, token, channels, rows, REVERSED: tl.constexpr, spec: tl.constexpr):
+    """Writes BLOCK_T vectors [BLOCK_E], the last first if REVERSED, to a [T, E] array from a token on."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    start = base + tl.cast(token, tl.int64) * spec.E
+    for i in tl.static_range(BLOCK_T):
+        at = start + (i * spec.E + channels)
+        row = rows[BLOCK_T - 1 - i] if REVERSED else rows[i]
+        tl.store(at, row.to(base.dtype.element_ty), mask=_there(token + i, channels, spec))
+
+
+@triton.jit
+def _there(token, channels, spec: tl.constexpr):
+    return (channels < spec.E) & (token + 0 * channels < spec.T)
+
+
+@triton.jit
+def load_column(base, token, spec: tl.constexpr):
+    """[BN] of a [T, N] array at a token, one value for all channels; 0 behind its end."""
+    n = tl.arange(0, spec.BN)
+    at = base + token * spec.N + n
+    if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < spec.T), other=0.0)
+
+
+@triton.jit
+def state_offsets(channels, spec: tl.constexpr):
+    """(offsets, mask) of a tile of an [N, E] array."""
+    n = tl.arange(0, spec.BN)
+    return n[:, None] * spec.E + channels[None, :], (n < spec.N)[:, None] & (channels < spec.E)[None, :]
+
+
+@triton.jit
+def load_state(base, channels, spec: tl.constexpr):
+    """[BN, BLOCK_E] of an [N, E] array; 0 outside of it."""
+    at, there = state_offsets(channels, spec)
+    return tl.load(base + at, mask=there, other=0.0)
+
+
+@triton.jit
+def store_state(base, channels, state, spec: tl.constexpr):
+    """Writes [BN, BLOCK_E] to an [N, E] array."""
+    at, there = state_offsets(channels, spec)
+    tl.store(base + at, state, mask=there)
+
+
+@triton.jit
+def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
+    """The states at one end of a part, from [SPLITS, N, E]; zeros if none are given."""
+    if GIVEN:
+        return load_state(starts + part * (spec.N * spec.E), channels, spec)
+    else:
+        return zero_state(spec)
+
+
+@triton.jit
+def zero_state(spec: tl.constexpr):
+    """[BN, BLOCK_E] of zeros."""
+    ROWS: tl.constexpr = spec.BN
+    COLUMNS: tl.constexpr = spec.BLOCK_E
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def zero_channels(spec: tl.constexpr):
+    """[BLOCK_E] of zeros."""
+    COLUMNS: tl.constexpr = spec.BLOCK_E
+    return tl.zeros([COLUMNS], tl.float32)

@@ -1,0 +1,50 @@
+"""The tile list of a grouped matmul has every row once, whatever the groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.planning.row_tiles import NONE, find_row_tiles
+
+
+@jax.jit(static_argnums=(2, 3, 4))
+def tiles_of(sizes, offset, rows, matrices, block):
+    record = GroupedMatmul(
+        lhs=jnp.zeros((rows, 1)),
+        rhs=jnp.zeros((matrices, 1, 1)),
+        group_sizes=sizes,
+        out_dtype=jnp.float32,
+        group_offset=offset,
+    )
+    return find_row_tiles(record, block)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 0, 1, 5, 8, 13, 40]), min_size=5, max_size=5),
+    offset=st.integers(-2, 6),
+    matrices=st.sampled_from([2, 5]),
+    block=st.sampled_from([1, 8]),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_row_is_in_the_one_tile_of_its_group(sizes, offset, matrices, block):
+    rows = 64
+    found = jax.tree.map(np.asarray, tiles_of(jnp.asarray(sizes), jnp.int32(offset), rows, matrices, block))
+    ends = np.minimum(np.cumsum(sizes), rows)
+    starts = np.append(0, ends[:-1])
+    owner = np.full(rows, NONE)
+    for group, end in enumerate(ends):
+        if 0 <= group - offset < matrices:
+            owner[starts[group] : end] = group - offset
+    seen = np.zeros(rows, int)
+    for entry in range(int(found.total)):
+        matrix, row, end, begin = (int(x[entry]) for x in (found.matrix, found.row, found.end, found.begin))
+        own = slice(row, min(row + block, end))
+        assert begin <= row < end <= rows
+        assert (row - begin) % block == 0
+        assert (owner[own] == matrix).all()
+        assert (matrix != NONE) == (found.before <= entry < found.before + found.count)
+        seen[own] += 1
+    assert (seen == 1).all()

@@ -1,0 +1,91 @@
+"""The selective scan in Triton: its numbers in the interpreter, and what its kernels take of a chip."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton.selective_scan import config
+from ejkernel_triton.selective_scan.backward import backward
+from ejkernel_triton.selective_scan.forward import forward
+
+# Sequences of several intervals are walked in two parts.
+PARTS = {
+    "values": "test_value and (three or one) and not shapes and not eager",
+    "gradients": "test_gradients and (three or token or gate) and not after",
+    "claims": "test_capabilities",
+}
+CHIPS = {
+    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
+    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
+    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
+    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
+    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_conformance(part):
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-impl", "triton", "--ejk-op=state_space_v1", "-k", PARTS[part]]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
+    assert "skipped" not in ran.stdout
+
+
+def launches(device, rows=8, size=16, dtype=jnp.bfloat16):
+    """What a scan and its gradients launch on a device."""
+    shape, tokens, channels = jax.ShapeDtypeStruct, 4096, 4096
+    record = SelectiveScan(
+        x=shape((rows, tokens, channels), dtype),
+        step=shape((rows, tokens, channels), dtype),
+        decay=shape((channels, size), jnp.float32),
+        write=shape((rows, tokens, size), dtype),
+        read=shape((rows, tokens, size), dtype),
+        skip=shape((channels,), jnp.float32),
+    )
+    wanted = frozenset({"x", "step", "decay", "write", "read", "skip"})
+
+    def run(record):
+        output, residuals = forward(record, config.heuristic(record, device, "forward"))
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        return backward(saved, config.heuristic(record, device, "backward"))
+
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(run, record)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("chip", "size", "dtype"),
+    [*((chip, 16, jnp.bfloat16) for chip in CHIPS), ("sm_90", 16, jnp.float32), ("sm_90", 32, jnp.bfloat16)],
+)
+def test_kernels_fit_the_chip_and_spill_nothing(chip, size, dtype):
+    calls = launches(CHIPS[chip], 8, size, dtype)
+    assert {call.kernel.__name__ for call in calls} >= {"scan_kernel", "gradient_kernel"}
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= chips.CHIPS[chip].shared_memory
+
+
+def test_a_thread_holds_all_numbers_of_its_channels():
+    """No program of 16 numbers needs shared memory, which is where layouts that do not fit would be exchanged."""
+    assert [ahead.compile_for(call, "sm_90").shared for call in launches(CHIPS["sm_90"], rows=1)] == [0] * 4
+
+
+def test_few_channels_are_walked_in_parts():
+    kernels = [call.kernel.__name__ for call in launches(CHIPS["sm_90"], rows=1)]
+    assert kernels == ["ends_kernel", "scan_kernel", "ends_kernel", "gradient_kernel"]

@@ -1,0 +1,103 @@
+"""Grouped matmul in Triton: its numbers in the interpreter, and what its kernels take of a chip."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton.grouped_matmul import config
+from ejkernel_triton.grouped_matmul.backward import backward
+from ejkernel_triton.grouped_matmul.forward import forward
+
+CHIPS = {
+    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
+    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
+    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
+    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
+    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
+}
+KERNELS = {"rows_kernel", "matrices_kernel", "bias_kernel"}
+SHAPE = jax.ShapeDtypeStruct
+
+
+def test_conformance():
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-impl", "triton", "--ejk-op=grouped_matmul", "-k", "not eager"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
+    assert "skipped" not in ran.stdout
+
+
+def record_of(rows=32768, dtype="bfloat16", stored=None, blocks=0, beside=False, precision=None):
+    """The first product of 64 experts, with matrices stored in a dtype and scaled in a number of blocks."""
+    groups, depth, width = 64, 2048, 1408
+    return GroupedMatmul(
+        lhs=SHAPE((rows, depth), dtype),
+        rhs=SHAPE((groups, depth, width), stored or dtype),
+        group_sizes=SHAPE((groups,), jnp.int32),
+        out_dtype=jnp.dtype(jnp.float32 if precision else dtype),
+        rhs_scale=SHAPE((groups, blocks, 1, width), jnp.float32) if blocks else None,
+        rhs_bias=SHAPE((groups, 1, width), dtype) if beside else None,
+        existing_out=SHAPE((rows, width), dtype) if beside else None,
+        precision=precision,
+    )
+
+
+def launches(record, device):
+    """What a call and its gradients launch on a device."""
+    wanted = {"lhs"} | ({"rhs"} if record.rhs_scale is None else set())
+    wanted |= {"rhs_bias"} if record.rhs_bias is not None else set()
+
+    def run(record, cotangent):
+        output, _ = forward(record, config.heuristic(record, device, "forward"))
+        saved = Pullback(record=record, residuals=(), output=output, cotangent=cotangent, wanted=frozenset(wanted))
+        return output, backward(saved, config.heuristic(record, device, "backward"))
+
+    cotangent = SHAPE((record.lhs.shape[0], record.rhs.shape[2]), record.out_dtype)
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(run, record, cotangent)
+    return calls
+
+
+RECORDS = {
+    "bfloat16": record_of(),
+    "bias and existing_out": record_of(beside=True),
+    "float32": record_of(dtype="float32"),
+    "int8": record_of(stored="int8", blocks=1),
+    "int8 in blocks": record_of(stored="int8", blocks=16),
+    "decoding": record_of(rows=256, beside=True),
+    "some rows": record_of(rows=4096),
+    "all digits": record_of(precision=lax.Precision.HIGHEST),
+}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", RECORDS)
+def test_kernels_fit_the_chip_and_spill_nothing(name, chip):
+    calls = launches(RECORDS[name], CHIPS[chip])
+    assert {call.kernel.__name__ for call in calls} <= KERNELS
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= chips.CHIPS[chip].shared_memory
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_candidates_are_different_and_the_rule_takes_the_first(direction):
+    record = RECORDS["bfloat16"]
+    found = config.candidates(record, CHIPS["sm_90"], direction)
+    assert len(set(found)) == len(found) > 4
+    assert config.heuristic(record, CHIPS["sm_90"], direction) == found[0]
