@@ -21,8 +21,8 @@ class NativeSparseAttentionConfig(BaseOperationConfig):
     """Tiles of `native_sparse_attention`, whose `block_size` is an argument. `None` lets the heuristics decide.
 
     Attributes:
-        block_q: Queries whose blocks are looked up together.
-        block_k: Queries that read one block of keys at once.
+        block_q: Queries a tile.
+        block_k: Keys a tile.
         block_d: Channels a tile.
         num_warps: Warps a program.
         num_stages: Software pipeline depth.
