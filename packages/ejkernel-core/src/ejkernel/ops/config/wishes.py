@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_leaves, piece
+from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_leaves
 from ejkernel.ops.config.space import CALL_FIELDS
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
@@ -46,6 +46,6 @@ def read_by_any(op: Op, direction: Direction, *, split: bool) -> frozenset[str]:
     for implementation in registry().implementations.get(op.name, ()):
         both: tuple[Direction, ...] = ("both",) if implementation.paired else ("forward", "backward")
         for own in both:
-            if not split or piece(own) == direction:
+            if not split or own in (direction, "both"):
                 found |= implementation.config.read(own)
     return frozenset(found)
