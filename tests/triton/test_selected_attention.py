@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from ejkernel_triton.selected_attention.select import select
 PARTS = {
     "values and claims": "(test_value and not shapes and not residuals and not eager) or test_handles",
     "gradients": "test_gradients and not determinism and not after_another",
-    "transforms": "(test_vmap or test_padding_gradients) and packed",
+    "vmap": "test_vmap and packed and not shared",
 }
 
 CHIPS = {
@@ -52,6 +53,14 @@ def test_conformance(part):
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout
     assert "skipped" not in ran.stdout
+
+
+def test_awkward_sizes_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    script = Path(__file__).with_name("selected_process.py")
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=110)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.count("same") == 2
 
 
 def record(indices, **fields):

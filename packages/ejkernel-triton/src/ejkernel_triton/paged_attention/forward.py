@@ -8,7 +8,13 @@ from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_work import Deal, Work, deal, find_work
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.spec import PagedSpec, Rotary, make_spec, rotary_of
+from ejkernel_triton.paged_attention.spec import PagedSpec, Rotary, make_spec, padded, rotary_of
+
+FIELDS = 9
+"""Of an entry of the work list."""
+
+PLANNED = 8192
+"""Entries or sequences that one program can plan; XLA plans more."""
 
 MERGED = 2048
 """Numbers that a program of one warp merges at once, parts of a row times their values."""
@@ -38,28 +44,54 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
         config: Tile sizes, programs, warps and stages.
         rotary: Rotary columns of a latent record.
     """
-    work = find_work(record, config.block_q)
-    dealt = deal(work, config.block_kv, paged_cache.kv_heads(record), config.num_programs)
-    spec = make_spec(record, config, work.sequence.shape[0], rotary)
-    plan = _entries(work, dealt), _shares(dealt)
+    entries = record.query.shape[0] // config.block_q + record.kv_lens.shape[0]
+    spec = make_spec(record, config, record.kv_lens.shape[0] if record.query_start is None else entries, rotary)
     values = record.key_pages if record.value_pages is None else record.value_pages
-    output, lse = _attend(record, values if rotary is None else rotary.rows, spec, plan, config)
+    output, lse = _attend(record, values if rotary is None else rotary.rows, spec, _plan(record, spec, config), config)
     if record.query_start is not None:
-        # Rows of no sequence are in no entry of the work list.
-        owned = paged_cache.token_places(record)[0] >= 0
+        # Rows of no sequence are in no entry of the work list. The others follow each other.
+        live = record.kv_lens.shape[0] if record.num_seqs is None else record.num_seqs
+        token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
+        owned = (token >= record.query_start[0]) & (token < record.query_start[live])
         output = jnp.where(owned[:, None, None], output, 0)
         lse = jnp.where(owned[:, None], lse, -jnp.inf)
     return output, lse
 
 
+def _plan(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
+    """The work list as the kernels read it, [W, fields], and where programs begin, [P + 1, 2]; see `plan_kernel`."""
+    if max(spec.ENTRIES, spec.SEQUENCES) > PLANNED:
+        work = find_work(record, config.block_q)
+        dealt = deal(work, config.block_kv, spec.HK, config.num_programs)
+        return _entries(work, dealt), _shares(dealt)
+    from ejkernel_triton.paged_attention.plan_kernel import plan_kernel
+
+    given = (record.kv_lens, record.query_start, record.kv_starts, record.num_seqs)
+    ints = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in given]
+    shapes = (Shape((1, spec.ENTRIES, FIELDS), jnp.int32), Shape((1, spec.PROGRAMS + 1, 2), jnp.int32))
+    blocks = {"SEQUENCE_BLOCK": spec.SEQUENCES, "ENTRY_BLOCK": spec.ENTRIES, "PROGRAM_BLOCK": spec.PROGRAMS}
+    constants = {name: padded(size) for name, size in blocks.items()}
+    work, shares = launch(
+        plan_kernel,
+        ints,
+        shapes,
+        batch=1,
+        grid=1,
+        num_warps=4 if max(constants.values()) <= 1024 else 16,
+        num_stages=1,
+        constants={"spec": spec, **constants},
+    )
+    return work[0], shares[0]
+
+
 def _entries(work: Work, dealt: Deal) -> jax.Array:
-    """The work list as the kernel reads it, [W, fields]."""
+    """The work list, computed by XLA."""
     fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
     return jnp.stack((*fields, dealt.start, dealt.tiles), axis=1)
 
 
 def _shares(dealt: Deal) -> jax.Array:
-    """Where programs begin and, last, the size of a share and of all, [P + 1, 2]."""
+    """Where programs begin and, last, the size of a share and of all."""
     rows = jnp.stack((dealt.entry, dealt.begin), axis=1)
     return jnp.concatenate((rows, jnp.stack((dealt.share, dealt.total))[None]))
 

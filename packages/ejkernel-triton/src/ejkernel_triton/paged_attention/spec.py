@@ -51,6 +51,10 @@ class PagedSpec:
         BLOCK_KV: Keys of a tile.
         WHOLE: Whether a tile lies in one page, of which it reads the number once.
         ENTRIES: Entries of the work list.
+        CAPACITY: Tokens of the longest sequence that the tables describe.
+        PACKED: Whether sequences have any number of query rows, not one each.
+        COUNTED: Whether a number says how many sequences are live.
+        STARTED: Whether sequences begin at keys of their own.
         PROGRAMS: Programs the key tiles are dealt to.
         FACTOR: softmax_scale, times log2(e) where nothing comes between the product and the exponential.
         CAP: Soft cap, or None.
@@ -97,6 +101,10 @@ class PagedSpec:
     BLOCK_KV: int
     WHOLE: bool
     ENTRIES: int
+    CAPACITY: int
+    PACKED: bool
+    COUNTED: bool
+    STARTED: bool
     PROGRAMS: int
     FACTOR: float
     CAP: float | None
@@ -185,6 +193,10 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         BLOCK_KV=config.block_kv,
         WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
         ENTRIES=entries,
+        CAPACITY=paged_cache.capacity(record),
+        PACKED=record.query_start is not None,
+        COUNTED=record.num_seqs is not None and record.query_start is not None,
+        STARTED=record.kv_starts is not None,
         PROGRAMS=config.num_programs,
         FACTOR=record.softmax_scale * (LOG2E if plain else 1.0),
         CAP=record.logits_soft_cap,

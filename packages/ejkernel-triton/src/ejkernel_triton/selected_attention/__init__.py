@@ -65,6 +65,7 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=config.FACES,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
+                kind=config.kind,
             ),
             priority=10,
             tuned="ejkernel_triton:tuned",

@@ -70,8 +70,8 @@ def _of_query(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config:
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
         grid=spec.T * spec.HK * record.query.shape[0],
-        num_warps=config.query_warps,
-        num_stages=config.query_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         constants={"spec": spec, "BLOCK_KV": config.block_kv},
     )
     return dquery

@@ -33,8 +33,8 @@ class SelectedBackward:
 
     Attributes:
         block_kv: Keys a tile that a program that owns a query visits.
-        query_warps: Warps of a program that owns a query.
-        query_stages: Its pipeline stages.
+        num_warps: Warps of a program that owns a query.
+        num_stages: Its pipeline stages.
         own_kv: Keys of a block that a program owns.
         block_q: Queries a tile that it visits.
         list_length: Queries of a block's list that one program walks; longer lists are split and merged.
@@ -43,8 +43,8 @@ class SelectedBackward:
     """
 
     block_kv: int
-    query_warps: int
-    query_stages: int
+    num_warps: int
+    num_stages: int
     own_kv: int
     block_q: int
     list_length: int
@@ -53,12 +53,24 @@ class SelectedBackward:
 
 
 FACES = {
-    "block_q": "block_q",
     "block_k": "block_kv",
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-"""Fields of the public configuration and what they set here."""
+"""Fields of the public configuration and what they set here: of the backward pass, the programs that own a query."""
+
+
+def kind(record: SelectedAttention) -> str | None:
+    """What calls with enough work for a large GPU have in common that share a measured configuration."""
+    batch, tokens, heads, size = record.query.shape
+    if batch * tokens * heads < 2**18:
+        return None
+    bits = 8 * record.query.dtype.itemsize
+    sizes = f"{padded(size)}x{padded(record.value.shape[3])}"
+    group = 1 << (group_size(record) - 1).bit_length()
+    length = "short" if tokens <= 4096 else "medium" if tokens <= 16384 else "long"
+    segments = " segments" if record.q_segment_ids is not None else ""
+    return f"{bits} bits {sizes} group {group} blocks of {record.block_size} {length}{segments}"
 
 
 def padded(size: int) -> int:
@@ -101,8 +113,8 @@ def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBac
     own, rows, key_warps = _key_tile(record, device)
     made = SelectedBackward(
         block_kv=most,
-        query_warps=warps,
-        query_stages=2,
+        num_warps=warps,
+        num_stages=2,
         own_kv=own,
         block_q=max(1, rows // group_size(record)),
         list_length=8 if interpreting() else length,
@@ -112,7 +124,7 @@ def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBac
     if interpreting():
         return [made]
     queries = [
-        dataclasses.replace(made, block_kv=keys, query_warps=warps, query_stages=stages)
+        dataclasses.replace(made, block_kv=keys, num_warps=warps, num_stages=stages)
         for keys, warps, stages in TILES
         if keys <= most
     ]
