@@ -47,7 +47,7 @@ class Plan:
     @property
     def tunes_on_miss(self) -> bool:
         """Whether the policy in force wants unknown calls measured."""
-        return effective(self.chain.policy).tunes_on_miss
+        return effective(self.chain.policy, self.chain).tunes_on_miss
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""

@@ -9,9 +9,6 @@ from typing import Any
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_leaves
 from ejkernel.ops.device import DeviceInfo
 
-CALL_FIELDS = frozenset({"platform", "backend"})
-"""Fields of a public configuration that are about the call, and no kernel's."""
-
 
 def _of_no_kind(record: Any) -> str | None:
     return None
@@ -75,10 +72,9 @@ class ConfigSpace:
         own = self.own_type(direction)
         if own is not None and isinstance(part, own):
             return []
-        directions: tuple[Direction, ...] = (direction,)
-        if isinstance(part, BaseOperationConfig):
-            directions = ("forward", "backward")
-        return sorted(given_leaves(part).keys() - CALL_FIELDS.union(*map(self.read, directions)))
+        if not isinstance(part, BaseOperationConfig):
+            return sorted(given_leaves(part).keys() - self.read(direction))
+        return sorted(given_leaves(part).keys() - part.about_call - self.read("forward") - self.read("backward"))
 
     def read(self, direction: Direction) -> frozenset[str]:
         """The public fields that the kernel has, by the names they are set by."""

@@ -3,7 +3,6 @@
 import dataclasses
 
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_leaves
-from ejkernel.ops.config.space import CALL_FIELDS
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
 
@@ -29,7 +28,7 @@ def check_read(op: Op, cfg: BaseOperationConfig | None) -> None:
         part = cfg.part(direction)
         if not isinstance(part, cfg.part_types.get(direction, type(cfg))):
             continue  # unset, or a kernel's own, which has all of its fields
-        unread = given_leaves(part).keys() - CALL_FIELDS - read_by_any(op, direction, split=bool(cfg.part_types))
+        unread = given_leaves(part).keys() - cfg.about_call - read_by_any(op, direction, split=bool(cfg.part_types))
         if unread:
             raise ValueError(f"cfg: {op.name} has no kernel with {', '.join(sorted(unread))} in its {direction} pass")
 

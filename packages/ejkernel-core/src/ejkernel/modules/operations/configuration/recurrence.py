@@ -1,11 +1,12 @@
 """Configurations of the recurrences."""
 
 import dataclasses
+from typing import ClassVar
 
 from ejkernel.ops.config.params import BaseOperationConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _BlockConfig(BaseOperationConfig):
     """Blocks of a recurrence. `None` lets the heuristics decide.
 
@@ -27,22 +28,22 @@ class _BlockConfig(BaseOperationConfig):
         _check_positive(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RecurrentAttentionConfig(_BlockConfig):
     """Blocks of `recurrent_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GLAttentionConfig(_BlockConfig):
     """Blocks of `gated_linear_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LightningAttentionConfig(_BlockConfig):
     """Blocks of `lightning_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _ChunkConfig(BaseOperationConfig):
     """Chunks of a recurrence. `None` lets the heuristics decide.
 
@@ -56,34 +57,53 @@ class _ChunkConfig(BaseOperationConfig):
         _check_positive(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class KernelDeltaAttentionConfig(_ChunkConfig):
     """Chunks of `kernel_delta_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GatedDeltaRuleConfig(_ChunkConfig):
     """Chunks of `gated_delta_rule`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RaggedGatedDeltaRuleConfig(_ChunkConfig):
     """Chunks of `ragged_gated_delta_rule`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateSpaceV2Config(_ChunkConfig):
-    """Chunks of `state_space_v2`.
+@dataclasses.dataclass(frozen=True)
+class StateSpaceV2Config(BaseOperationConfig):
+    """Chunks of `state_space_v2`. `None` lets the heuristics decide.
+
+    The first three fields repeat arguments: a call whose arguments say otherwise is refused.
 
     Attributes:
+        n_groups: The groups of B.
+        use_gated_rmsnorm: As the argument.
+        rmsnorm_eps: As the argument.
         block_e: State channels a block.
+        chunk_size: Tokens a chunk.
     """
 
+    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {
+        "n_groups",
+        "use_gated_rmsnorm",
+        "rmsnorm_eps",
+    }
+
+    n_groups: int | None = None
+    use_gated_rmsnorm: bool | None = None
+    rmsnorm_eps: float | None = None
     block_e: int | None = None
+    chunk_size: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
 
 
 def _check_positive(config: BaseOperationConfig) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{field.name}: got {value}, wants at least 1")
