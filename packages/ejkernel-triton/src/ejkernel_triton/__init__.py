@@ -9,7 +9,14 @@ device, the CPU among them: slow, and right to the last bit that the kernel deci
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
-from ejkernel_triton import grouped_matmul, paged_attention, ring_attention, selective_scan, tiled_attention
+from ejkernel_triton import (
+    causal_convolution,
+    grouped_matmul,
+    paged_attention,
+    ring_attention,
+    selective_scan,
+    tiled_attention,
+)
 
 
 @hookimpl
@@ -21,4 +28,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *paged_attention.implementations(),
         *grouped_matmul.implementations(),
         *selective_scan.implementations(),
+        *causal_convolution.implementations(),
     )
