@@ -46,7 +46,7 @@ def test_nothing_is_compiled_again_for_other_blocks_counts_and_lengths():
 
 @pytest.mark.parametrize("selected", [True, False], ids=["selected", "given"])
 def test_temporary_memory_grows_linearly_and_nothing_is_square(selected):
-    lengths = (4096, 8192)
+    lengths = (4096, 16384)
 
     def program(tokens):
         shapes = [(1, tokens, n, 16) for n in (2, 1, 1)] + [(1, tokens, 2)] * 2
@@ -63,7 +63,7 @@ def test_temporary_memory_grows_linearly_and_nothing_is_square(selected):
 
     programs = [program(tokens) for tokens in lengths]
     short, long = (program.memory_analysis().temp_size_in_bytes for program in programs)
-    assert long <= 2.1 * short
+    assert long <= 4.2 * short
     shapes = re.findall(r"\w+\[([\d,]+)\]", programs[-1].as_text())
     sizes = [[int(size) for size in shape.split(",")] for shape in shapes]
     assert not [shape for shape in sizes if sum(size >= lengths[-1] for size in shape) > 1]

@@ -12,8 +12,10 @@ from ejkernel.ops.model import Implementation
 from ejkernel_triton import (
     causal_convolution,
     grouped_matmul,
+    linear_recurrence,
     paged_attention,
     ring_attention,
+    selected_attention,
     selective_scan,
     tiled_attention,
 )
@@ -26,7 +28,9 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tiled_attention.implementations(),
         *ring_attention.implementations(),
         *paged_attention.implementations(),
+        *selected_attention.implementations(),
         *grouped_matmul.implementations(),
         *selective_scan.implementations(),
+        *linear_recurrence.implementations(),
         *causal_convolution.implementations(),
     )

@@ -2,13 +2,17 @@
 
 Three branches share the query, each of them softmax attention as `ejkernel.families.tiled_attention` defines it:
 
-    selected     the keys of the listed blocks, up to the query's own
+    selected     the keys of the blocks that the query lists, or that are selected for it, up to its own
     compressed   one key and one value a block, for the blocks that end no later than the query's own key
     window       the newest `window_size` keys, the query's own among them
 
     o_i = g_slc_i * selected_i + g_cmp_i * compressed_i + g_swa_i * window_i
 
 A branch whose fields are absent is left out, an absent gate is 1. The selected branch is always there.
+
+Without `block_indices`, the blocks of a query are its own and those before it that weigh most in the compressed branch,
+summed over the query heads of a KV head; of two that weigh the same the later. Without that branch nothing weighs
+anything, and only its own is left. What is selected has no gradient.
 
 Source: native sparse attention, Yuan et al. 2025, arXiv:2502.11089.
 """
@@ -24,6 +28,8 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.planning import block_selection
+from ejkernel.planning.block_selection import BlockPlaces
 
 
 @arguments
@@ -34,10 +40,14 @@ class SelectedAttention:
         query: [B, T, H, D] floating.
         key: [B, S, Hk, D], same dtype as query.
         value: [B, S, Hk, Dv], same dtype as query.
-        block_indices: [B, T, Hk, N] int32, the blocks that a query reads; -1 is none. No row lists a block twice.
+        block_indices: [B, T, Hk, N] int32, the blocks that a query reads; -1 is none. No row lists a block twice. None
+            where they are selected, which takes the compressed branch.
         softmax_scale: Factor on the raw scores.
         block_size: Keys a block.
-        block_starts: [M] int32, the first key of every block; None where block c starts at `c * block_size`.
+        selected_blocks: Blocks that are selected for a query, its own among them, where block_indices is None.
+        block_starts: [M] int32 in ascending order, the first key of every block; None where block c starts at
+            `c * block_size`. Of a block that reaches beyond the next one's start, the keys there are no query's that
+            lists it: they belong to another sequence.
         compressed_key: [B, M, Hk, D], same dtype as query; with compressed_value: the compressed branch.
         compressed_value: [B, M, Hk, Dv], likewise.
         compressed_segment_ids: [B, M] int32, of the compressed keys.
@@ -53,9 +63,10 @@ class SelectedAttention:
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    block_indices: jax.Array
+    block_indices: jax.Array | None
     softmax_scale: float = static()
     block_size: int = static()
+    selected_blocks: int = static(0)
     block_starts: jax.Array | None = None
     compressed_key: jax.Array | None = None
     compressed_value: jax.Array | None = None
@@ -84,11 +95,19 @@ class Branch:
 
 @arguments
 class SelectedResiduals:
-    """What a forward pass leaves for the backward pass; None for branches that were left out."""
+    """What a forward pass leaves for the backward pass.
+
+    Attributes:
+        selected: The selected branch.
+        compressed: The compressed branch; None where it was left out.
+        window: Likewise.
+        block_indices: [B, T, Hk, N] int32, the blocks that were selected; None where they were given.
+    """
 
     selected: Branch
     compressed: Branch | None = None
     window: Branch | None = None
+    block_indices: jax.Array | None = None
 
 
 GATES = {"selected": "g_slc", "compressed": "g_cmp", "window": "g_swa"}
@@ -104,6 +123,11 @@ def blocks(record: SelectedAttention) -> int:
     return -(-record.key.shape[1] // record.block_size)
 
 
+def slots(record: SelectedAttention) -> int:
+    """How many blocks a query has room for."""
+    return max(1, record.selected_blocks) if record.block_indices is None else record.block_indices.shape[3]
+
+
 def starts(record: SelectedAttention) -> jax.Array:
     """The first key of every block, int32 [M]."""
     given = record.block_starts
@@ -114,6 +138,27 @@ def own_keys(record: SelectedAttention) -> jax.Array:
     """The index of each query's own key, int32 [B|1, T]."""
     given = record.q_positions
     return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if given is None else given
+
+
+def places(record: SelectedAttention) -> BlockPlaces:
+    """Where the blocks lie, for selecting them."""
+    return BlockPlaces(
+        starts=starts(record),
+        size=record.block_size,
+        own_key=own_keys(record),
+        q_ids=record.q_segment_ids,
+        block_ids=record.compressed_segment_ids,
+    )
+
+
+def select(record: SelectedAttention) -> jax.Array:
+    """The blocks that each query of a record reads, [B, T, Hk, N] int32, in plain jnp: those given, or the selected."""
+    if record.block_indices is not None:
+        return record.block_indices
+    keys, scale = record.compressed_key, record.softmax_scale
+    if keys is None:  # nothing weighs anything
+        keys = record.key[:, :0]
+    return block_selection.select(record.query, keys, scale, slots(record), places(record))
 
 
 def compressed(record: SelectedAttention) -> TiledAttention | None:
@@ -164,8 +209,9 @@ def gated(record: SelectedAttention, branches: Mapping[str, Branch]) -> jax.Arra
 
 def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
     """The family's meaning in plain jnp, with a mask of every query and key; float64 if query is, else float32."""
+    indices = select(record)
     found: dict[str, TiledAttention | None] = {
-        "selected": _masked(record),
+        "selected": _masked(record, indices),
         "compressed": compressed(record),
         "window": window(record),
     }
@@ -174,14 +220,15 @@ def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
         if one is not None:
             output, residuals = tiled_attention.reference(one)
             branches[name] = Branch(output=output, lse=residuals.lse)
-    return gated(record, branches), SelectedResiduals(**branches)
+    selected = indices if record.block_indices is None else None
+    return gated(record, branches), SelectedResiduals(**branches, block_indices=selected)
 
 
-def _masked(record: SelectedAttention) -> TiledAttention:
+def _masked(record: SelectedAttention, indices: jax.Array) -> TiledAttention:
     """The selected branch as attention under a mask."""
     key = jnp.arange(record.key.shape[1], dtype=jnp.int32)
-    first = starts(record)[jnp.maximum(record.block_indices, 0)][..., None]
-    listed = (record.block_indices[..., None] >= 0) & (key >= first) & (key < first + record.block_size)
+    first = starts(record)[jnp.maximum(indices, 0)][..., None]
+    listed = (indices[..., None] >= 0) & (key >= first) & (key < first + record.block_size)
     allowed = listed.any(axis=3) & (key <= own_keys(record)[:, :, None, None])
     group = record.query.shape[2] // record.key.shape[2]
     return _dense(record, mask=jnp.repeat(allowed, group, axis=2).swapaxes(1, 2))

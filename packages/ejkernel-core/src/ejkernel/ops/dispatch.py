@@ -189,6 +189,16 @@ def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     return dataclasses.replace(forward, verdicts=judged), dataclasses.replace(backward, verdicts=followers)
 
 
+def apart(choice: Choice) -> Choice:
+    """A choice among the implementations whose passes need not come together."""
+    reason = "paired, and the passes of this call are chosen apart"
+    verdicts = [
+        dataclasses.replace(v, status="refused", reasons=(*v.reasons, reason)) if v.implementation.paired else v
+        for v in choice.verdicts
+    ]
+    return dataclasses.replace(choice, verdicts=_with_first_chosen(verdicts))
+
+
 PAIRED = "paired: serves both passes with one configuration"
 
 

@@ -5,6 +5,7 @@ import dataclasses
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning import paged_cache
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.groups import group_of
@@ -56,11 +57,13 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     if record.latent is not None:
         return _latent_candidates(record, device)[0]
     wide = record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
-    if _query_rows(record) == 1 and not wide:
+    block_kv = 32 if wide else 64
+    whole = paged_cache.page_size(record) % block_kv == 0
+    if _query_rows(record) == 1 and not wide and not whole:
         # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
         # and values are in flight where four warps have one.
         return _sized(record, device, 64, 2, 3)
-    return _sized(record, device, 32 if wide else 64, 4, 2 if wide else 3)
+    return dataclasses.replace(_sized(record, device, block_kv, 4, 2 if wide else 3), whole_pages=whole)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:

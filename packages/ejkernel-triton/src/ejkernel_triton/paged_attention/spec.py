@@ -51,6 +51,10 @@ class PagedSpec:
         BLOCK_KV: Keys of a tile.
         WHOLE: Whether a tile lies in one page, of which it reads the number once.
         ENTRIES: Entries of the work list.
+        CAPACITY: Tokens of the longest sequence that the tables describe.
+        PACKED: Whether sequences have any number of query rows, not one each.
+        COUNTED: Whether a number says how many sequences are live.
+        STARTED: Whether sequences begin at keys of their own.
         PROGRAMS: Programs the key tiles are dealt to.
         FACTOR: softmax_scale, times log2(e) where nothing comes between the product and the exponential.
         CAP: Soft cap, or None.
@@ -97,6 +101,10 @@ class PagedSpec:
     BLOCK_KV: int
     WHOLE: bool
     ENTRIES: int
+    CAPACITY: int
+    PACKED: bool
+    COUNTED: bool
+    STARTED: bool
     PROGRAMS: int
     FACTOR: float
     CAP: float | None
@@ -185,6 +193,10 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         BLOCK_KV=config.block_kv,
         WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
         ENTRIES=entries,
+        CAPACITY=paged_cache.capacity(record),
+        PACKED=record.query_start is not None,
+        COUNTED=record.num_seqs is not None and record.query_start is not None,
+        STARTED=record.kv_starts is not None,
         PROGRAMS=config.num_programs,
         FACTOR=record.softmax_scale * (LOG2E if plain else 1.0),
         CAP=record.logits_soft_cap,
@@ -217,15 +229,16 @@ def promoted(query: Any, stored: Any) -> Any:
 
 def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
     """Strides of keys and of values (or rotary columns) over pages, slots and heads, and where the latter begin."""
-    keys = _by_axis(record.key_pages, record.kv_layout)
+    keys = strides_of(record.key_pages, record.kv_layout)
     if rotary is not None:
-        return keys, _by_axis(rotary.rows, record.kv_layout), rotary.start
+        return keys, strides_of(rotary.rows, record.kv_layout), rotary.start
     if record.value_pages is not None:
-        return keys, _by_axis(record.value_pages, record.kv_layout), 0
+        return keys, strides_of(record.value_pages, record.kv_layout), 0
     return keys, keys, record.key_pages.shape[-1]
 
 
-def _by_axis(pages: jax.Array, layout: str) -> Strides:
+def strides_of(pages: jax.Array, layout: str) -> Strides:
+    """Elements from page to page, slot to slot and head to head of an array of the cache."""
     sizes = dict(zip(layout, pages.shape, strict=True))
     strides: dict[str, int] = {}
     step = 1

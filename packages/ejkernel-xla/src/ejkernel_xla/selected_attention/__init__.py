@@ -21,6 +21,7 @@ IMPLEMENTATIONS = (
             handles=GATES
             | COMPRESSED
             | {
+                "selected_blocks",
                 "block_starts",
                 "compressed_segment_ids",
                 "q_segment_ids",

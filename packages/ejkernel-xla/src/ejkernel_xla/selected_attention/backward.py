@@ -1,10 +1,9 @@
-"""Backward pass of selected attention, by recomputation of the scores.
+"""Backward pass of the selected branch, by recomputation of the scores.
 
-With a branch's cotangent do' = g do, its softmax p = exp(s - lse) and delta_i = <do'_i, o_i>:
+With the branch's own cotangent do, its softmax p = exp(s - lse) and delta_i = <do_i, o_i>:
 
-    dg_i = sum_v do_i o_i
-    dv_j = sum_i p_ij do'_i
-    ds_ij = p_ij (<do'_i, v_j> - delta_i)
+    dv_j = sum_i p_ij do_i
+    ds_ij = p_ij (<do_i, v_j> - delta_i)
     dq_i = scale sum_j ds_ij k_j
     dk_j = scale sum_i ds_ij q_i
 
@@ -17,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import GATES, Branch, SelectedAttention, compressed, window
-from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning import selected_branches
+from ejkernel_xla.selected_attention.forward import DENSE
 from ejkernel_xla.selected_attention.lists import (
     Operands,
     Plan,
@@ -27,21 +27,16 @@ from ejkernel_xla.selected_attention.lists import (
     arrange,
     by_group,
     by_token,
-    clean,
     find_readers,
     fold,
     make_plan,
     take,
-    zero_padding,
 )
 from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
-from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import blocks
-from ejkernel_xla.tiled_attention import tiles as tiled_tiles
 from ejkernel_xla.tiled_attention.forward import finite
 
 Gradients = dict[str, jax.Array]
-SHARED = frozenset({"query", "key", "value"})
 
 
 def backward(pullback: Pullback, config: Any) -> Gradients:
@@ -54,53 +49,11 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
-    record, wanted = clean(pullback.record), pullback.wanted
-    cotangent = zero_padding(pullback.cotangent, record.q_segment_ids).astype(accumulator(record))
-    grads: Gradients = {}
 
-    def collect(found: Gradients) -> None:
-        for name, gradient in found.items():
-            gradient = gradient.astype(accumulator(record))
-            grads[name] = grads[name] + gradient if name in grads else gradient
+    def selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, wanted: frozenset[str]) -> Gradients:
+        return _selected(record, branch, cotangent, config)
 
-    for name, gate in GATES.items():
-        branch: Branch | None = getattr(pullback.residuals, name)
-        if branch is None:
-            continue
-        own, opened = getattr(record, gate), cotangent
-        if own is not None:
-            collect({gate: jnp.sum(cotangent * branch.output.astype(cotangent.dtype), axis=-1)})
-            opened = cotangent * own[..., None].astype(cotangent.dtype)
-        opened = opened.astype(record.query.dtype)
-        if name == "selected" and wanted & SHARED:
-            collect(_selected(record, branch, opened, config))
-        elif name == "compressed":
-            collect(
-                _dense(
-                    compressed(record), branch, opened, wanted, {"key": "compressed_key", "value": "compressed_value"}
-                )
-            )
-        elif name == "window":
-            collect(_dense(window(record), branch, opened, wanted, {}))
-    return {name: grads[name].astype(getattr(record, name).dtype) for name in wanted}
-
-
-def _dense(
-    record: TiledAttention | None, branch: Branch, cotangent: jax.Array, wanted: frozenset[str], names: dict[str, str]
-) -> Gradients:
-    """Gradients of a branch that is tiled attention, by their names in the record of all branches."""
-    assert record is not None  # the branch left residuals
-    outer = {name: names.get(name, name) for name in ("query", "key", "value")}
-    inner = frozenset(name for name, public in outer.items() if public in wanted)
-    params: Any = tiled_tiles.heuristic(record, None, "backward")
-    pullback = Pullback(
-        record=record,
-        residuals=SoftmaxResiduals(lse=branch.lse),
-        output=branch.output,
-        cotangent=cotangent,
-        wanted=inner,
-    )
-    return {outer[name]: gradient for name, gradient in tiled_backward.backward(pullback, params).items()}
+    return selected_branches.backward(pullback, selected, DENSE)
 
 
 def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: Any) -> Gradients:

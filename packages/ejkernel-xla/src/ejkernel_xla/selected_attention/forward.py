@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import (
-    Branch,
-    SelectedAttention,
-    SelectedResiduals,
-    compressed,
-    gated,
-    window,
-)
-from ejkernel_xla.selected_attention.lists import arrange, by_token, clean, find_readers, fold, make_plan, put, take
+from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals, select
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning import selected_branches
+from ejkernel.planning.selected_branches import DenseKernel
+from ejkernel_xla.selected_attention.lists import arrange, by_token, find_readers, fold, make_plan, put, take
 from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import blocks
 from ejkernel_xla.tiled_attention import forward as tiled_forward
 from ejkernel_xla.tiled_attention import tiles as tiled_tiles
@@ -32,14 +30,25 @@ def forward(record: SelectedAttention, config: Any) -> tuple[jax.Array, Selected
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    record = clean(record)
-    branches = {"selected": _selected(record, config)}
-    for name, dense in (("compressed", compressed(record)), ("window", window(record))):
-        if dense is not None:
-            params: Any = tiled_tiles.heuristic(dense, None, "forward")
-            output, residuals = tiled_forward.forward(dense, params)
-            branches[name] = Branch(output=output, lse=residuals.lse)
-    return gated(record, branches), SelectedResiduals(**branches)
+    return selected_branches.forward(record, lambda listed: _selected(listed, config), _select, DENSE)
+
+
+def _select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+    return select(record)
+
+
+def _dense_forward(record: TiledAttention) -> Any:
+    params: Any = tiled_tiles.heuristic(record, None, "forward")
+    return tiled_forward.forward(record, params)
+
+
+def _dense_backward(pullback: Pullback) -> dict[str, jax.Array]:
+    params: Any = tiled_tiles.heuristic(pullback.record, None, "backward")
+    return tiled_backward.backward(pullback, params)
+
+
+DENSE = DenseKernel(_dense_forward, _dense_backward)
+"""The branches that are tiled attention."""
 
 
 class Running(NamedTuple):

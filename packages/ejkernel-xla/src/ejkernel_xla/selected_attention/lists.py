@@ -74,7 +74,8 @@ class Operands(NamedTuple):
 
 
 def arrange(record: SelectedAttention, plan: Plan) -> Operands:
-    """The operands of a record whose padding is clean."""
+    """The operands of a record whose padding is clean, and whose blocks are listed."""
+    assert record.block_indices is not None  # selected by now
     listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.blocks)
     ids = None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
@@ -92,21 +93,6 @@ def arrange(record: SelectedAttention, plan: Plan) -> Operands:
         starts=starts(record),
         ids=ids,
     )
-
-
-def clean(record: SelectedAttention) -> SelectedAttention:
-    """The record with zeros in the padding of what the selected branch and the gates multiply."""
-    if record.q_segment_ids is None or record.kv_segment_ids is None:
-        return record
-    rows = {"query": record.q_segment_ids, "key": record.kv_segment_ids, "value": record.kv_segment_ids}
-    rows |= {name: record.q_segment_ids for name in ("g_slc", "g_cmp", "g_swa") if getattr(record, name) is not None}
-    cleaned = {name: zero_padding(getattr(record, name), ids) for name, ids in rows.items()}
-    return dataclasses.replace(record, **cleaned)
-
-
-def zero_padding(x: jax.Array, ids: jax.Array | None) -> jax.Array:
-    """[B, T, ...] with zeros where ids [B, T] are negative."""
-    return x if ids is None else jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
 def by_group(x: jax.Array, plan: Plan) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ejkernel.families.selected_attention import SelectedAttention, blocks
+from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
 from ejkernel.modules.operations.configs import NativeSparseAttentionConfig
 from ejkernel.ops.config.params import Direction
 
@@ -38,5 +38,5 @@ def candidates(record: SelectedAttention, device: Any, direction: Direction) -> 
 
 def _most(record: SelectedAttention) -> int:
     """The most queries whose pairs of block and slot can be numbered in 32 bits, for the sort."""
-    slots = max(1, record.block_indices.shape[3])
-    return max(1, min(record.query.shape[1], 2**31 // ((blocks(record) + 1) * slots)))
+    pairs = (blocks(record) + 1) * max(1, slots(record))
+    return max(1, min(record.query.shape[1], 2**31 // pairs))

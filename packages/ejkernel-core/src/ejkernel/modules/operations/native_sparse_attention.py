@@ -19,7 +19,6 @@ from ejkernel.modules.operations.shared.native_sparse_blocks import (
     block_means,
     find_blocks,
     listed,
-    select,
 )
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -208,17 +207,23 @@ def _check_blocks(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -
 
 
 def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
-    """The selected-attention record of a call: block means, and which blocks each query reads."""
+    """The selected-attention record of a call: block means, and the blocks that are listed."""
     scale = args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
     blocks = find_blocks(args.query.shape, args.block_size, args.cu_seqlens)
     means = None if args.g_cmp is None else block_means(blocks, args.key)
+    selected = 0
+    if args.block_indices is None:
+        assert means is not None  # `validate` wants gates or blocks
+        assert isinstance(args.block_counts, Slots)  # likewise
+        selected = min(args.block_counts.count, means.shape[1])
     return SelectedAttention(
         query=args.query,
         key=args.key,
         value=args.value,
-        block_indices=_indices(args, blocks, means, scale),
+        block_indices=_indices(args, blocks),
         softmax_scale=scale,
         block_size=args.block_size,
+        selected_blocks=selected,
         block_starts=None if blocks.ranges is None else blocks.ranges[:, 0],
         compressed_key=means,
         compressed_value=None if means is None else block_means(blocks, args.value),
@@ -232,14 +237,11 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
     )
 
 
-def _indices(args: NativeSparseAttentionArguments, blocks: Blocks, means: jax.Array | None, scale: float) -> jax.Array:
-    """The blocks that each query reads."""
+def _indices(args: NativeSparseAttentionArguments, blocks: Blocks) -> jax.Array | None:
+    """The caller's blocks; None where they are to be selected."""
     counts = args.block_counts
     counts = counts.count if isinstance(counts, Slots) else counts
-    if args.block_indices is not None:
-        return listed(blocks, args.block_indices, counts)
-    assert means is not None  # `validate` wants one or the other
-    return select(blocks, args.query, means, scale, counts)
+    return None if args.block_indices is None else listed(blocks, args.block_indices, counts)
 
 
 def reference(args: NativeSparseAttentionArguments) -> jax.Array:

@@ -57,7 +57,7 @@ _TABLE: tuple[_Row, ...] = (
         PLAIN,
         ALL,
         lambda k: {"block_counts": 3, "window_size": 11},
-        ("compressed_key", "compressed_value", *ALL, "window_size"),
+        ("compressed_key", "compressed_value", *ALL, "window_size", "selected_blocks"),
         (),
     ),
     (

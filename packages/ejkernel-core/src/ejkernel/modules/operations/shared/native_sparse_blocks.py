@@ -1,17 +1,12 @@
-"""Blocks of native sparse attention: where they lie, their means, and which of them each query reads."""
+"""Blocks of native sparse attention: where they lie, their means, and which of them a caller lists."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.planning import packing
-from ejkernel.planning.precision import product_precision
-
-SCORES = 2**20
-"""Scores of queries and blocks held at once where blocks are selected."""
 
 
 class Blocks(NamedTuple):
@@ -110,68 +105,3 @@ def listed(blocks: Blocks, indices: jax.Array, counts: int | jax.Array) -> jax.A
     earlier = slots[:, None] > slots
     again = ((indices[..., :, None] == indices[..., None, :]) & earlier).any(axis=-1)
     return jnp.where(real & ~again, indices + blocks.base[:, :, None, None], -1)
-
-
-def select(blocks: Blocks, query: jax.Array, means: jax.Array, scale: float, count: int) -> jax.Array:
-    """The blocks with the largest weight in the compressed branch, its query heads together, [B, T, Hk, N] int32.
-
-    A query's own block comes first; blocks behind it are never taken, and of two with equal weight the later one is.
-    N is `count`, or the number of blocks where there are fewer; -1 fills up what is left.
-
-    Args:
-        blocks: The blocks.
-        query: [B, T, H, D].
-        means: [B, M, Hk, D], block means of the keys.
-        scale: Factor on the scores.
-        count: Blocks a query.
-    """
-    query, means = lax.stop_gradient((query, means))
-    rows, tokens, heads, _ = query.shape
-    tile = max(1, min(tokens, SCORES // max(1, rows * heads * means.shape[1])))
-    tiles = -(-tokens // tile)
-    others = min(count, means.shape[1]) - 1
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, tiles * tile - tokens), *((0, 0),) * (x.ndim - 2)))
-        return x.reshape(x.shape[0], tiles, tile, *x.shape[2:]).swapaxes(0, 1)
-
-    def pick(inputs: tuple[jax.Array, ...]) -> jax.Array:
-        part, *where = inputs
-        weights = _weights(blocks.size, part, means, scale, *where)
-        return _largest(weights, others)
-
-    position, base = (jnp.broadcast_to(x, (blocks.position.shape[0], tokens)) for x in (blocks.position, blocks.base))
-    picks = lax.map(pick, (split(query), split(position), split(base)))
-    picks = picks.swapaxes(0, 1).reshape(rows, tiles * tile, *picks.shape[3:])[:, :tokens]
-    own = jnp.broadcast_to(blocks.own[:, :, None, None], (rows, tokens, means.shape[2], 1))
-    return jnp.concatenate([own, jnp.where(own >= 0, picks, -1)], axis=-1)
-
-
-def _weights(
-    size: int, query: jax.Array, means: jax.Array, scale: float, position: jax.Array, base: jax.Array
-) -> jax.Array:
-    """Softmax weights of the complete blocks, summed over query heads, [B, t, Hk, M]; -1 where nothing is to take."""
-    rows, tile, heads, channels = query.shape
-    kv_heads = means.shape[2]
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    grouped = query.reshape(rows, tile, kv_heads, heads // kv_heads, channels)
-    exact: Any = {"precision": product_precision(query.dtype), "preferred_element_type": wide}
-    scores = jnp.einsum("btghd,bmgd->btghm", grouped, means, **exact) * scale
-    block = jnp.arange(means.shape[1], dtype=jnp.int32)
-    position, base = position[:, :, None, None, None], base[:, :, None, None, None]
-    complete = (block >= base) & (block < base + (position + 1) // size)
-    peak = jnp.max(scores, axis=-1, keepdims=True, where=complete, initial=-jnp.inf)
-    weights = jnp.where(complete, jnp.exp(jnp.where(complete, scores - peak, 0)), 0)
-    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1)
-    before = complete & (block < base + position // size)
-    return jnp.where(before, weights, 0).sum(axis=3) - jnp.where(before[:, :, :, 0], 0, 1)
-
-
-def _largest(weights: jax.Array, count: int) -> jax.Array:
-    """The indices of the `count` largest weights that are not negative, ties to the later; -1 fills up."""
-    *lead, blocks = weights.shape
-    if not count:
-        return jnp.zeros((*lead, 0), jnp.int32)
-    values, found = lax.top_k(weights.reshape(-1, blocks)[:, ::-1], count)
-    found = jnp.where(values >= 0, blocks - 1 - found.astype(jnp.int32), -1)
-    return found.reshape(*lead, count)

@@ -1,0 +1,82 @@
+"""flash-linear-attention's kernels for the benchmark of linear recurrences, where it is installed."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Side = Callable[[], Any]
+
+
+def is_torch(made: Any) -> bool:
+    """Whether it is PyTorch's."""
+    while isinstance(made, (tuple, list)):
+        made = made[0]
+    return type(made).__module__.startswith("torch")
+
+
+def synchronise() -> None:
+    """Waits for PyTorch."""
+    import torch
+
+    torch.cuda.synchronize()
+
+
+def peers(kind: str, record: Any) -> Iterator[tuple[str, tuple[Side, Side], int]]:
+    """Name, both passes and the most bytes that the second had beside its arguments, of each that can do a kind."""
+    if not (importlib.util.find_spec("torch") and importlib.util.find_spec("fla")):
+        return
+    for name, make in (("FLA", _fla),):
+        try:
+            pair = make(kind, record)
+            if pair is not None:
+                yield name, pair, _most(pair[1])
+        except Exception as error:  # noqa: BLE001  whatever another library fails with is its result
+            print(f"<!-- {name} on {kind}: {type(error).__name__}: {str(error)[:200]} -->", flush=True)
+
+
+def _most(side: Side) -> int:
+    import torch
+
+    side()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    side()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _fla(kind: str, record: Any) -> tuple[Side, Side] | None:
+    import torch
+
+    names = [name for name in ("query", "key", "value", "decay") if getattr(record, name) is not None]
+    tensors = [torch.from_dlpack(getattr(record, name)) for name in names]
+    if kind == "gla":
+        from fla.ops.gla import chunk_gla
+
+        def call(q: Any, k: Any, v: Any, g: Any) -> Any:
+            return chunk_gla(q, k, v, g, scale=record.softmax_scale)[0]
+
+    elif kind in ("lightning", "gate a head"):
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        def call(q: Any, k: Any, v: Any, g: Any) -> Any:
+            gate = {"g_gamma": g[0, 0, :, 0]} if kind == "lightning" else {"g": g[..., 0]}
+            return chunk_simple_gla(q, k, v, scale=record.softmax_scale, **gate)[0]
+
+    else:
+        return None
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    if kind == "lightning":
+        leaves[3].requires_grad_(False)
+    cotangent = torch.ones_like(tensors[2])
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call(*tensors)
+
+    def both() -> Any:
+        return torch.autograd.grad(call(*leaves), [x for x in leaves if x.requires_grad], cotangent)
+
+    both()
+    return forward, both

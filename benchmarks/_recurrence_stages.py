@@ -1,0 +1,104 @@
+"""The stages of a linear recurrence one by one, each with many tiles: how the configurations that ship were found."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.device import current_device
+from ejkernel_triton.linear_recurrence import config, stages
+from ejkernel_triton.linear_recurrence.spec import state_dtype
+
+FIELDS = ("block_k", "block_v", "warps", "stages")
+TILES = {
+    "state": ((32, 64, 2, 3), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (128, 64, 4, 2)),
+    "score": ((32, 4, 1), (64, 4, 1), (32, 8, 1), (64, 8, 1), (16, 4, 1)),
+    "output": ((64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 8, 2), (32, 128, 4, 3), (128, 128, 8, 1)),
+    "gradient": ((64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+}
+
+
+def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[int, int] = (0, 1)) -> None:
+    """Prints milliseconds of every stage of a cell, and every tile.
+
+    Args:
+        cell: What is measured.
+        record: Its arrays.
+        sample: Seconds of a call, from the call.
+        part: (n, all): compiles and measures only every `all`-th, from the nth on.
+    """
+    for length in (64,) if cell.kind == "gla" else (64, 128):
+        base = config.sized(record, current_device(), length)
+        for number, (name, function, *arrays) in enumerate(_stages(cell, record, base)):
+            if number % part[1] != part[0]:
+                continue
+            try:
+                compiled = jax.jit(function).lower(*arrays).compile()
+                ms = f"{1e3 * min(sample(lambda c=compiled, a=arrays: c(*a)) for _ in range(2)):.3f}"
+            except Exception as error:  # noqa: BLE001  a tile that does not fit
+                ms = f"{type(error).__name__}"
+            print(f"| {cell} | {length} | {name} | {ms} |", flush=True)
+
+
+def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
+    dtype, gates = state_dtype(record), jnp.float32 if "decay" in cell.wanted else None
+    call = jax.jit(lambda r: _arrays(stages.make_call(r, base, base.chunk)))(record)
+    yield "gates", lambda r: stages.make_call(r, base, base.chunk).gates, record
+
+    def full(r: Any, arrays: Any, chosen: Any) -> Any:
+        made = stages.make_call(r, chosen, chosen.chunk, arrays["gates"])
+        return dataclasses.replace(made, scores=arrays["scores"])
+
+    call["scores"] = None
+    if record.decay is not None and record.decay.shape[3] > 1:
+        for tile in TILES["score"]:
+            chosen = _with(base, "score", zip(("block_k", "warps", "stages"), tile, strict=True))
+            yield f"scores {tile}", lambda r, a, c=chosen: stages.channel_scores(full(r, a, c)), record, call
+        call["scores"] = jax.jit(lambda r, a: stages.channel_scores(full(r, a, base)))(record, call)
+    for reverse, tile in itertools.product((False, True), TILES["state"]):
+        chosen = _with(base, "state", zip(FIELDS, tile, strict=True))
+
+        def states(r: Any, a: Any, c: Any = chosen, back: bool = reverse) -> Any:
+            left, right = (r.query, r.value) if back else (r.key, r.value)
+            return stages.pass_states(full(r, a, c), left, right, None, dtype=dtype, reverse=back)[:2]
+
+        yield f"states {'reverse ' if reverse else ''}{tile}", states, record, call
+    made = jax.jit(lambda r, a: stages.pass_states(full(r, a, base), r.key, r.value, None, dtype=dtype)[0])(
+        record, call
+    )
+    cotangent = jnp.ones((*record.value.shape[:2], cell.heads, cell.values), record.value.dtype)
+    for tile in TILES["output"]:
+        chosen = _with(base, "output", zip(FIELDS, tile, strict=True))
+        yield (
+            f"outputs {tile}",
+            lambda r, a, s, c=chosen: stages.make_outputs(full(r, a, c), s),
+            record,
+            call,
+            made,
+        )
+        yield (
+            f"value gradients {tile}",
+            lambda r, a, o, s, c=chosen: stages.value_gradients(full(r, a, c), o, s),
+            record,
+            call,
+            cotangent,
+            made,
+        )
+    for tile in TILES["gradient"]:
+        chosen = _with(base, "gradient", zip(FIELDS, tile, strict=True))
+
+        def keys(r: Any, a: Any, o: Any, s: Any, c: Any = chosen) -> Any:
+            return stages.key_gradients(full(r, a, c), o, s, s, gates=gates)
+
+        yield f"key gradients {tile}", keys, record, call, cotangent, made
+
+
+def _arrays(call: Any) -> dict[str, Any]:
+    return {"gates": call.gates}
+
+
+def _with(base: Any, part: str, tile: Iterable[tuple[str, int]]) -> Any:
+    return dataclasses.replace(base, **{f"{part}_{name}": value for name, value in tile})

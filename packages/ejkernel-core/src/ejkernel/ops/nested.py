@@ -1,0 +1,52 @@
+"""Passes of one operation inside of another's kernels: whichever implementation serves them best."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.ops.device import current_device
+from ejkernel.ops.dispatch import NoImplementationError, apart
+from ejkernel.ops.grad import Plan
+from ejkernel.ops.plugins import registry
+from ejkernel.ops.pullback import Pullback
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """An operation as a part of another's passes, which are differentiated by hand.
+
+    What connects the passes are the residuals of its family alone, so no paired implementation serves.
+
+    Attributes:
+        op: Its name.
+    """
+
+    op: str
+
+    def forward(self, record: Any) -> tuple[Any, Any]:
+        """The output and the residuals of a family record.
+
+        Raises:
+            NoImplementationError: Nobody serves it.
+        """
+        plan = self._plan()
+        choice = apart(plan.pick(record, "forward"))
+        made = plan.forward(record, plan.configured(choice, record))
+        return made.output, made.residuals
+
+    def backward(self, pullback: Pullback) -> dict[str, Any]:
+        """The wanted gradients of a family record, by field.
+
+        Raises:
+            NoImplementationError: Nobody serves it.
+        """
+        plan = self._plan()
+        choice = apart(plan.pick(pullback.record, "backward", pullback.wanted))
+        if choice.implementation is None:
+            raise NoImplementationError(choice)
+        return plan.backward(pullback, plan.configured(choice, pullback.record))
+
+    def _plan(self) -> Plan:
+        from ejkernel.ops.call import default_chain
+
+        op = registry().ops[self.op]
+        return Plan(op=op, device=current_device(), platform="auto", cfg=None, chain=default_chain())

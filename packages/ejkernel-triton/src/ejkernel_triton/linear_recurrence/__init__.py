@@ -1,0 +1,53 @@
+"""Chunked linear recurrences in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.linear_recurrence import config
+
+HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
+"""Optional fields that the kernels honour."""
+
+GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not all(x.size for x in (record.query, record.key, record.value)):
+        yield "an array is empty"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    interpreted = interpreting()
+    return (
+        Implementation(
+            family="linear_recurrence",
+            name="triton",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.linear_recurrence.forward:forward",
+            backward="ejkernel_triton.linear_recurrence.backward:backward",
+            gradients=GRADIENTS,
+            paired=True,
+            requires=Requires(
+                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+                modules=("triton",) if interpreted else ("triton", "jax_triton"),
+                min_compute_capability=8.0,
+                dtypes=frozenset({"float16", "bfloat16", "float32"}),
+                head_dims=range(1, 257),
+                handles=HANDLES,
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                forward=config.ChunkPasses,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=10,
+            tuned="ejkernel_triton:tuned",
+        ),
+    )

@@ -1,0 +1,172 @@
+"""Chunks, tiles and launch parameters of the linear recurrence kernels."""
+
+import dataclasses
+
+from jax import lax
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+
+LEAST = 16
+"""What a matrix product takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkPasses:
+    """Configuration of both passes, which share the chunks between whose states they pass.
+
+    Attributes:
+        chunk: Tokens a chunk of the forward pass; lowered to a power of two, and raised to 16.
+        backward_chunk: Tokens a chunk of the backward pass. Where it is another, nothing is kept for the backward pass,
+            which makes gates and states again.
+        splits: Segments of a row whose chunks are walked at the same time, for calls of few rows and heads.
+        keep_states: Whether the backward pass is given the chunk states, instead of making them again.
+        state_block_k: Key channels of a tile of the state that a program passes from chunk to chunk.
+        state_block_v: Value channels of it.
+        state_warps: Warps of such a program.
+        state_stages: Pipeline stages: chunks that are copied ahead.
+        score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
+        score_warps: Warps of a program there.
+        score_stages: Its pipeline stages.
+        output_block_t: Tokens of a program that makes outputs, at most a chunk; with gates of channels always that.
+        output_block_k: Key channels at once, where outputs and gradients of values are made.
+        output_block_v: Value channels of a program there.
+        output_warps: Warps of it.
+        output_stages: Its pipeline stages.
+        gradient_block_k: Key channels of a program, where gradients of queries, keys and gates are made.
+        gradient_block_v: Value channels at once there.
+        gradient_warps: Warps of it.
+        gradient_stages: Its pipeline stages.
+    """
+
+    chunk: int
+    backward_chunk: int
+    splits: int
+    keep_states: bool
+    state_block_k: int
+    state_block_v: int
+    state_warps: int
+    state_stages: int
+    score_block_k: int
+    score_warps: int
+    score_stages: int
+    output_block_t: int
+    output_block_k: int
+    output_block_v: int
+    output_warps: int
+    output_stages: int
+    gradient_block_k: int
+    gradient_block_v: int
+    gradient_warps: int
+    gradient_stages: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if "_block_" in field.name and (value < LEAST or value & (value - 1)):
+                raise ValueError(f"{field.name}: got {value}, wants a power of two from {LEAST} on")
+
+
+FACES = {
+    "block_q": "chunk",
+    "chunk_size": "chunk",
+    "block_k": "output_block_k",
+    "block_d": "output_block_v",
+    "num_warps": "output_warps",
+    "num_stages": "output_stages",
+}
+"""Fields of the public configurations and what they set here."""
+
+
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
+    """Chunks and tiles for a record on a device, not measured."""
+    return sized(record, device, 64)
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
+    """Configurations worth measuring for a record on a device."""
+    default = heuristic(record, device, direction)
+    if interpreting():
+        return (default, dataclasses.replace(default, chunk=LEAST, keep_states=False, splits=1))
+    lengths = (64,) if _by_channel(record) else (64, 128)
+    made = [sized(record, device, n) for n in lengths]
+    made += [dataclasses.replace(x, state_block_k=32) for x in made]
+    made += [dataclasses.replace(x, output_warps=8, gradient_warps=8) for x in made]
+    return tuple(dict.fromkeys((default, *made)))
+
+
+def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
+    """The configuration for chunks of a length.
+
+    Args:
+        record: The canonical arguments.
+        device: What it runs on.
+        chunk: Tokens a chunk.
+    """
+    chip = chip_of(device)
+    wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
+    small = wide or chip.shared_memory < 128 * 1024
+    keys, values = (_padded(x.shape[3]) for x in (record.query, record.value))
+    most = 16 if interpreting() else 64
+    short = wide or (chip.architecture == "ada" and _by_channel(record))  # half as many registers hold the pairs
+    chunk = max(LEAST, min(chunk, 32 if short else chunk, _padded(record.query.shape[1])))
+    backward_chunk = chunk
+    if interpreting():
+        chunk, backward_chunk = (LEAST if _by_channel(record) else 2 * LEAST), LEAST
+    half = 32 if small else most
+    warps = 8 if chunk > 64 else 4
+    gradient_block_k, gradient_warps = _gradient_tile(record, chip.architecture in ("hopper", "blackwell"), warps)
+    return ChunkPasses(
+        chunk=chunk,
+        backward_chunk=backward_chunk,
+        splits=_splits(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
+        keep_states=True,
+        state_block_k=min(keys, most),
+        state_block_v=min(values, most),
+        state_warps=4,
+        state_stages=2 if small else 3,
+        score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
+        score_warps=4,
+        score_stages=1,
+        output_block_t=LEAST if interpreting() else 64,
+        output_block_k=min(keys, half, most),
+        output_block_v=min(values, 2 * most if _by_channel(record) and not small else most),
+        output_warps=warps,
+        output_stages=1 if small else 2,
+        gradient_block_k=min(keys, half, most, gradient_block_k),
+        gradient_block_v=min(values, half, most),
+        gradient_warps=gradient_warps,
+        gradient_stages=1 if small else 2,
+    )
+
+
+def _gradient_tile(record: LinearRecurrence, wide_products: bool, warps: int) -> tuple[int, int]:
+    """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
+    if _by_channel(record):
+        return (32, 8) if wide_products else (16, 4)
+    return (32, 4) if head_count(record) > record.key.shape[2] else (64, warps)
+
+
+def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
+    """Segments of a row: one where rows, heads and tiles of states give every multiprocessor a walk already."""
+    if record.cu_seqlens is not None:
+        return 1
+    if interpreting():
+        return 2
+    rows, tokens, _, keys = record.query.shape
+    tiles = -(-keys // block_k) * -(-record.value.shape[3] // block_v)
+    walks = rows * head_count(record) * tiles
+    if walks >= multiprocessors:
+        return 1
+    return max(1, min(2 * multiprocessors // walks, tokens // (16 * chunk)))
+
+
+def _by_channel(record: LinearRecurrence) -> bool:
+    return record.decay is not None and record.decay.shape[3] > 1
+
+
+def _padded(size: int) -> int:
+    return max(LEAST, 1 << (size - 1).bit_length())

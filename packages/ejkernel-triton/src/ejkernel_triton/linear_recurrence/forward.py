@@ -1,0 +1,103 @@
+"""Forward pass of a linear recurrence in Triton: the states between chunks, then all chunks at the same time."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.planning import packing
+from ejkernel_triton.linear_recurrence import stages
+from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, canonical, state_dtype
+
+
+class Pocket(NamedTuple):
+    """What the backward pass need not make again; what is None it makes.
+
+    Attributes:
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels.
+        states: [B, H, CHUNKS, K, V], those before the chunks.
+    """
+
+    gates: jax.Array | None
+    scores: jax.Array | None
+    states: jax.Array | None
+
+
+def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()], Pocket]:
+    """Output and final states of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks and tiles of both passes.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
+        spared.
+    """
+    dtype, record = record.query.dtype, canonical(record)
+    call = stages.make_call(record, config, config.chunk)
+    call = dataclasses.replace(call, scores=stages.channel_scores(call))
+    states, final = boundaries(record, call)
+    output = stages.make_outputs(call, states)
+    if record.cu_seqlens is not None:
+        owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
+        output = jnp.where(owned[None, :, None, None], output, 0)
+    if config.backward_chunk != config.chunk:
+        return (output.astype(dtype), final), (), Pocket(None, None, None)
+    kept = states if config.keep_states else None
+    return (output.astype(dtype), final), (), Pocket(call.gates, call.scores, kept)
+
+
+def boundaries(record: LinearRecurrence, call: Call) -> tuple[jax.Array, jax.Array]:
+    """The states before all chunks, [B, H, CHUNKS, K, V], and the final ones, as the record has them."""
+    initial = initial_states(record)
+    if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
+        initial = segment_starts(call, record.key, record.value, initial)
+    states, final, _ = stages.pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
+    return states, final[0] if record.cu_seqlens is not None else final[:, -1]
+
+
+def initial_states(record: LinearRecurrence) -> jax.Array | None:
+    """[B, 1, H, K, V], or [1, N, H, K, V] of packed sequences; None is zeros."""
+    if record.cu_seqlens is not None:
+        return None if record.sequence_state is None else record.sequence_state[None]
+    return None if record.initial_state is None else record.initial_state[:, None]
+
+
+def segment_starts(
+    call: Call, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
+) -> jax.Array:
+    """Where the walks through the segments of a row begin, [B, SEQUENCES, H, K, V] float32.
+
+    Each segment is walked from zeros first, at the same time as the others and writing nothing but where it ends. With
+    the decay of whole segments, a few additions then give where each begins.
+
+    Args:
+        call: What the stages share.
+        left: As of `stages.pass_states`.
+        right: Likewise.
+        initial: [B, 1, H, K, V], where the first walk begins; None is zeros.
+        reverse: Whether to walk from the last chunk to the first.
+    """
+    spec, gates = call.spec, call.gates
+    _, ends, _ = stages.pass_states(call, left, right, None, reverse=reverse)
+    state = jnp.zeros_like(ends[:, 0]) if initial is None else initial[:, 0].astype(jnp.float32)
+    starts = [state] * spec.SEQUENCES
+    decays = None if gates is None else _segment_decays(spec, gates)
+    for n in range(spec.SEQUENCES)[:: -1 if reverse else 1]:
+        starts[n] = state
+        state = ends[:, n] + (state if decays is None else state * decays[:, n])
+    return jnp.stack(starts, axis=1)
+
+
+def _segment_decays(spec: RecurrenceSpec, gates: jax.Array) -> jax.Array:
+    """The factor on a state that passes through a segment, [B|1, SEQUENCES, H, K|1, 1]."""
+    last = gates[:, :, spec.CHUNK - 1 :: spec.CHUNK]
+    missing = spec.SEQUENCES * spec.PER_SEQUENCE - spec.CHUNKS
+    last = jnp.pad(last, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    sums = last.reshape(*last.shape[:2], spec.SEQUENCES, spec.PER_SEQUENCE, spec.WIDTH).sum(3)
+    return jnp.exp2(sums).swapaxes(1, 2)[..., None]

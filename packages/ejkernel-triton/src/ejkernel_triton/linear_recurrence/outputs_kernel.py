@@ -1,0 +1,162 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""Outputs of all chunks at the same time, each from the state before it and its own tokens.
+
+o_i = scale (q_i exp2(G_i) S_0 + sum_{j <= i} (q_i exp2(G_i - G_j) k_j) dt_j v_j) + skip v_i
+
+key channels    |  tile 0  |  tile 1  |          a program: one head, one chunk, BLOCK_V value channels
+q, S_0       -> acc +=  q~ S_0                    in the loop over key channels
+q, k         -> scores += q~ k~^T
+scores, v    -> acc += (scores * weights) v       after it
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot
+from ejkernel_triton.linear_recurrence.tile import (
+    channel_scores,
+    chunk_base,
+    chunk_span,
+    gates_base,
+    load_dt,
+    load_gates,
+    load_rows,
+    load_state,
+    pair_weights,
+    scores_at,
+    state_base,
+    store_rows,
+)
+
+
+@triton.jit
+def scores_kernel(
+    query,
+    key,
+    gates,
+    bounds,
+    firsts,
+    owners,
+    scores,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """sum_k q_ik exp2(G_ik - G_jk) k_jk of one head's chunk for j <= i, with gates of channels; else 0."""
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    head = program % spec.H
+    program = program // spec.H
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
+    k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+    g_base = gates_base(gates, row, head, chunk, spec, per)
+    made = tl.zeros([C, C], tl.float32)
+    for k in tl.range(0, spec.K, BLOCK_K):
+        q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
+        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+        g = load_gates(g_base, k, BLOCK_K, spec)
+        made = channel_scores(made, q, a, g, g_base, k, BLOCK_K, spec)
+    tl.store(scores_at(scores, row, head, chunk, spec), made.to(scores.dtype.element_ty))
+
+
+@triton.jit
+def outputs_kernel(
+    query,
+    key,
+    value,
+    gates,
+    scores,
+    dt,
+    skip,
+    states,
+    bounds,
+    firsts,
+    owners,
+    output,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Outputs of BLOCK_T tokens of one head's chunk and BLOCK_V value channels; see `stages.make_outputs`."""
+    V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
+    BLOCKS: tl.constexpr = spec.CHUNK // BLOCK_T
+    program = tl.program_id(0)
+    v = (program % V_TILES) * BLOCK_V
+    program = program // V_TILES
+    # Blocks of a chunk and heads run next to each other: what they share they find in L2.
+    block = program % BLOCKS
+    program = program // BLOCKS
+    head = program % spec.H
+    program = program // spec.H
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    first, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start = first + block * BLOCK_T
+    rows = tl.arange(0, BLOCK_T)
+    q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
+    k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+    v_head = head // (spec.H // VALUE_HEADS)
+    v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
+    s_base = state_base(states, row, head, chunk, spec)
+    g_base = gates_base(gates, row, head, chunk, spec, per)
+    acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    for k in tl.range(0, spec.K, BLOCK_K):
+        q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
+        s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
+        if spec.WIDTH > 1:
+            acc = add_dot(acc, (q.to(tl.float32) * tl.exp2(load_gates(g_base, k, BLOCK_K, spec))).to(s.dtype), s, spec)
+        else:
+            a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
+            pairs = add_dot(pairs, q, tl.trans(a), spec)
+            acc = add_dot(acc, q.to(s.dtype), s, spec)
+    g = 0.0
+    if spec.WIDTH > 1:
+        pairs = tl.load(scores_at(scores, row, head, chunk, spec))
+    if spec.WIDTH == 1:
+        g = tl.load(g_base + block * BLOCK_T + rows)
+        acc *= tl.exp2(g)[:, None]
+        pairs *= pair_weights(g)
+    if spec.WIDTH == 0:
+        pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+    if spec.DT:
+        pairs = pairs.to(tl.float32) * load_dt(dt, row // per.DT, start, end, head, spec, BLOCK_T)[None, :]
+    b = load_rows(v_base, start, end, v, VALUE_HEADS, spec.V, BLOCK_V, spec, BLOCK_T)
+    acc = add_dot(acc, pairs.to(b.dtype), b, spec)
+    if BLOCKS > 1:
+        for back in tl.range(0, block):
+            # Tokens of an earlier block of the chunk: all pairs count.
+            behind = (block - back) * BLOCK_T
+            k_earlier = k_base - behind * (spec.HK * spec.K)
+            pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+            for k in tl.range(0, spec.K, BLOCK_K):
+                q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
+                a = load_rows(k_earlier, start - behind, end, k, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
+                pairs = add_dot(pairs, q, tl.trans(a), spec)
+            if spec.WIDTH == 1:
+                pairs *= tl.exp2(g[:, None] - tl.load(g_base + back * BLOCK_T + rows)[None, :])
+            if spec.DT:
+                pairs *= load_dt(dt, row // per.DT, start - behind, end, head, spec, BLOCK_T)[None, :]
+            c = load_rows(
+                v_base - behind * (VALUE_HEADS * spec.V),
+                start - behind,
+                end,
+                v,
+                VALUE_HEADS,
+                spec.V,
+                BLOCK_V,
+                spec,
+                BLOCK_T,
+            )
+            acc = add_dot(acc, pairs.to(c.dtype), c, spec)
+    acc *= spec.SCALE
+    if spec.SKIP:
+        acc += b.to(tl.float32) * tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
+    store_rows(chunk_base(output, row, start, head, spec.T, spec.H, spec.V), acc, start, end, v, spec.H, spec.V, spec)

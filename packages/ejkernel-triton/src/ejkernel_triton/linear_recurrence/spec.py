@@ -1,0 +1,180 @@
+"""What the kernels of a linear recurrence are compiled for: all about a record that is neither an array nor a tile."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.ops.device import current_device
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.linear_recurrence.config import LEAST, ChunkPasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrenceSpec:
+    """Constants of the kernels; the letters are those of the record.
+
+    Attributes:
+        T: Tokens of a row.
+        CHUNK: Tokens of a chunk.
+        LEVELS: How often a chunk is halved until its parts have one token.
+        CHUNKS: Chunks of a row; of packed sequences, the most there can be.
+        SEQUENCES: Sequences of a row that have states of their own: packed ones, or the segments that a long row is
+            split into.
+        PER_SEQUENCE: Chunks of a segment; 0 for packed sequences, whose chunks are counted in `Spans`.
+        H: Heads.
+        HQ: Heads of the queries.
+        HK: Heads of the keys.
+        HV: Heads of the values.
+        K: Key channels.
+        V: Value channels.
+        WIDTH: Gates a head and token: 0 without gates, 1 or K.
+        DT: Whether there is dt.
+        SKIP: Whether there is a skip.
+        SCALE: Factor on the output.
+        STEEP: Powers of two on either side of a chunk's middle up to which its pairs with gates of channels are one
+            product: those that the dtype has, and that leave digits to what is multiplied with them.
+        WHOLE: Whether every token of every chunk is one of its sequence.
+        PRECISION: Of products of float32.
+        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+    """
+
+    T: int
+    CHUNK: int
+    LEVELS: int
+    CHUNKS: int
+    SEQUENCES: int
+    PER_SEQUENCE: int
+    H: int
+    HQ: int
+    HK: int
+    HV: int
+    K: int
+    V: int
+    WIDTH: int
+    DT: bool
+    SKIP: bool
+    SCALE: float
+    STEEP: float
+    WHOLE: bool
+    PRECISION: str
+    WIDEN: bool
+
+
+class Spans(NamedTuple):
+    """Which tokens the chunks of packed sequences have; all are None without packing.
+
+    Attributes:
+        bounds: int32 [1, N + 2], cumulative lengths, the last twice.
+        firsts: int32 [1, N + 1], chunks before each sequence, and all chunks.
+        owners: int32 [1, CHUNKS], the sequence of each chunk; N for those behind the last.
+    """
+
+    bounds: jax.Array | None
+    firsts: jax.Array | None
+    owners: jax.Array | None
+
+
+def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> RecurrenceSpec:
+    """The constants of a record's kernels on the device in use.
+
+    Args:
+        record: The canonical arguments.
+        chunk: Tokens a chunk.
+        splits: Segments that a row which is not packed is split into, each walked by programs of its own.
+    """
+    tokens, packed = record.query.shape[1], record.cu_seqlens is not None
+    chunk = max(LEAST, 1 << (chunk.bit_length() - 1))
+    chunks = -(-tokens // chunk)
+    sequences = max(1, min(splits, chunks))
+    per_sequence = -(-chunks // sequences)
+    sequences = -(-chunks // per_sequence)
+    if record.cu_seqlens is not None:
+        sequences, per_sequence = record.cu_seqlens.shape[0] - 1, 0
+        chunks = tokens // chunk + min(sequences, tokens)
+    return RecurrenceSpec(
+        T=tokens,
+        CHUNK=chunk,
+        LEVELS=chunk.bit_length() - 1,
+        CHUNKS=chunks,
+        SEQUENCES=sequences,
+        PER_SEQUENCE=per_sequence,
+        H=head_count(record),
+        HQ=record.query.shape[2],
+        HK=record.key.shape[2],
+        HV=record.value.shape[2],
+        K=record.query.shape[3],
+        V=record.value.shape[3],
+        WIDTH=0 if record.decay is None else record.decay.shape[3],
+        DT=record.dt is not None,
+        SKIP=record.skip is not None,
+        SCALE=record.softmax_scale,
+        STEEP=8.0 if record.query.dtype == jnp.float16 else 40.0,
+        WHOLE=not packed and tokens % chunk == 0,
+        PRECISION=_precision(record),
+        WIDEN=interpreting(),
+    )
+
+
+def make_spans(record: LinearRecurrence, spec: RecurrenceSpec) -> Spans:
+    """Where the chunks of packed sequences lie: each sequence is cut from its own first token on."""
+    if record.cu_seqlens is None:
+        return Spans(None, None, None)
+    bounds = record.cu_seqlens.astype(jnp.int32)
+    counts = -(-jnp.diff(bounds) // spec.CHUNK)
+    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
+    owners = jnp.searchsorted(firsts[1:], chunk, side="right", method="compare_all").astype(jnp.int32)
+    return Spans(jnp.append(bounds, bounds[-1])[None], firsts[None], owners[None])
+
+
+def state_dtype(record: LinearRecurrence) -> Any:
+    """In which chunk states are stored: float16 has not the range for sums over a sequence."""
+    return jnp.bfloat16 if record.query.dtype == jnp.bfloat16 else jnp.float32
+
+
+def canonical(record: LinearRecurrence) -> LinearRecurrence:
+    """A record as the kernels take it: in float32 where products of 16-bit inputs must not be rounded between."""
+    if record.precision != lax.Precision.HIGHEST or record.query.dtype == jnp.float32:
+        return record
+    wide = {name: getattr(record, name).astype(jnp.float32) for name in ("query", "key", "value")}
+    return dataclasses.replace(record, **wide)
+
+
+def _precision(record: LinearRecurrence) -> str:
+    """Products of float32 keep its digits; those of states with float16 need no more than float16's."""
+    if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
+        return "ieee"
+    return "tf32x3" if record.query.dtype == jnp.float32 else "tf32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the stages of one call share. B rows; the letters are those of `RecurrenceSpec`.
+
+    Attributes:
+        spec: Constants.
+        config: Chunks and tiles.
+        query: [B, T, HQ, K].
+        key: [B, T, HK, K].
+        value: [B, T, HV, V].
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; None without gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], from `stages.channel_scores`; None without gates of channels.
+        dt: [B, T, H], or None.
+        skip: [1, 1, H], or None.
+        spans: Of packed sequences.
+    """
+
+    spec: RecurrenceSpec
+    config: ChunkPasses
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    gates: jax.Array | None
+    scores: jax.Array | None
+    dt: jax.Array | None
+    skip: jax.Array | None
+    spans: Spans

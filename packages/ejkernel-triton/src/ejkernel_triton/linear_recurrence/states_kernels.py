@@ -1,0 +1,203 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""Cumulative log-decay inside of chunks, and the states between chunks.
+
+    decay      |g0 g1 g2 g3|g4 g5 g6 g7| ...               gates_kernel: sums inside of each chunk, in powers of two
+    tokens     |  chunk 0  |  chunk 1  | ...
+    states     S0          S1          S2 ...              states_kernel: a program walks along a row's chunks with
+               |___________|___________|____ final state   a tile of the state in its registers
+
+A program owns a tile [BLOCK_K, BLOCK_V] of one head's state, since no element of a state needs another's: tiles are
+walked at the same time. Copies of the next chunks' keys and values are in flight while one is multiplied.
+
+The backward pass walks the other way, with queries instead of keys and the output's cotangent instead of values.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import dot
+from ejkernel_triton.linear_recurrence.tile import (
+    chunk_base,
+    chunk_span,
+    gates_base,
+    load_columns,
+    load_dt,
+    load_rows,
+    load_state,
+    state_base,
+    store_rows,
+    store_state,
+)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+WEAKEST = tl.constexpr(-58.0)
+
+
+@triton.jit
+def gates_kernel(
+    decay,
+    bounds,
+    firsts,
+    owners,
+    cumulative,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of log gates from each chunk's first token on, in powers of two: [rows, T, H, WIDTH] to
+    [rows, H, CHUNKS * CHUNK, WIDTH].
+
+    A gate below 2 ** -58 counts as that: it forgets to the last digit of anything that is written after it, and sums
+    stay finite and keep their digits. T is 1 for a decay that is the same for all tokens.
+    """
+    COLUMNS: tl.constexpr = spec.H * spec.WIDTH
+    TILES: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    column = (program % TILES) * BLOCK
+    program = program // TILES
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    rows = tl.arange(0, spec.CHUNK)
+    columns = column + tl.arange(0, BLOCK)
+    step = 0 if T == 1 else COLUMNS
+    first = tl.cast(row // per.DECAY, tl.int64) * (T * COLUMNS)
+    first += tl.cast(start, tl.int64) * step
+    valid = (start + rows < end)[:, None] & (columns < COLUMNS)[None, :]
+    gates = tl.load(decay + first + (rows[:, None] * step + columns[None, :]), mask=valid, other=0.0)
+    gates = tl.maximum(gates.to(tl.float32) * LOG2E, WEAKEST)
+    sums = tl.cumsum(gates, 0)
+    head = columns // spec.WIDTH
+    at = head[None, :] * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK + rows[:, None]
+    at = at * spec.WIDTH + (columns % spec.WIDTH)[None, :]
+    target = cumulative + tl.cast(row, tl.int64) * (spec.CHUNKS * spec.CHUNK * COLUMNS)
+    tl.store(target + at, sums, mask=(columns < COLUMNS)[None, :])
+
+
+@triton.jit
+def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.constexpr):
+    """The state after its own decay, and what tokens write (or, in reverse, read) with the decay from or to them.
+
+    Args:
+        acc: [BLOCK_K, BLOCK_V] state.
+        left: [BLOCK_K, CHUNK] keys, or queries.
+        gates: Cumulative gates, [CHUNK] or [BLOCK_K, CHUNK].
+        total: The last of them, a number or [BLOCK_K].
+        factors: [CHUNK] dt.
+    """
+    if spec.WIDTH > 0:
+        if REVERSE:
+            weights = tl.exp2(gates)
+        else:
+            weights = tl.exp2(total - gates) if spec.WIDTH == 1 else tl.exp2(total[:, None] - gates)
+        if spec.WIDTH == 1:
+            if spec.DT and not REVERSE:
+                weights = weights * factors
+            weights = weights[None, :]
+            acc *= tl.exp2(total)
+        else:
+            if spec.DT and not REVERSE:
+                weights = weights * factors[None, :]
+            acc *= tl.exp2(total)[:, None]
+        left = (left.to(tl.float32) * weights).to(left.dtype)
+    else:
+        if spec.DT and not REVERSE:
+            left = (left.to(tl.float32) * factors[None, :]).to(left.dtype)
+    return acc, left
+
+
+@triton.jit
+def states_kernel(
+    left,
+    right,
+    gates,
+    dt,
+    initial,
+    correction,
+    bounds,
+    firsts,
+    states,
+    final,
+    written,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    LEFT_HEADS: tl.constexpr,
+    RIGHT_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    REVERSE: tl.constexpr,
+    INITIAL: tl.constexpr,
+    WRITE: tl.constexpr,
+    CORRECT: tl.constexpr,
+):
+    """Walks along the chunks of a sequence, or segment, with a tile of one head's state; see `stages.pass_states`."""
+    K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
+    V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    v = (program % V_TILES) * BLOCK_V
+    program = program // V_TILES
+    k = (program % K_TILES) * BLOCK_K
+    program = program // K_TILES
+    head = program % spec.H
+    program = program // spec.H
+    sequence = program % spec.SEQUENCES
+    row = program // spec.SEQUENCES
+    if spec.PER_SEQUENCE == 0:
+        first = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence)
+        last = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence + 1)
+        begin = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
+        end = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence + 1)
+    else:
+        first = sequence * spec.PER_SEQUENCE
+        last = tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS)
+        begin = first * C
+        end = first * 0 + spec.T
+    place = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if INITIAL:
+        from_row = tl.cast(row // per.INITIAL, tl.int64) * spec.SEQUENCES + sequence
+        at = initial + (from_row * spec.H + head) * (spec.K * spec.V)
+        acc = load_state(at, k, v, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+    left_head = head // (spec.H // LEFT_HEADS)
+    right_head = head // (spec.H // RIGHT_HEADS)
+    for step in tl.range(0, last - first):
+        chunk = last - 1 - step if REVERSE else first + step
+        start = begin + (chunk - first) * C
+        if WRITE:
+            store_state(state_base(states, row, head, chunk, spec), acc, k, v, spec)
+        a_base = chunk_base(left, row // per.LEFT, start, left_head, spec.T, LEFT_HEADS, spec.K)
+        b_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
+        a = load_columns(a_base, start, end, k, LEFT_HEADS, spec.K, BLOCK_K, spec)
+        b = load_rows(b_base, start, end, v, RIGHT_HEADS, spec.V, BLOCK_V, spec)
+        if CORRECT:
+            # The program owns all key channels: what the state already answers to the keys is a sum over them.
+            w_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
+            w = load_rows(w_base, start, end, k, spec.H, spec.K, BLOCK_K, spec)
+            b = (b.to(tl.float32) - dot(w, acc.to(w.dtype), spec)).to(b.dtype)
+            to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
+            store_rows(to, b, start, end, v, spec.H, spec.V, spec)
+        factors = 0.0
+        if spec.DT and not REVERSE:
+            factors = load_dt(dt, row // per.DT, start, end, head, spec)
+        total = 0.0
+        g = 0.0
+        if spec.WIDTH > 0:
+            g_base = gates_base(gates, row, head, chunk, spec, per)
+            rows = tl.arange(0, C)
+            if spec.WIDTH == 1:
+                g = tl.load(g_base + rows)
+                total = tl.load(g_base + (C - 1))
+            else:
+                columns = k + tl.arange(0, BLOCK_K)
+                valid = columns < spec.K
+                g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
+                total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
+        acc, a = decayed(acc, a, g, total, factors, REVERSE, spec)
+        if REVERSE:
+            acc += dot(a, b, spec) * spec.SCALE
+        else:
+            acc += dot(a, b, spec)
+    store_state(final + place, acc, k, v, spec)

@@ -1,0 +1,282 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""Device helpers of the linear recurrence kernels: tiles of a chunk, and products whose pairs decay by their gates."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import dot
+
+
+@triton.jit
+def chunk_span(bounds, firsts, owners, row, chunk, spec: tl.constexpr, per: tl.constexpr):
+    """First token of a chunk, and the token after the last of its sequence."""
+    if spec.PER_SEQUENCE == 0:
+        bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2)
+        firsts += (row // per.FIRSTS) * (spec.SEQUENCES + 1)
+        sequence = tl.load(owners + (row // per.OWNERS) * spec.CHUNKS + chunk)
+        start = tl.load(bounds + sequence) + (chunk - tl.load(firsts + sequence)) * spec.CHUNK
+        return start, tl.load(bounds + sequence + 1)
+    else:
+        return chunk * spec.CHUNK, chunk * 0 + spec.T
+
+
+@triton.jit
+def masked_load(at, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile; 0 where a row or column that may be masked is."""
+    # A predicate that is always true still costs: there are four loads, not one with a mask of constants.
+    if ROWS:
+        if COLUMNS:
+            return tl.load(at, mask=rows & columns, other=0.0)
+        else:
+            return tl.load(at, mask=rows, other=0.0)
+    else:
+        if COLUMNS:
+            return tl.load(at, mask=columns, other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def chunk_base(base, row, start, head, T: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a head's first token of a chunk lies in [rows, T, HEADS, WIDTH]."""
+    # 64 bits for where the tile begins, 32 for where an element is in it: 64-bit offsets of elements take registers.
+    return base + ((tl.cast(row, tl.int64) * T + start) * HEADS + head) * WIDTH
+
+
+@triton.jit
+def load_rows(
+    base,
+    start,
+    end,
+    column,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    spec: tl.constexpr,
+    BLOCK: tl.constexpr = None,
+):
+    """[BLOCK, COLUMNS] of a chunk's tokens from `chunk_base` on, all if BLOCK is None; 0 for tokens from `end` on."""
+    ROWS: tl.constexpr = spec.CHUNK if BLOCK is None else BLOCK
+    rows = tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    at = base + (rows[:, None] * (HEADS * WIDTH) + columns[None, :])
+    valid = (start + rows < end)[:, None]
+    return masked_load(at, valid, (columns < WIDTH)[None, :], not spec.WHOLE, WIDTH % COLUMNS != 0)
+
+
+@triton.jit
+def load_columns(
+    base,
+    start,
+    end,
+    column,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """`load_rows` transposed, [COLUMNS, CHUNK]."""
+    rows = tl.arange(0, spec.CHUNK)
+    columns = column + tl.arange(0, COLUMNS)
+    at = base + (rows[None, :] * (HEADS * WIDTH) + columns[:, None])
+    valid = (start + rows < end)[None, :]
+    return masked_load(at, valid, (columns < WIDTH)[:, None], not spec.WHOLE, WIDTH % COLUMNS != 0)
+
+
+@triton.jit
+def store_rows(
+    base,
+    tile,
+    start,
+    end,
+    column,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """Writes a tile where `load_rows` takes one from."""
+    rows = tl.arange(0, tile.shape[0])
+    columns = column + tl.arange(0, tile.shape[1])
+    at = base + (rows[:, None] * (HEADS * WIDTH) + columns[None, :])
+    valid = (start + rows < end)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def state_base(states, row, head, chunk, spec: tl.constexpr):
+    """Where a chunk's state lies in [rows, H, CHUNKS, K, V]."""
+    return states + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * (spec.K * spec.V)
+
+
+@triton.jit
+def load_state(base, k, v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[ROWS, COLUMNS] of a state from key channel k and value channel v on."""
+    rows = k + tl.arange(0, ROWS)
+    columns = v + tl.arange(0, COLUMNS)
+    at = base + (rows[:, None] * spec.V + columns[None, :])
+    return masked_load(
+        at, (rows < spec.K)[:, None], (columns < spec.V)[None, :], spec.K % ROWS != 0, spec.V % COLUMNS != 0
+    )
+
+
+@triton.jit
+def store_state(base, tile, k, v, spec: tl.constexpr):
+    """Writes a tile of a state."""
+    rows = k + tl.arange(0, tile.shape[0])
+    columns = v + tl.arange(0, tile.shape[1])
+    at = base + (rows[:, None] * spec.V + columns[None, :])
+    tl.store(at, tile.to(base.dtype.element_ty), mask=(rows < spec.K)[:, None] & (columns < spec.V)[None, :])
+
+
+@triton.jit
+def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
+    """Where a chunk's cumulative gates lie in [rows, H, CHUNKS * CHUNK, WIDTH]; of no use without gates."""
+    if spec.WIDTH > 0:
+        first = (tl.cast(row // per.GATES, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
+        return gates + first * spec.WIDTH
+    else:
+        return gates
+
+
+@triton.jit
+def scores_at(scores, row, head, chunk, spec: tl.constexpr):
+    """Where a chunk's scores lie in [rows, H, CHUNKS * CHUNK, CHUNK]: pointers [CHUNK, CHUNK] by (i, j)."""
+    first = (tl.cast(row, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
+    rows = tl.arange(0, spec.CHUNK)
+    return scores + first * spec.CHUNK + (rows[:, None] * spec.CHUNK + rows[None, :])
+
+
+@triton.jit
+def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[CHUNK, COLUMNS] cumulative gates of channels."""
+    rows = tl.arange(0, spec.CHUNK)
+    columns = column + tl.arange(0, COLUMNS)
+    at = base + (rows[:, None] * spec.K + columns[None, :])
+    return masked_load(at, rows[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
+
+
+@triton.jit
+def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[COLUMNS] cumulative gates of channels at the end of a chunk."""
+    columns = column + tl.arange(0, COLUMNS)
+    return tl.load(base + (spec.CHUNK - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
+
+
+@triton.jit
+def load_dt(dt, row, start, end, head, spec: tl.constexpr, BLOCK: tl.constexpr = None):
+    """[BLOCK] dt of a head, of all tokens of a chunk if BLOCK is None; 0 for tokens from `end` on."""
+    ROWS: tl.constexpr = spec.CHUNK if BLOCK is None else BLOCK
+    rows = tl.arange(0, ROWS)
+    at = chunk_base(dt, row, start, head, spec.T, spec.H, 1) + rows * spec.H
+    return tl.load(at, mask=start + rows < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def pair_weights(gates):
+    """exp2(G_i - G_j) for j <= i, else 0, of one gate a head: [tokens, tokens] by (i, j)."""
+    rows = tl.arange(0, gates.shape[0])
+    # Later tokens have the lower sums, so what is masked is what could overflow: it is masked before.
+    between = tl.where(rows[:, None] >= rows[None, :], gates[:, None] - gates[None, :], float("-inf"))
+    return tl.exp2(between)
+
+
+@triton.jit
+def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Decay between a chunk's tokens i and the cut m of i's block of 2 ** (level + 1) tokens: [CHUNK, COLUMNS].
+
+    The cut is the last token of the block's first half. For later tokens this is exp2(G_i - G_m), the decay since the
+    cut, for earlier ones exp2(G_m - G_i), the decay up to it: no exponent is above 0 where no gate is.
+
+    Args:
+        gates: [CHUNK, COLUMNS] cumulative gates.
+        base: Where they lie, to read those of the cuts from: the cache has them.
+        column: First column.
+        level: Halvings that are still to come.
+    """
+    rows = tl.arange(0, spec.CHUNK)
+    cut = ((rows >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
+    columns = column + tl.arange(0, COLUMNS)
+    at = base + (cut[:, None] * spec.K + columns[None, :])
+    there = masked_load(at, cut[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
+    later = ((rows >> level) & 1) == 1
+    return tl.exp2(tl.where(later[:, None], gates - there, there - gates))
+
+
+@triton.jit
+def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Cumulative gates less those of the chunk's middle, and whether powers of two of all of them are numbers.
+
+    Where they are within 2 ** -STEEP and 2 ** STEEP, all pairs of the chunk are one product: the factors before and
+    after the middle multiply to at most 1 for the pairs that are taken, and to at most 2 ** (2 STEEP) for the others.
+    """
+    columns = column + tl.arange(0, COLUMNS)
+    middle = tl.load(base + (spec.CHUNK // 2 - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
+    apart = gates - middle[None, :]
+    return apart, tl.max(tl.max(tl.abs(apart), 1), 0) < spec.STEEP
+
+
+@triton.jit
+def pairs_of(level, spec: tl.constexpr):
+    """Which pairs (later token, earlier token) a level's cuts separate: [CHUNK, CHUNK]."""
+    # Counted in halves: the later token's is odd, and the one before it is the earlier token's.
+    half = tl.arange(0, spec.CHUNK) >> level
+    return (half[:, None] == half[None, :] + 1) & ((half & 1) == 1)[:, None]
+
+
+@triton.jit
+def causal(spec: tl.constexpr):
+    """[CHUNK, CHUNK], true for tokens with themselves and those before them."""
+    rows = tl.arange(0, spec.CHUNK)
+    return rows[:, None] >= rows[None, :]
+
+
+@triton.jit
+def diagonal(spec: tl.constexpr):
+    """[CHUNK, CHUNK], true for tokens with themselves."""
+    rows = tl.arange(0, spec.CHUNK)
+    return rows[:, None] == rows[None, :]
+
+
+@triton.jit
+def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """scores plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels.
+
+    Where gates are weak, as trained models' are, that is one product of factors before and after the chunk's middle.
+
+    Otherwise the chunk is halved again and again, six times if it has 64 tokens. Every pair is separated by the cut m
+    of exactly one halving, and exp2(G_i - G_m) exp2(G_m - G_j) has a factor of each token alone, neither of which can
+    overflow. So a halving is one product of the whole chunk, of which its own pairs are taken.
+
+           j ->
+        i  0
+        |  1 0             0: a token with itself, no gate
+        v  2 2 0           n: block of n tokens after its cut, with those before
+           2 2 1 0
+           4 4 4 4 0
+           4 4 4 4 1 0
+           4 4 4 4 2 2 0
+           4 4 4 4 2 2 1 0
+
+    Args:
+        scores: [CHUNK, CHUNK] float32, by (i, j).
+        query: [CHUNK, COLUMNS] of the later tokens.
+        key: [CHUNK, COLUMNS] of the earlier tokens.
+        gates: [CHUNK, COLUMNS] cumulative gates, in powers of two.
+        base: Where the chunk's gates lie.
+        column: First key channel.
+    """
+    apart, weak = from_middle(gates, base, column, COLUMNS, spec)
+    if weak:
+        left = (query.to(tl.float32) * tl.exp2(apart)).to(query.dtype)
+        right = (key.to(tl.float32) * tl.exp2(-apart)).to(key.dtype)
+        scores += tl.where(causal(spec), dot(left, tl.trans(right), spec), 0.0)
+    else:
+        q, k = query.to(tl.float32), key.to(tl.float32)
+        scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
+        LEVELS: tl.constexpr = spec.LEVELS
+        for level in tl.range(0, LEVELS, num_stages=1):
+            weights = cut_weights(gates, base, column, level, COLUMNS, spec)
+            products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
+            scores += tl.where(pairs_of(level, spec), products, 0.0)
+    return scores

@@ -1,0 +1,73 @@
+"""Selected attention in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.selected_attention import FAMILY, slots
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.selected_attention import config
+
+HANDLES = frozenset(
+    {
+        "selected_blocks",
+        "block_starts",
+        "compressed_key",
+        "compressed_value",
+        "compressed_segment_ids",
+        "q_segment_ids",
+        "kv_segment_ids",
+        "q_positions",
+        "g_slc",
+        "g_cmp",
+        "g_swa",
+        "window_size",
+    }
+)
+"""Optional fields that the kernels honour."""
+
+HEADS = 64
+"""Most query heads per KV head: those of one query are a tile."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not (record.query.size and record.key.size and record.value.size and slots(record)):
+        yield "an array is empty"
+    elif config.group_size(record) > HEADS:
+        yield f"{config.group_size(record)} query heads a KV head are more than {HEADS}"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    interpreted = interpreting()
+    return (
+        Implementation(
+            family="selected_attention",
+            name="triton",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.selected_attention.forward:forward",
+            backward="ejkernel_triton.selected_attention.backward:backward",
+            gradients=frozenset(FAMILY.differentiable),
+            requires=Requires(
+                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+                modules=("triton",) if interpreted else ("triton", "jax_triton"),
+                min_compute_capability=8.0,
+                dtypes=frozenset({"float16", "bfloat16", "float32"}),
+                head_dims=range(1, 257),
+                handles=HANDLES,
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                forward=config.SelectedForward,
+                backward=config.SelectedBackward,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+                kind=config.kind,
+            ),
+            priority=10,
+            tuned="ejkernel_triton:tuned",
+        ),
+    )

@@ -1,0 +1,136 @@
+"""Backward pass of selected attention in Triton, without atomic additions.
+
+With p = exp(s - lse), a branch's cotangent do and delta_i = <do_i, o_i>:
+
+    dv_j  = sum_i p_ij do_i
+    ds_ij = p_ij (<do_i, v_j> - delta_i)
+    dq_i  = scale sum_j ds_ij k_j
+    dk_j  = scale sum_i ds_ij q_i
+
+Memory beside the gradients, a batch row and KV head: a number for every slot of a list, and float32 gradients of
+`2 T N // list_length` blocks.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning import selected_branches
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.selected_attention.compressed import DENSE
+from ejkernel_triton.selected_attention.config import SelectedBackward, group_size, padded
+from ejkernel_triton.selected_attention.forward import operands
+from ejkernel_triton.selected_attention.lists import Readers, block_ends, find_readers
+from ejkernel_triton.selected_attention.spec import LOG2E, SelectedSpec, make_spec
+
+Gradients = dict[str, jax.Array]
+Rows = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        config: Tiles, warps and stages of the selected branch.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    selected = functools.partial(selected_gradients, config=config)
+    return selected_branches.backward(pullback, selected, DENSE)
+
+
+def selected_gradients(
+    record: SelectedAttention, branch: Branch, cotangent: jax.Array, wanted: frozenset[str], config: SelectedBackward
+) -> Gradients:
+    """Gradients of query, key and value, as far as they are wanted, in the selected branch."""
+    delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1)
+    lse = branch.lse.swapaxes(1, 2) * LOG2E
+    rows = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
+    spec = make_spec(record)
+    made: Gradients = {}
+    if "query" in wanted:
+        made["query"] = _of_query(record, rows, spec, config)
+    if wanted & {"key", "value"}:
+        made["key"], made["value"] = _of_keys(record, rows, spec, config)
+    return made
+
+
+def _of_query(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward) -> jax.Array:
+    from ejkernel_triton.selected_attention.backward_kernels import queries_kernel
+
+    (dquery,) = launch(
+        queries_kernel,
+        (*operands(record), *rows),
+        [Shape(record.query.shape, record.query.dtype)],
+        batch=record.query.shape[0],
+        grid=spec.T * spec.HK * record.query.shape[0],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec, "BLOCK_KV": config.block_kv},
+    )
+    return dquery
+
+
+def _of_keys(
+    record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward
+) -> tuple[jax.Array, jax.Array]:
+    from ejkernel_triton.selected_attention.backward_kernels import keys_kernel
+
+    readers, ends = find_readers(record, config.list_length), block_ends(record)
+    query, key, value, _, starts, own, q_ids, k_ids = operands(record)
+    batch, parts = record.query.shape[0], readers.parts.shape[2]
+    tiles = -(-spec.SIZE // config.own_kv)
+    sums = [(batch, spec.HK, readers.slots, tiles, config.own_kv, width) for width in (spec.BD, spec.BV)]
+    shapes = [Shape(record.key.shape, record.key.dtype), Shape(record.value.shape, record.value.dtype)]
+    made = launch(
+        keys_kernel,
+        (query, key, value, readers.tokens, readers.parts, starts, ends, own, q_ids, k_ids, *rows),
+        [*shapes, *(Shape(x, jnp.float32) for x in sums)],
+        batch=batch,
+        grid=tiles * parts * spec.HK * batch,
+        num_warps=config.key_warps,
+        num_stages=config.key_stages,
+        constants={
+            "spec": spec,
+            "BLOCK_KV": config.own_kv,
+            "BLOCK_Q": config.block_q,
+            "ROWS": padded(config.block_q * group_size(record)),
+            "PARTS": parts,
+            "SUMS": readers.slots,
+        },
+    )
+    dkey, dvalue = _merged(record, made, readers, (starts, ends), spec, config)
+    ids = record.kv_segment_ids
+    # Padding is in no block's list, and maybe in no block.
+    return selected_branches.zero_padding(dkey, ids), selected_branches.zero_padding(dvalue, ids)
+
+
+def _merged(
+    record: SelectedAttention,
+    made: tuple[jax.Array, ...],
+    readers: Readers,
+    where: tuple[Any, Any],
+    spec: SelectedSpec,
+    config: SelectedBackward,
+) -> tuple[jax.Array, ...]:
+    """Gradients of key and value with those of blocks whose lists were split."""
+    from ejkernel_triton.selected_attention.backward_kernels import merge_kernel
+
+    dkey, dvalue, key_sums, value_sums = made
+    batch = record.query.shape[0]
+    return launch(
+        merge_kernel,
+        (key_sums, value_sums, readers.merges, *where, dkey, dvalue),
+        (5, 6),
+        batch=batch,
+        grid=-(-spec.SIZE // config.own_kv) * spec.M * spec.HK * batch,
+        num_warps=8,
+        num_stages=1,
+        constants={"spec": spec, "BLOCK_KV": config.own_kv, "SUMS": readers.slots},
+    )

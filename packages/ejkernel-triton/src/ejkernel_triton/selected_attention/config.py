@@ -1,0 +1,173 @@
+"""Tile sizes and launch parameters of the selected-attention kernels."""
+
+import dataclasses
+
+from ejkernel.families.selected_attention import SelectedAttention, slots
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+
+LIST = 512
+"""Queries of a block's list that one program walks, at least."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectedForward:
+    """Configuration of the forward kernel.
+
+    Attributes:
+        block_kv: Keys of a listed block a tile.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+    """
+
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectedBackward:
+    """Configuration of the backward kernels: of programs that own a query, and of those that own a block of keys.
+
+    Attributes:
+        block_kv: Keys a tile that a program that owns a query visits.
+        num_warps: Warps of a program that owns a query.
+        num_stages: Its pipeline stages.
+        own_kv: Keys of a block that a program owns.
+        block_q: Queries a tile that it visits.
+        list_length: Queries of a block's list that one program walks; longer lists are split and merged.
+        key_warps: Its warps.
+        key_stages: Its pipeline stages.
+    """
+
+    block_kv: int
+    num_warps: int
+    num_stages: int
+    own_kv: int
+    block_q: int
+    list_length: int
+    key_warps: int
+    key_stages: int
+
+
+FACES = {
+    "block_k": "block_kv",
+    "num_warps": "num_warps",
+    "num_stages": "num_stages",
+}
+"""Fields of the public configuration and what they set here: of the backward pass, the programs that own a query."""
+
+
+def kind(record: SelectedAttention) -> str | None:
+    """What calls with enough work for a large GPU have in common that share a measured configuration."""
+    batch, tokens, heads, size = record.query.shape
+    if batch * tokens * heads < 2**18:
+        return None
+    bits = 8 * record.query.dtype.itemsize
+    sizes = f"{padded(size)}x{padded(record.value.shape[3])}"
+    group = 1 << (group_size(record) - 1).bit_length()
+    length = "short" if tokens <= 4096 else "medium" if tokens <= 16384 else "long"
+    segments = " segments" if record.q_segment_ids is not None else ""
+    return f"{bits} bits {sizes} group {group} blocks of {record.block_size} {length}{segments}"
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a matrix product takes for a size."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def group_size(record: SelectedAttention) -> int:
+    """Query heads per KV head."""
+    return record.query.shape[2] // record.key.shape[2]
+
+
+def heuristic(
+    record: SelectedAttention, device: DeviceInfo, direction: Direction
+) -> SelectedForward | SelectedBackward:
+    """Tile sizes for a record on a device, not measured."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(
+    record: SelectedAttention, device: DeviceInfo, direction: Direction
+) -> tuple[SelectedForward | SelectedBackward, ...]:
+    """Tile sizes worth measuring for a record on a device, the most likely first."""
+    if direction == "forward":
+        return tuple(dict.fromkeys(_forward(record, device)))
+    return tuple(dict.fromkeys(_backward(record, device)))
+
+
+def _forward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
+    most, warps = _query_tile(record, "forward")
+    if interpreting():
+        return [SelectedForward(block_kv=most, num_warps=4, num_stages=2)]
+    tiles = ((most, warps, 2), *TILES)
+    return [SelectedForward(block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles if k <= most]
+
+
+def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
+    length = max(LIST, padded(record.query.shape[1] * slots(record) // 256))
+    most, warps = _query_tile(record, "backward")
+    own, rows, key_warps = _key_tile(record, device)
+    made = SelectedBackward(
+        block_kv=most,
+        num_warps=warps,
+        num_stages=2,
+        own_kv=own,
+        block_q=max(1, rows // group_size(record)),
+        list_length=8 if interpreting() else length,
+        key_warps=key_warps,
+        key_stages=2,
+    )
+    if interpreting():
+        return [made]
+    queries = [
+        dataclasses.replace(made, block_kv=keys, num_warps=warps, num_stages=stages)
+        for keys, warps, stages in TILES
+        if keys <= most
+    ]
+    keys = [
+        dataclasses.replace(made, key_warps=key_warps, key_stages=stages, block_q=max(1, made.block_q // part))
+        for stages, part in ((2, 1), (3, 1), (2, 2), (3, 2))
+    ]
+    lengths = [dataclasses.replace(made, list_length=n) for n in (length // 2, 2 * length, 4 * length)]
+    return [made, *queries, *keys, *lengths]
+
+
+TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
+"""Keys, warps and stages of programs that own a query: what is worth measuring."""
+
+
+def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
+    """Keys and warps of programs that own a query: the fewest warps whose registers hold the tile."""
+    if interpreting():
+        return min(padded(record.block_size), 16), 4
+    row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
+    keys = min(padded(record.block_size), 32 if wide and row > 256 else 64)
+    if wide or row > 256 or group_size(record) > 16:
+        return keys, 4
+    return keys, 1 if direction == "forward" else 2
+
+
+def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
+    """Keys, query rows and warps of programs that own keys: what registers hold."""
+    if interpreting():
+        return min(padded(record.block_size), 16), 16, 4
+    row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
+    architecture = chip_of(device).architecture
+    if wide:
+        keys, rows, warps = (32, 32, 4) if row <= 256 else (16, 16, 4)
+    elif row <= 256:
+        keys, rows, warps = 64, 64 if architecture in ("ampere", "hopper", "blackwell") else 32, 4
+    elif architecture == "cdna3":
+        keys, rows, warps = 32, 32, 4
+    else:
+        keys, rows, warps = 64 if record.query.shape[3] + record.value.shape[3] <= 320 else 32, 32, 8
+    return min(keys, padded(record.block_size)), rows, warps
+
+
+def _row_bytes(record: SelectedAttention) -> int:
+    """Bytes of the longest row, padded."""
+    return padded(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize

@@ -1,0 +1,110 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""The forward kernel: online softmax of one query, with all heads of a KV head, over the blocks that it lists.
+
+                       +------------------------ per key tile of every listed block -------------------------+
+    q  (registers) --->|  K tile --> s = q K^T, masked --> m' = max(m, s) --> p = exp2(s - m')                 |
+                       |                                   alpha = exp2(m - m')                               |
+                       |  V tile ---------------------------------------> acc = alpha acc + p V               |
+                       +--------------------------------------------------------------------------------------+
+    epilogue: output = acc / l, lse = m + log l
+
+Neighbouring queries list different blocks, so a tile of scores has only the heads that share a KV head: 16 rows, one
+matrix instruction of a warp. With a warp a program nothing passes between warps, and as many programs as shared memory
+holds keep their copies in flight; what bounds them is how fast L2 delivers keys and values.
+
+Source: native sparse attention, Yuan et al. 2025, arXiv:2502.11089, section 3.4.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LN2, add_dot, dot, finite
+from ejkernel_triton.selected_attention.selected_tile import (
+    at_batch,
+    attending,
+    block_start,
+    load_heads,
+    load_keys,
+    own_key,
+    slots_in_use,
+    store_heads,
+)
+
+
+@triton.jit
+def forward_kernel(
+    query,
+    key,
+    value,
+    listed,
+    starts,
+    own,
+    q_ids,
+    k_ids,
+    output,
+    lse,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """A program owns one query and one KV head; programs of a KV head follow each other and share its keys in L2."""
+    program = tl.program_id(0)
+    token = program % spec.T
+    head = (program // spec.T) % spec.HK
+    batch = program // (spec.T * spec.HK)
+    query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+    key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
+    value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
+    listed = at_batch(listed, batch, per.LISTED, spec.T * spec.HK * spec.SLOTS)
+    listed += tl.cast(token * spec.HK + head, tl.int64) * spec.SLOTS
+    if spec.STARTS:
+        starts = at_batch(starts, batch, per.STARTS, spec.M)
+    if spec.OWN:
+        own = at_batch(own, batch, per.OWN, spec.T)
+    count = slots_in_use(listed, spec)
+    q_id = 0
+    if spec.SEGMENTS:
+        k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
+        q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
+        count = tl.where(q_id >= 0, count, 0)  # padding attends to nothing
+    own_at = own_key(own, token, spec)
+    BG: tl.constexpr = spec.BG
+    BV: tl.constexpr = spec.BV
+    TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    q = load_heads(query, token, head, spec.D, spec.BD, spec)
+    row_max = tl.full([BG], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BG], tl.float32)
+    acc = tl.zeros([BG, BV], tl.float32)
+    for i in tl.range(0, count * TILES):
+        block = tl.load(listed + i // TILES)
+        index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        start = block_start(starts, block, spec)
+        there = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
+        k = load_keys(key, start, index, there, spec.D, spec.BD, spec)
+        v = load_keys(value, start, index, there, spec.DV, BV, spec)
+        keep = attending(k_ids, start + index, there, own_at, q_id, spec)
+        row_max, row_sum, acc = _visit(q, k, v, keep, row_max, row_sum, acc, spec)
+    some = tl.where(row_sum > 0.0, row_sum, 1.0)
+    logs = tl.where(row_sum > 0.0, (tl.log2(some) + finite(row_max)) * LN2, float("-inf"))
+    g = tl.arange(0, BG)
+    rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
+    tl.store(lse + rows, logs, mask=g < spec.G)
+    output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
+    store_heads(output, token, head, acc / some[:, None], spec.DV, BV, spec)
+
+
+@triton.jit
+def _visit(q, k, v, keep, row_max, row_sum, acc, spec: tl.constexpr):
+    """Takes a tile of keys into the running softmax.
+
+    q [BG, BD], k [K, BD], v [K, BV], keep [K], row_max and row_sum [BG], acc [BG, BV].
+    """
+    scores = tl.where(keep[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = finite(new_max)  # a tile may have nothing that attends
+    weights = tl.exp2(scores - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
+    acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
+    return new_max, row_sum, acc

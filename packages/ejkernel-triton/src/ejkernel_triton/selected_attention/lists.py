@@ -1,0 +1,107 @@
+"""Turning lists around: from the blocks that a query lists to the queries that list a block.
+
+    block_indices [T, N]  --sort by (block, query)-->  readers [T N]   | block 0 ........ | block 1 .. | ...
+                                                       parts           | L | L | L | rest |     one    |
+
+The sort is of one unsigned number for each slot. Nothing is compiled again when lists change: there is room for one
+part a block, and one for every `length` slots that there are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selected_attention import SelectedAttention, blocks, starts
+
+LARGEST = 2**32
+
+
+class Readers(NamedTuple):
+    """The queries by the block that they list. E slots, C parts, M blocks.
+
+    Attributes:
+        tokens: [B, Hk, E] int32, queries, block by block, in ascending order within a block.
+        parts: [B, Hk, C, 4] int32: block, first entry, entry after the last, and slot of the sums; block -1 where there
+            are fewer parts, slot -1 where a block has one part alone.
+        merges: [B, Hk, M, 2] int32, first slot of a block's sums and their number, 0 where it has one part alone.
+        slots: Slots for sums that there is room for, a batch row and KV head.
+    """
+
+    tokens: jax.Array
+    parts: jax.Array
+    merges: jax.Array
+    slots: int
+
+
+def find_readers(record: SelectedAttention, length: int) -> Readers:
+    """The lists of a record, and their parts of at most `length` queries."""
+    listed, count = record.block_indices, blocks(record)
+    assert listed is not None  # selected by now
+    if record.q_segment_ids is not None:
+        listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, -1)
+    tokens, bounds = _sorted(listed, count)
+    entries = tokens.shape[2]
+    sizes = jnp.diff(bounds)
+    several = jnp.maximum(-(-sizes // length), 1)
+    behind = jnp.cumsum(several, axis=-1)
+    first = behind - several
+    room = count + entries // length
+    part = jnp.arange(room, dtype=jnp.int32)
+    # How many blocks' parts have all come before.
+    block = jnp.sum(behind[:, :, None, :] <= part[:, None], axis=-1, dtype=jnp.int32)
+    real = block < count
+    block = jnp.minimum(block, count - 1)
+
+    def of_block(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, block, axis=-1)
+
+    split = jnp.where(several > 1, several, 0)
+    slot = jnp.cumsum(split, axis=-1) - split
+    within = part - of_block(first)
+    begin = of_block(bounds[..., :-1]) + within * length
+    parts = (
+        jnp.where(real, block, -1),
+        begin,
+        jnp.minimum(begin + length, of_block(bounds[..., 1:])),
+        jnp.where(of_block(split) > 0, of_block(slot) + within, -1),
+    )
+    # A list that is split has more than `length` entries, and at most twice as many parts as whole ones.
+    return Readers(
+        tokens=tokens,
+        parts=jnp.stack(parts, axis=-1).astype(jnp.int32),
+        merges=jnp.stack((slot, split), axis=-1).astype(jnp.int32),
+        slots=max(1, 2 * (entries // length)),
+    )
+
+
+def block_ends(record: SelectedAttention) -> jax.Array:
+    """The key after the last of each block, [1, M] int32: a sequence's last block ends where the next one begins."""
+    first, keys = starts(record), record.key.shape[1]
+    behind = jnp.concatenate([first[1:], jnp.full(1, keys, first.dtype)])
+    return jnp.minimum(first + record.block_size, behind).astype(jnp.int32)[None]
+
+
+def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Queries by block, [B, Hk, T N], and where each block's begin, [B, Hk, count + 1]; slots of no block come last."""
+    batch, length, heads, slots = listed.shape
+    entries = length * slots
+    token = jnp.arange(length, dtype=jnp.uint32)[:, None]
+    block = jnp.where(listed >= 0, listed, count).swapaxes(1, 2).reshape(batch * heads, length, slots)
+    edge = jnp.arange(count + 1, dtype=jnp.uint32)
+    if batch * heads * (count + 1) * length < LARGEST:
+        # One sort of all rows: XLA leaves long sorts along one axis to a radix sort.
+        row = jnp.arange(batch * heads, dtype=jnp.uint32)[:, None] * (count + 1)
+        pairs = (row[..., None] + block.astype(jnp.uint32)) * length + token
+        ordered = jnp.sort(pairs.reshape(-1))
+        edges = ((row + edge) * length).reshape(-1)
+        bounds = jnp.searchsorted(ordered, edges, method="scan_unrolled").reshape(batch, heads, count + 1)
+        bounds = bounds - jnp.arange(batch * heads, dtype=bounds.dtype).reshape(batch, heads, 1) * entries
+        return (ordered % length).astype(jnp.int32).reshape(batch, heads, entries), bounds.astype(jnp.int32)
+    blocks_of, tokens = jax.lax.sort(
+        (block.reshape(-1, entries).astype(jnp.int32), jnp.broadcast_to(token, block.shape).reshape(-1, entries)),
+        num_keys=1,
+    )
+    bounds = jax.vmap(lambda x: jnp.searchsorted(x, edge.astype(jnp.int32), method="scan_unrolled"))(blocks_of)
+    tokens = tokens.astype(jnp.int32).reshape(batch, heads, entries)
+    return tokens, bounds.reshape(batch, heads, count + 1).astype(jnp.int32)

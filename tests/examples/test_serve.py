@@ -1,0 +1,88 @@
+"""`examples/serve.py`: its numbers, and what its scheduler does when pages run out."""
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+FILE = Path(__file__).parents[2] / "examples" / "serve.py"
+
+
+@pytest.fixture(scope="module")
+def serve():
+    spec = importlib.util.spec_from_file_location("serve_example", FILE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_every_logit_is_flash_attentions_with_and_without_preemption(serve, capsys):
+    assert serve.main(["--check", "--requests", "6", "--generate", "12", "--pages", "18"]) == 0
+    said = capsys.readouterr().out
+    assert "72 tokens in" in said
+    assert ", 0 preemptions" not in said
+    assert said.count("largest difference of a logit") == 6
+
+
+def test_a_wrong_logit_fails_the_check(serve, monkeypatch):
+    monkeypatch.setattr(serve, "rotate", lambda x, positions: x * (1 + 0.1 * x.shape[0] / 64))
+    assert serve.main(["--check", "--requests", "2", "--generate", "3"]) == 1
+
+
+def test_the_tokenizer_returns_the_text(serve):
+    tokenizer = serve.ByteTokenizer()
+    for text in ("", "plain", "grüße, 世界"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= i < tokenizer.size for i in ids)
+
+
+@pytest.fixture
+def scheduler(serve, monkeypatch):
+    """A server whose model is not run: every sequence's next token is 0."""
+    monkeypatch.setattr(serve, "step", lambda model, weights, caches, tokens, *rest: (jax.numpy.zeros((4, 3)), caches))
+    return serve.Server(serve.Model(layers=0), serve.Limits(12, 4, 4, 16, 8), [], False)
+
+
+def test_pages_are_nobodys_or_one_sequences(scheduler):
+    rng = random.Random(0)
+    sequences = [scheduler.submit([1] * rng.randint(1, 20), rng.randint(1, 10)) for _ in range(12)]
+    longest = 0
+    while scheduler.waiting or scheduler.running:
+        scheduler.step()
+        held = [page for sequence in sequences for page in sequence.pages]
+        assert sorted(held + scheduler.free) == list(range(12))
+        assert len(scheduler.running) <= 4
+        longest = max(longest, len(scheduler.running))
+        assert all(sequence in scheduler.running for sequence in sequences if sequence.pages)
+        assert scheduler.steps < 500
+    assert all(sequence.done for sequence in sequences)
+    assert scheduler.preemptions > 0
+    assert longest > 1
+
+
+def test_steps_have_two_shapes(scheduler):
+    shapes = set()
+    arrays = scheduler._arrays
+
+    def noted(plan):
+        made = arrays(plan)
+        shapes.add(made[0].shape)
+        return made
+
+    scheduler._arrays = noted
+    for _ in range(5):
+        scheduler.submit([1] * 19, 6)
+    while scheduler.waiting or scheduler.running:
+        scheduler.step()
+    assert shapes == {(4,), (16,)}
+
+
+def test_a_request_that_never_fits_is_refused(scheduler):
+    with pytest.raises(ValueError, match="need 9 pages: too many"):
+        scheduler.submit([1] * 30, 4)

@@ -1,0 +1,116 @@
+"""Linear recurrences in Triton: their numbers in the interpreter, and what the kernels take of a chip."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton.linear_recurrence import config
+from ejkernel_triton.linear_recurrence.backward import backward
+from ejkernel_triton.linear_recurrence.forward import forward
+
+VALUES = "(test_value and not shapes and not residuals and not eager)"
+GRADIENTS = "(test_gradients and not after_another)"
+GATED = ("gated_linear_attention",)
+# Every field is claimed once, in a case that shows it; gradients show the numbers of both passes.
+PARTS = {
+    "gradients": ((*GATED, "recurrent_attention", "lightning_attention", "state_space_v2"), GRADIENTS),
+    "the rest": (GATED, f"test_capabilities or test_padding or (packed and ({VALUES} or test_vmap))"),
+}
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+CHIPS = {
+    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
+    "sm_90": H200,
+    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
+    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
+    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_conformance(part):
+    ops, tests = PARTS[part]
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-impl", "triton", "-k", tests, *(f"--ejk-op={op}" for op in ops)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
+
+
+def launches(device, gates, dtype=jnp.bfloat16):
+    """What both passes launch for a call with gates of a kind."""
+    batch, tokens, heads, size = 4, 4096, 16, 128
+
+    def array(*sizes, of=jnp.float32):
+        return jax.ShapeDtypeStruct((batch, tokens, *sizes), of)
+
+    shared = gates == "state space"
+    query = array(1 if shared else heads, size, of=dtype)
+    fields = {"heads": {"decay": array(heads, 1)}, "channels": {"decay": array(heads, size)}, "none": {}}
+    fields["state space"] = {
+        "decay": array(heads, 1),
+        "dt": array(heads),
+        "skip": jax.ShapeDtypeStruct((1, 1, heads), jnp.float32),
+    }
+    value = array(heads, 64 if shared else size, of=dtype)
+    record = LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, **fields[gates])
+    names = ("query", "key", "value", "decay", "dt", "skip")
+    wanted = frozenset(name for name in names if getattr(record, name) is not None)
+    chosen = config.heuristic(record, device, "forward")
+
+    def run(record):
+        output, residuals, pocket = forward(record, chosen)
+        start = Pullback(
+            record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
+        )
+        return backward(start, chosen)
+
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(lambda record: run(record), record)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("chip", "gates"), [*((chip, "channels") for chip in CHIPS), ("sm_90", "heads"), ("sm_90", "state space")]
+)
+def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
+    calls = launches(CHIPS[chip], gates)
+    made = {call.kernel.__name__ for call in calls}
+    assert made >= {"gates_kernel", "states_kernel", "outputs_kernel", "value_gradients_kernel", "key_gradients_kernel"}
+    assert ("scores_kernel" in made) == (gates == "channels")
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+
+
+def test_float32_fits_the_chip():
+    for call in launches(H200, "channels", jnp.float32):
+        assert ahead.compile_for(call, "sm_90").shared <= chips.CHIPS["sm_90"].shared_memory
+
+
+def test_hopper_multiplies_on_its_own_matrix_unit():
+    for call in launches(H200, "channels"):
+        if call.kernel.__name__ != "gates_kernel":
+            assert "wgmma" in ahead.compile_for(call, "sm_90").assembly, call.kernel.__name__
+
+
+def test_few_rows_and_heads_are_walked_in_segments():
+    array = jax.ShapeDtypeStruct((1, 65536, 16, 128), jnp.bfloat16)
+    record = LinearRecurrence(query=array, key=array, value=array, softmax_scale=1.0)
+    assert config.heuristic(record, H200, "forward").splits > 1
+    many = jax.ShapeDtypeStruct((8, 8192, 16, 128), jnp.bfloat16)
+    record = LinearRecurrence(query=many, key=many, value=many, softmax_scale=1.0)
+    assert config.heuristic(record, H200, "forward").splits == 1
