@@ -58,6 +58,19 @@ class GroupedMatmulConfig(_SequenceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class CausalConv1dConfig(_SequenceConfig):
+    """Blocks of `causal_conv1d`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_t: Tokens a block.
+        block_c: Channels a block.
+    """
+
+    block_t: int | None = None
+    block_c: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class StateSpaceV1Config(_SequenceConfig):
     """Blocks of `state_space_v1`. `None` lets the heuristics decide.
 
