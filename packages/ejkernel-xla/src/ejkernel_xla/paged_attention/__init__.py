@@ -16,7 +16,10 @@ OPS: dict[str, tuple[type, frozenset[str]]] = {
     "decode_attention": (configs.DecodeAttentionConfig, COMMON),
     "ragged_decode_attention": (FwdParams, COMMON | {"kv_starts"}),
     "prefill_page_attention": (configs.PrefillPageAttentionConfig, COMMON),
-    "unified_attention": (configs.UnifiedAttentionConfig, COMMON | {"alibi_slopes", "qq_bias", "causal"}),
+    "unified_attention": (
+        configs.UnifiedAttentionConfig,
+        COMMON | {"alibi_slopes", "qq_bias", "causal", "shared_prefix"},
+    ),
     "chunked_prefill_paged_decode": (
         configs.ChunkedPrefillPagedDecodeConfig,
         COMMON | NEW | {"alibi_slopes", "causal"},
