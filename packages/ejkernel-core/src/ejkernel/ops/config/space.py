@@ -65,11 +65,16 @@ class ConfigSpace:
         return ruled
 
     def unread(self, part: Any, direction: Direction) -> list[str]:
-        """The fields that a public part sets and that the kernel does not have."""
+        """The fields that a public part sets and that the kernel does not have.
+
+        A public configuration without parts sets both directions, and a field needs to be that of one.
+        """
         own = self.own_type(direction)
         if own is not None and isinstance(part, own):
             return []
-        return sorted(given_leaves(part).keys() - self.read(direction) - {"platform", "backend"})
+        if not isinstance(part, BaseOperationConfig):
+            return sorted(given_leaves(part).keys() - self.read(direction))
+        return sorted(given_leaves(part).keys() - part.about_call - self.read("forward") - self.read("backward"))
 
     def read(self, direction: Direction) -> frozenset[str]:
         """The public fields that the kernel has, by the names they are set by."""
