@@ -11,11 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 TOKENS = 32768
+BLOCK = 128
+"""Queries and keys of a block of a pattern."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One shape and mask; the tokens are 32768 in all."""
+    """One shape and mask; the tokens are 32768 in all.
+
+    A pattern is (local, first, stride) in blocks of 128 queries and keys: the blocks so near, the first so many, and
+    those whose distance is a multiple of the stride attend.
+    """
 
     length: int = 8192
     heads: int = 16
@@ -27,6 +33,7 @@ class Cell:
     packed: int | None = None
     dropout: float = 0.0
     sinks: bool = False
+    pattern: tuple[int, int, int] | None = None
 
     @property
     def batch(self) -> int:
@@ -39,6 +46,7 @@ class Cell:
         mask += f", {self.packed} packed" if self.packed else ""
         mask += f", dropout {self.dropout:g}" if self.dropout else ""
         mask += ", sinks" if self.sinks else ""
+        mask += f", {self.density:.0%} of blocks" if self.pattern else ""
         return f"B{self.batch} S{self.length} H{self.heads}/{self.kv_heads} D{self.size} {mask}"
 
     @functools.cached_property
@@ -48,6 +56,21 @@ class Cell:
             return None
         inner = np.random.default_rng(0).choice(np.arange(1, self.length), self.packed - 1, replace=False)
         return np.concatenate([[0], np.sort(inner), [self.length]]).astype(np.int32)
+
+    def attends(self, query: Any, key: Any) -> Any:
+        """Whether the pattern lets a block of queries see a block of keys, by their numbers."""
+        assert self.pattern is not None
+        local, first, stride = self.pattern
+        return (query - key < local) | (key < first) | ((query - key) % stride == 0)
+
+    @property
+    def density(self) -> float:
+        """How many of the causal blocks the pattern lets attend."""
+        return float(self._blocks().sum() / np.tri(self.length // BLOCK).sum())
+
+    def _blocks(self) -> np.ndarray:
+        number = np.arange(self.length // BLOCK)
+        return np.tril(self.attends(number[:, None], number))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -64,6 +87,9 @@ class Cell:
         return 4.0 * self.batch * self.heads * self.size * seen
 
     def _pairs(self, n: int) -> int:
+        if self.pattern is not None:  # half of a block on the diagonal is hidden
+            blocks = self._blocks()
+            return int(blocks.sum()) * BLOCK**2 - int(blocks.trace()) * (BLOCK**2 - BLOCK) // 2
         if not self.causal:
             return n * n
         window = min(self.window or n, n)

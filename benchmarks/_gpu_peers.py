@@ -15,6 +15,8 @@ def peers(cell: Any) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     if cell.dropout or cell.sinks:  # everyone draws other weights, and few have sinks
         return found
+    if cell.pattern is not None:  # nobody else has one
+        return {"torch flex": functools.partial(_flex, cell)} if importlib.util.find_spec("torch") else found
     plain = cell.cap is None and cell.packed is None
     if plain:
         window = {} if cell.window is None else {"local_window_size": (cell.window - 1, 0)}
@@ -98,6 +100,8 @@ def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], 
         allowed = q >= k if cell.causal else q >= 0
         if cell.window is not None:
             allowed = allowed & (q - k < cell.window)
+        if cell.pattern is not None:
+            allowed = allowed & cell.attends(q // 128, k // 128)
         return allowed if ids is None else allowed & (ids[q] == ids[k])
 
     def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -44,12 +44,12 @@ def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[in
 
 
 def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
-    dtype, gates = state_dtype(record), "decay" in cell.wanted
-    call = jax.jit(lambda r: _arrays(stages.make_call(r, base)))(record)
-    yield "gates", lambda r: stages.make_call(r, base).gates, record
+    dtype, gates = state_dtype(record), jnp.float32 if "decay" in cell.wanted else None
+    call = jax.jit(lambda r: _arrays(stages.make_call(r, base, base.chunk)))(record)
+    yield "gates", lambda r: stages.make_call(r, base, base.chunk).gates, record
 
     def full(r: Any, arrays: Any, chosen: Any) -> Any:
-        made = stages.make_call(r, chosen, arrays["gates"])
+        made = stages.make_call(r, chosen, chosen.chunk, arrays["gates"])
         return dataclasses.replace(made, scores=arrays["scores"])
 
     call["scores"] = None

@@ -78,14 +78,14 @@ def first_head(cell: Cell, x: Any, n: int) -> Any:
     return x[:1, :, : cell.heads // cell.kv_heads if n in (0, 3) else 1]
 
 
-def truth(cell: Cell, shapes: Arrays) -> Callable[..., Any]:
+def truth(cell: Cell, shapes: Arrays, call: Callable[[Cell, str], Any] = attention) -> Callable[..., Any]:
     """A compiled function of a cell's arrays: output and gradients of the first KV head, in float32."""
 
     first = dataclasses.replace(cell, heads=cell.heads // cell.kv_heads, kv_heads=1)
 
     def both(*arrays: Any) -> Any:
         parts = [first_head(cell, x, n).astype(jnp.float32) for n, x in enumerate(arrays[:4])]
-        return graded(attention(first, "xla"), *parts, *arrays[4:])
+        return graded(call(first, "xla"), *parts, *arrays[4:])
 
     with jax.default_matmul_precision("highest"):
         return jax.jit(both).lower(*shapes).compile(compiler_options={"xla_gpu_autotune_level": 0})

@@ -10,7 +10,7 @@ import pytest
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.tiled_attention.backward import run
-from ejkernel_pallas.gpu.tiled_attention.backward.call import Call, visit_heads
+from ejkernel_pallas.gpu.tiled_attention.backward.call import Call, Visits, visit_heads
 from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_visitors
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
@@ -129,13 +129,14 @@ def test_blocks_visit_later_queries_first_in_runs(by_head):
     q, k = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (4, 2))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=True))
     call = Call(spec, None, None, by_head, None, None, None, None, None)
+    visits = Visits(None, jnp.int32(2), tuple(map(jnp.int32, (1, 3, 5, 7))))
 
     def note(cut, head, index, state):
         count, seen = state
         return count + 1, seen.at[count].set(jnp.array([head, index, cut], jnp.int32))
 
     start = jnp.int32(0), jnp.full((12, 3), -1)
-    _, seen = visit_heads(call, jnp.int32(2), tuple(map(jnp.int32, (1, 3, 5, 7))), note, start, True)
+    _, seen = visit_heads(call, visits, note, start, True)
     runs = [(index, index not in (3, 4)) for index in (6, 5, 4, 3, 2, 1)]
     wanted = [(head, *visit) for head in (2, 3) for visit in runs]
     if not by_head:

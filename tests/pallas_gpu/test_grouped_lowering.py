@@ -53,7 +53,9 @@ def test_a_call_and_its_gradients_lower(fields, params):
     assert spec.shared_bytes(params) <= SHARED_MEMORY - spec.RESERVE
 
 
-@pytest.mark.parametrize(("name", "value"), [("block_n", 100), ("stages", 1), ("stages", 9), ("band", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("block_n", 100), ("stages", 1), ("stages", 9), ("band", 0), ("cluster", 3)]
+)
 def test_tiles_that_are_none_are_refused(name, value):
     params = dataclasses.replace(spec.CANDIDATES[0], **{name: value})
     with pytest.raises(ValueError, match=f"{name}={value}"):

@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.pullback import Pullback
+from ejkernel.types.sparse_masks import NumpyMask
 from ejkernel_pallas.gpu.tiled_attention import tiles
 from ejkernel_pallas.gpu.tiled_attention.backward.run import backward
 from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
@@ -25,6 +27,7 @@ FEATURES = {
     "dropout": {"causal": True} | DROPOUT,
     "dropout, soft cap": {"logits_soft_cap": 30.0} | DROPOUT,
     "dropout, segments": DROPOUT,
+    "pattern": {"causal": True, "pattern": NumpyMask(np.random.RandomState(0).rand(512, 512) < 0.3)},
 }
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel.planning.row_tiles import NONE, find_row_tiles
+from ejkernel.planning.row_tiles import NONE, find_row_tiles, most_tiles
 
 
 @jax.jit(static_argnums=(2, 3, 4))
@@ -19,6 +19,7 @@ def tiles_of(sizes, offset, rows, matrices, block):
         out_dtype=jnp.float32,
         group_offset=offset,
     )
+    assert find_row_tiles(record, block).shape[0] == most_tiles(rows, matrices, block) + 1
     return find_row_tiles(record, block)
 
 
@@ -31,7 +32,8 @@ def tiles_of(sizes, offset, rows, matrices, block):
 @settings(deadline=None, max_examples=60)
 def test_every_row_is_in_the_one_tile_of_its_group(sizes, offset, matrices, block):
     rows = 64
-    found = jax.tree.map(np.asarray, tiles_of(jnp.asarray(sizes), jnp.int32(offset), rows, matrices, block))
+    table = np.asarray(tiles_of(jnp.asarray(sizes), jnp.int32(offset), rows, matrices, block))
+    before, count, total, _ = table[-1]
     ends = np.minimum(np.cumsum(sizes), rows)
     starts = np.append(0, ends[:-1])
     owner = np.full(rows, NONE)
@@ -39,12 +41,13 @@ def test_every_row_is_in_the_one_tile_of_its_group(sizes, offset, matrices, bloc
         if 0 <= group - offset < matrices:
             owner[starts[group] : end] = group - offset
     seen = np.zeros(rows, int)
-    for entry in range(int(found.total)):
-        matrix, row, end, begin = (int(x[entry]) for x in (found.matrix, found.row, found.end, found.begin))
+    for entry in range(total):
+        matrix, row, end, begin = table[entry]
         own = slice(row, min(row + block, end))
         assert begin <= row < end <= rows
         assert (row - begin) % block == 0
         assert (owner[own] == matrix).all()
-        assert (matrix != NONE) == (found.before <= entry < found.before + found.count)
+        assert (matrix != NONE) == (before <= entry < before + count)
         seen[own] += 1
     assert (seen == 1).all()
+    assert not table[total:-1].any()

@@ -65,7 +65,7 @@ def columns(record: GroupedMatmul) -> int:
 
 def group_rows(record: GroupedMatmul) -> tuple[jax.Array, jax.Array]:
     """First row of every matrix's group and the row after its last, both int32 [E] and in 0..M."""
-    ends = jnp.cumsum(jnp.maximum(record.group_sizes, 0), dtype=jnp.int32)
+    ends = running_sum(jnp.maximum(record.group_sizes, 0))
     bounds = jnp.minimum(jnp.pad(ends, (1, 0)), record.lhs.shape[0])
     matrices, groups = record.rhs.shape[0], ends.shape[0]
     if record.group_offset is None:
@@ -73,6 +73,12 @@ def group_rows(record: GroupedMatmul) -> tuple[jax.Array, jax.Array]:
     group = record.group_offset + jnp.arange(matrices, dtype=jnp.int32)
     first = bounds[jnp.clip(group, 0, groups)]
     return first, jnp.where(group >= 0, bounds[jnp.clip(group + 1, 0, groups)], first)
+
+
+def running_sum(x: jax.Array) -> jax.Array:
+    """Sums of the first elements up to each of a short vector, int32: one small kernel, where a scan is several."""
+    place = jnp.arange(x.shape[0])
+    return jnp.sum(jnp.where(place[:, None] >= place, x, 0), axis=1, dtype=jnp.int32)
 
 
 def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> jax.Array:

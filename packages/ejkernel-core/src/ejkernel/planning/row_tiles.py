@@ -6,6 +6,8 @@ recompiled when sizes change, and no row is copied or padded:
 
     groups      |   0   | 1 |      2         |  rows of no group  |
     tiles of 4  |0000|00|1|2222|2222|22      |----|----|---       |     a tile begins with its group's first row
+
+The list takes a few small kernels that compare and sum, one after the other; calls of few rows would feel more of them.
 """
 
 from typing import NamedTuple
@@ -13,57 +15,68 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows, running_sum
 
 NONE = -1
 """In place of a matrix: the rows are of no group that has one."""
+FIELDS = 4
+"""Of an entry: number of the matrix, or `NONE`; the tile's first row; the row after the last of its group; and the
+first row of its group.
+
+Entries that are not real are zeros. After the entries comes a line with how many have no matrix and come first, how
+many have one and follow, and how many are real.
+"""
 
 
-class RowTiles(NamedTuple):
-    """Tiles of rows in the order of rows; together they have every row of lhs once. All int32.
+class Segments(NamedTuple):
+    """Rows of no group, the groups of all matrices, and rows of no group again: together all rows. int32 [E + 2].
 
     Attributes:
-        before: [], how many entries come before those with a matrix.
-        count: [], how many have one.
-        total: [], how many are real.
-        matrix: [W], number of the tile's matrix, or `NONE`.
-        row: [W], its first row.
-        end: [W], the row after the last of its group.
-        begin: [W], the first row of its group.
+        first: First row.
+        end: The row after the last.
+        tiles: How many tiles the rows are.
+        stop: How many tiles these and the ones before are.
     """
 
-    before: jax.Array
-    count: jax.Array
-    total: jax.Array
-    matrix: jax.Array
-    row: jax.Array
+    first: jax.Array
     end: jax.Array
-    begin: jax.Array
+    tiles: jax.Array
+    stop: jax.Array
 
 
-def find_row_tiles(record: GroupedMatmul, block: int) -> RowTiles:
-    """The tiles of a record.
+def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
+    """The tiles of a record in the order of rows, every row in one of them: int32 [W + 1, `FIELDS`].
 
     Args:
         record: The record.
         block: Rows of a tile.
     """
-    rows, matrices = record.lhs.shape[0], record.rhs.shape[0]
-    first, end = group_rows(record)
-    # The rows before the first matrix's group and those after the last one's are groups of no matrix.
-    begins = jnp.concatenate((jnp.zeros((1,), jnp.int32), first, end[-1:]))
-    ends = jnp.concatenate((first[:1], end, jnp.full((1,), rows, jnp.int32)))
-    tiles = -(-(ends - begins) // block)
-    stops = running_sum(tiles)
-    entry = jnp.arange(rows // block + matrices + 2, dtype=jnp.int32)
-    # Comparing with all groups is one small kernel; a binary search would be a loop of several.
-    group = jnp.minimum(jnp.sum(stops <= entry[:, None], axis=1, dtype=jnp.int32), matrices + 1)
-    row = begins[group] + (entry - stops[group] + tiles[group]) * block
-    matrix = jnp.where((group > 0) & (group <= matrices), group - 1, NONE)
-    return RowTiles(stops[0], stops[-2] - stops[0], stops[-1], matrix, row, ends[group], begins[group])
+    matrices = record.rhs.shape[0]
+    found, length = _segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
+    matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
+    matrix = jnp.where(matrix < matrices, matrix, NONE)
+    fields = (matrix, found.first - (found.stop - found.tiles) * block, found.end, found.first)
+    # One sum of everything: the fields of the segment that an entry is in, or, in the last line, tiles.
+    entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
+    own = (entry < found.stop) & (entry >= found.stop - found.tiles) & (entry < length)
+    counted = jnp.arange(matrices + 2)
+    kinds = (counted == 0, (counted > 0) & (counted <= matrices), counted >= 0, counted < 0)
+    values = jnp.where(own[..., None], jnp.stack(fields, axis=-1), 0)
+    values += jnp.where(entry[..., None] == length, found.tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
+    steps = jnp.where(jnp.arange(FIELDS) == 1, block, 0)
+    real = jnp.any(own, axis=1, keepdims=True)
+    return jnp.sum(values, axis=1, dtype=jnp.int32) + jnp.where(real, entry * steps, 0)
 
 
-def running_sum(x: jax.Array) -> jax.Array:
-    """Sums of the first elements up to each, of a short vector: one small kernel."""
-    place = jnp.arange(x.shape[0])
-    return jnp.sum(jnp.where(place[:, None] >= place, x, 0), axis=1, dtype=x.dtype)
+def most_tiles(rows: int, matrices: int, block: int) -> int:
+    """W, the most tiles there can be: those that are whole, and one of every group and of the rows beside them."""
+    return rows // block + matrices + 2
+
+
+def _segments(record: GroupedMatmul, block: int) -> Segments:
+    rows = record.lhs.shape[0]
+    begins, ends = group_rows(record)
+    first = jnp.concatenate((jnp.zeros((1,), jnp.int32), begins, ends[-1:]))
+    end = jnp.concatenate((begins[:1], ends, jnp.full((1,), rows, jnp.int32)))
+    tiles = -(-(end - first) // block)
+    return Segments(first, end, tiles, running_sum(tiles))

@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
+from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config
 from ejkernel_triton.launch import interpreting
@@ -64,7 +65,7 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=config.FACES,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
-                kind=config.kind,
+                kind=kind_of,
             ),
             priority=10,
             tuned="ejkernel_triton:tuned",

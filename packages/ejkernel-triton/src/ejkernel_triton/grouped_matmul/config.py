@@ -6,9 +6,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning.grouped_kinds import average_rows
 from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.grouped_matmul.spec import operand_of
 from ejkernel_triton.launch import interpreting
@@ -132,25 +133,11 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     return tuple(_backward(own, tile) for own, tile in pairs)
 
 
-def kind(record: GroupedMatmul) -> str:
-    """What the calls have in common that share an entry of a shipped table: dtypes, and about how many rows a group."""
-    fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"out={jnp.dtype(record.out_dtype)}")
-    few = _average(record)
-    size = "few" if few <= 16 else "some" if few <= 96 else "many"
-    width = "narrow" if columns(record) < 256 else "wide"
-    return " ".join((*fields, f"transposed={record.transpose_rhs}", f"rows={size}", width))
-
-
-def _average(record: GroupedMatmul) -> int:
-    """Rows of a group, about."""
-    return -(-record.lhs.shape[0] // max(1, record.group_sizes.shape[0]))
-
-
 def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple[Tile, ...]:
     """Tiles of the kernel that owns rows."""
     adds = record.existing_out is not None or record.rhs_bias is not None
     adds = direction == "forward" and (adds or (_is_wide_output(record) and chip.architecture != "hopper"))
-    few = _average(record)
+    few = average_rows(record)
     height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
     if _wide(record, direction):
         tiles = tuple(Tile(min(height, 64), n, 32, _warps(record), s) for n, s in ((64, 3), (128, 3)))

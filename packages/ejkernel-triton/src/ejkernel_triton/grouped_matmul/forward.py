@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.planning.row_tiles import find_row_tiles
+from ejkernel.planning.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.grouped_matmul.config import GroupedForward
 from ejkernel_triton.grouped_matmul.spec import RowsSpec, as_row, operand_of, precision_of, widens
 from ejkernel_triton.launch import Shape, launch
@@ -65,7 +65,7 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: object) -> Row
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         FLATTEN=config.flatten,
-        ENTRIES=rows // config.block_m + record.rhs.shape[0] + 2,
+        ENTRIES=most_tiles(rows, record.rhs.shape[0], config.block_m),
         PROGRAMS=config.num_programs,
         BAND=config.band,
         SCALES="no" if scale is None else "elements",
@@ -97,9 +97,6 @@ def multiply(
     """
     from ejkernel_triton.grouped_matmul.rows_kernel import rows_kernel
 
-    tiles = find_row_tiles(record, spec.BLOCK_M)
-    entries = jnp.stack((tiles.matrix, tiles.row, tiles.end), axis=1)
-    entries = jnp.concatenate((entries, jnp.stack((tiles.before, tiles.count, tiles.total))[None]))
     scale = None if record.rhs_scale is None else record.rhs_scale.astype(jnp.float32)
     (output,) = launch(
         rows_kernel,
@@ -109,7 +106,7 @@ def multiply(
             as_row(scale),
             as_row(record.rhs_bias) if spec.BIAS else None,
             as_row(record.existing_out) if spec.EXISTING else None,
-            entries[None],
+            find_row_tiles(record, spec.BLOCK_M)[None],
         ),
         (Shape((1, spec.ROWS, spec.COLUMNS), dtype),),
         batch=1,

@@ -5,11 +5,11 @@
 import triton
 import triton.language as tl
 
-# Fields of an entry of the tile list.
+# Fields of an entry of the tile list, `ejkernel.planning.row_tiles`.
 MATRIX = tl.constexpr(0)
 ROW = tl.constexpr(1)
 END = tl.constexpr(2)
-FIELDS = tl.constexpr(3)
+FIELDS = tl.constexpr(4)
 
 
 @triton.jit

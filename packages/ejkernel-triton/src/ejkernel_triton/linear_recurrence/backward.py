@@ -4,6 +4,9 @@ The gradients of the states between chunks come first, in a walk from the last c
 chunks at the same time. Without atomic additions: the same bits every time.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,8 +21,6 @@ from ejkernel_triton.linear_recurrence.spec import Call, canonical, state_dtype
 Gradients = dict[str, jax.Array]
 OF_VALUES = frozenset({"value", "dt", "skip"})
 OF_KEYS = frozenset({"query", "key", "decay"})
-WEAKEST = -40.0
-"""Log gates below are the same to the kernels, and have no gradient."""
 
 
 def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
@@ -33,7 +34,9 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     record, wanted, pocket = canonical(pullback.record), pullback.wanted, pullback.pocket
-    call = stages.make_call(record, config, pocket.gates, pocket.scores)
+    call = stages.make_call(record, config, config.backward_chunk, pocket.gates, pocket.scores)
+    if call.scores is None:
+        call = dataclasses.replace(call, scores=stages.channel_scores(call))
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": first, "sequence_state": first}
@@ -42,10 +45,8 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
     if wanted & OF_KEYS:
         states = boundaries(record, call)[0] if pocket.states is None else pocket.states
-        made = stages.key_gradients(call, cotangent, states, dstates, gates="decay" in wanted)
+        made = stages.key_gradients(call, cotangent, states, dstates, gates=_gate_dtype(record, wanted))
         gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
-    if "decay" in wanted and record.decay is not None:
-        gradients["decay"] = jnp.where(record.decay < WEAKEST, 0, gradients["decay"])
     if record.cu_seqlens is not None:
         gradients = _owned(record, gradients)
     return {name: _reduced(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
@@ -63,6 +64,14 @@ def _state_gradients(
         call, record.query, cotangent, initial, dtype=state_dtype(record), reverse=True
     )
     return dstates, first[0] if packed else first[:, 0]
+
+
+def _gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
+    """In which the gradients of gates are written: the gates' own where they are not summed; None if not wanted."""
+    if record.decay is None or "decay" not in wanted:
+        return None
+    whole = record.decay.shape[:2] == record.query.shape[:2] and record.decay.shape[3] > 1
+    return record.decay.dtype if whole else jnp.float32
 
 
 def _owned(record: LinearRecurrence, gradients: Gradients) -> Gradients:

@@ -10,13 +10,18 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
+LEAST = 16
+"""What a matrix product takes."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkPasses:
     """Configuration of both passes, which share the chunks between whose states they pass.
 
     Attributes:
-        chunk: Tokens a chunk, a power of two, at least 16.
+        chunk: Tokens a chunk of the forward pass; lowered to a power of two, and raised to 16.
+        backward_chunk: Tokens a chunk of the backward pass. Where it is another, nothing is kept for the backward pass,
+            which makes gates and states again.
         splits: Segments of a row whose chunks are walked at the same time, for calls of few rows and heads.
         keep_states: Whether the backward pass is given the chunk states, instead of making them again.
         state_block_k: Key channels of a tile of the state that a program passes from chunk to chunk.
@@ -26,6 +31,7 @@ class ChunkPasses:
         score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
         score_warps: Warps of a program there.
         score_stages: Its pipeline stages.
+        output_block_t: Tokens of a program that makes outputs, at most a chunk; with gates of channels always that.
         output_block_k: Key channels at once, where outputs and gradients of values are made.
         output_block_v: Value channels of a program there.
         output_warps: Warps of it.
@@ -37,6 +43,7 @@ class ChunkPasses:
     """
 
     chunk: int
+    backward_chunk: int
     splits: int
     keep_states: bool
     state_block_k: int
@@ -46,6 +53,7 @@ class ChunkPasses:
     score_block_k: int
     score_warps: int
     score_stages: int
+    output_block_t: int
     output_block_k: int
     output_block_v: int
     output_warps: int
@@ -54,6 +62,12 @@ class ChunkPasses:
     gradient_block_v: int
     gradient_warps: int
     gradient_stages: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if "_block_" in field.name and (value < LEAST or value & (value - 1)):
+                raise ValueError(f"{field.name}: got {value}, wants a power of two from {LEAST} on")
 
 
 FACES = {
@@ -66,9 +80,6 @@ FACES = {
 }
 """Fields of the public configurations and what they set here."""
 
-LEAST = 16
-"""What a matrix product takes."""
-
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
     """Chunks and tiles for a record on a device, not measured."""
@@ -79,7 +90,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     """Configurations worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
-        return (default, sized(record, device, 2 * default.chunk))
+        return (default, dataclasses.replace(default, chunk=LEAST, keep_states=False, splits=1))
     lengths = (64,) if _by_channel(record) else (64, 128)
     made = [sized(record, device, n) for n in lengths]
     made += [dataclasses.replace(x, state_block_k=32) for x in made]
@@ -102,13 +113,15 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     most = 16 if interpreting() else 64
     short = wide or (chip.architecture == "ada" and _by_channel(record))  # half as many registers hold the pairs
     chunk = max(LEAST, min(chunk, 32 if short else chunk, _padded(record.query.shape[1])))
+    backward_chunk = chunk
     if interpreting():
-        chunk = LEAST if chunk == 64 or chunk == 32 else 2 * LEAST
+        chunk, backward_chunk = (LEAST if _by_channel(record) else 2 * LEAST), LEAST
     half = 32 if small else most
     warps = 8 if chunk > 64 else 4
     gradient_block_k, gradient_warps = _gradient_tile(record, chip.architecture in ("hopper", "blackwell"), warps)
     return ChunkPasses(
         chunk=chunk,
+        backward_chunk=backward_chunk,
         splits=_splits(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
         keep_states=True,
         state_block_k=min(keys, most),
@@ -118,6 +131,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
         score_warps=4,
         score_stages=1,
+        output_block_t=LEAST if interpreting() else 64,
         output_block_k=min(keys, half, most),
         output_block_v=min(values, 2 * most if _by_channel(record) and not small else most),
         output_warps=warps,

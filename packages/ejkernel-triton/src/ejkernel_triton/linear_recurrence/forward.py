@@ -14,12 +14,12 @@ from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, canonic
 
 
 class Pocket(NamedTuple):
-    """What the backward pass need not make again.
+    """What the backward pass need not make again; what is None it makes.
 
     Attributes:
-        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates; None without gates.
-        scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens; None without gates of channels.
-        states: [B, H, CHUNKS, K, V], those before the chunks; None if they are to be made again.
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels.
+        states: [B, H, CHUNKS, K, V], those before the chunks.
     """
 
     gates: jax.Array | None
@@ -39,13 +39,15 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
         spared.
     """
     dtype, record = record.query.dtype, canonical(record)
-    call = stages.make_call(record, config)
+    call = stages.make_call(record, config, config.chunk)
     call = dataclasses.replace(call, scores=stages.channel_scores(call))
     states, final = boundaries(record, call)
     output = stages.make_outputs(call, states)
     if record.cu_seqlens is not None:
         owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
         output = jnp.where(owned[None, :, None, None], output, 0)
+    if config.backward_chunk != config.chunk:
+        return (output.astype(dtype), final), (), Pocket(None, None, None)
     kept = states if config.keep_states else None
     return (output.astype(dtype), final), (), Pocket(call.gates, call.scores, kept)
 

@@ -42,6 +42,9 @@ from ejkernel_triton.linear_recurrence.tile import (
     store_rows,
 )
 
+STRONG = tl.constexpr(-57.5)
+"""Gates below, in powers of two, are the same to the kernels (see `gates_kernel`) and have no gradient."""
+
 
 @triton.jit
 def store_tokens(base, numbers, row, start, end, part, PARTS: tl.constexpr, head, spec: tl.constexpr):
@@ -137,6 +140,16 @@ def value_gradients_kernel(
 
 
 @triton.jit
+def load_again(rows_of, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Queries, keys and cumulative gates of a chunk, from where they lie and no sooner than it is asked for."""
+    q_base, a_base, start, end = rows_of
+    none = level >> 5  # 0, which the compiler cannot fold
+    q = load_rows(q_base + none, start, end, column, spec.HQ, spec.K, COLUMNS, spec)
+    k = load_rows(a_base + none, start, end, column, spec.HK, spec.K, COLUMNS, spec)
+    return q.to(tl.float32), k.to(tl.float32), load_gates(base + none, column, COLUMNS, spec)
+
+
+@triton.jit
 def channel_gradients(
     dq,
     dk,
@@ -146,6 +159,7 @@ def channel_gradients(
     gates,
     base,
     column,
+    rows_of,
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
@@ -162,6 +176,7 @@ def channel_gradients(
         gates: [CHUNK, COLUMNS] cumulative gates.
         base: Where they lie.
         column: First key channel.
+        rows_of: Where queries and keys lie, the chunk's first token and its sequence's end.
     """
     apart, weak = from_middle(gates, base, column, COLUMNS, spec)
     q, k = query.to(tl.float32), key.to(tl.float32)
@@ -176,7 +191,9 @@ def channel_gradients(
         dk += alone * q
         LEVELS: tl.constexpr = spec.LEVELS
         for level in tl.range(0, LEVELS, num_stages=1):
-            weights = cut_weights(gates, base, column, level, COLUMNS, spec)
+            # Read again: registers have no room for what the loop does not change.
+            q, k, g = load_again(rows_of, base, column, level, COLUMNS, spec)
+            weights = cut_weights(g, base, column, level, COLUMNS, spec)
             own = tl.where(pairs_of(level, spec), pairs, 0.0).to(query.dtype)
             dq += weights * dot(own, (k * weights).to(key.dtype), spec)
             dk += weights * dot(tl.trans(own), (q * weights).to(query.dtype), spec)
@@ -267,11 +284,15 @@ def key_gradients_kernel(
             dk *= tl.exp2(last[None, :] - g)
             kept = kept * tl.exp2(last) + tl.sum(dk * a.to(tl.float32), 0)
             pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
-            dq, dk = channel_gradients(dq, dk, pairs, q, a, g, g_base, k, BLOCK_K, spec)
+            dq, dk = channel_gradients(dq, dk, pairs, q, a, g, g_base, k, (q_base, a_base, start, end), BLOCK_K, spec)
             if GATES:
                 change = dq * q.to(tl.float32) - dk * a.to(tl.float32)
                 # From each token to the chunk's end: all but what is before it.
                 change = (tl.sum(change, 0) + kept)[None, :] - (tl.cumsum(change, 0) - change)
+                columns = k + tl.arange(0, BLOCK_K)
+                valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
+                before = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
+                change = tl.where(g - before < STRONG, 0.0, change)
                 at = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
                 store_rows(at, change, start, end, k, spec.H, spec.K, spec)
         else:
@@ -281,7 +302,7 @@ def key_gradients_kernel(
                 dq *= tl.exp2(g)[:, None]
                 dk *= tl.exp2(last - g)[:, None]
                 kept *= tl.exp2(last)
-                pairs *= pair_weights(g, spec)
+                pairs *= pair_weights(g)
             else:
                 pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
             if GATES:
@@ -292,6 +313,9 @@ def key_gradients_kernel(
             if GATES:
                 change = tl.sum(dq * q.to(tl.float32) - dk * a.to(tl.float32), 1)
                 change = tl.sum(change, 0) + kept_sum - (tl.cumsum(change, 0) - change)
+                if spec.WIDTH == 1:
+                    before = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
+                    change = tl.where(g - before < STRONG, 0.0, change)
                 store_tokens(dgates, change, row, start, end, tile, K_TILES, head, spec)
         if spec.HQ == spec.H:
             at = chunk_base(dquery, row, start, head, spec.T, Q_HEADS, spec.K)

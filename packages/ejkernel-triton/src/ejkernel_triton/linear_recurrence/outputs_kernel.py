@@ -82,49 +82,81 @@ def outputs_kernel(
     VALUE_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    """One chunk's output of one head and BLOCK_V value channels; see `stages.make_outputs`."""
+    """Outputs of BLOCK_T tokens of one head's chunk and BLOCK_V value channels; see `stages.make_outputs`."""
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
-    C: tl.constexpr = spec.CHUNK
+    BLOCKS: tl.constexpr = spec.CHUNK // BLOCK_T
     program = tl.program_id(0)
     v = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
-    # Heads next to each other run together: those that share queries, keys or values find them in L2.
+    # Blocks of a chunk and heads run next to each other: what they share they find in L2.
+    block = program % BLOCKS
+    program = program // BLOCKS
     head = program % spec.H
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
-    rows = tl.arange(0, C)
+    first, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start = first + block * BLOCK_T
+    rows = tl.arange(0, BLOCK_T)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     v_head = head // (spec.H // VALUE_HEADS)
     v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
     s_base = state_base(states, row, head, chunk, spec)
-    acc = tl.zeros([C, BLOCK_V], tl.float32)
-    pairs = tl.zeros([C, C], tl.float32)
+    g_base = gates_base(gates, row, head, chunk, spec, per)
+    acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     for k in tl.range(0, spec.K, BLOCK_K):
-        q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
+        q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
         s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
         if spec.WIDTH > 1:
-            g = load_gates(gates_base(gates, row, head, chunk, spec, per), k, BLOCK_K, spec)
-            acc = add_dot(acc, (q.to(tl.float32) * tl.exp2(g)).to(s.dtype), s, spec)
+            acc = add_dot(acc, (q.to(tl.float32) * tl.exp2(load_gates(g_base, k, BLOCK_K, spec))).to(s.dtype), s, spec)
         else:
-            a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+            a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
             pairs = add_dot(pairs, q, tl.trans(a), spec)
             acc = add_dot(acc, q.to(s.dtype), s, spec)
+    g = 0.0
     if spec.WIDTH > 1:
         pairs = tl.load(scores_at(scores, row, head, chunk, spec))
     if spec.WIDTH == 1:
-        g = tl.load(gates_base(gates, row, head, chunk, spec, per) + rows)
+        g = tl.load(g_base + block * BLOCK_T + rows)
         acc *= tl.exp2(g)[:, None]
-        pairs *= pair_weights(g, spec)
+        pairs *= pair_weights(g)
     if spec.WIDTH == 0:
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     if spec.DT:
-        pairs = pairs.to(tl.float32) * load_dt(dt, row // per.DT, start, end, head, spec)[None, :]
-    b = load_rows(v_base, start, end, v, VALUE_HEADS, spec.V, BLOCK_V, spec)
-    acc = add_dot(acc, pairs.to(b.dtype), b, spec) * spec.SCALE
+        pairs = pairs.to(tl.float32) * load_dt(dt, row // per.DT, start, end, head, spec, BLOCK_T)[None, :]
+    b = load_rows(v_base, start, end, v, VALUE_HEADS, spec.V, BLOCK_V, spec, BLOCK_T)
+    acc = add_dot(acc, pairs.to(b.dtype), b, spec)
+    if BLOCKS > 1:
+        for back in tl.range(0, block):
+            # Tokens of an earlier block of the chunk: all pairs count.
+            behind = (block - back) * BLOCK_T
+            k_earlier = k_base - behind * (spec.HK * spec.K)
+            pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+            for k in tl.range(0, spec.K, BLOCK_K):
+                q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
+                a = load_rows(k_earlier, start - behind, end, k, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
+                pairs = add_dot(pairs, q, tl.trans(a), spec)
+            if spec.WIDTH == 1:
+                pairs *= tl.exp2(g[:, None] - tl.load(g_base + back * BLOCK_T + rows)[None, :])
+            if spec.DT:
+                pairs *= load_dt(dt, row // per.DT, start - behind, end, head, spec, BLOCK_T)[None, :]
+            c = load_rows(
+                v_base - behind * (VALUE_HEADS * spec.V),
+                start - behind,
+                end,
+                v,
+                VALUE_HEADS,
+                spec.V,
+                BLOCK_V,
+                spec,
+                BLOCK_T,
+            )
+            acc = add_dot(acc, pairs.to(c.dtype), c, spec)
+    acc *= spec.SCALE
     if spec.SKIP:
         acc += b.to(tl.float32) * tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
     store_rows(chunk_base(output, row, start, head, spec.T, spec.H, spec.V), acc, start, end, v, spec.H, spec.V, spec)

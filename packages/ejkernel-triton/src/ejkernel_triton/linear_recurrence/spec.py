@@ -10,7 +10,7 @@ from jax import lax
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence.config import LEAST, ChunkPasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,7 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         splits: Segments that a row which is not packed is split into, each walked by programs of its own.
     """
     tokens, packed = record.query.shape[1], record.cu_seqlens is not None
+    chunk = max(LEAST, 1 << (chunk.bit_length() - 1))
     chunks = -(-tokens // chunk)
     sequences = max(1, min(splits, chunks))
     per_sequence = -(-chunks // sequences)

@@ -20,6 +20,7 @@ MOST_SHARED = 8
 def make_call(
     record: LinearRecurrence,
     config: ChunkPasses,
+    chunk: int,
     gates: jax.Array | None = None,
     scores: jax.Array | None = None,
 ) -> Call:
@@ -28,10 +29,11 @@ def make_call(
     Args:
         record: The canonical arguments.
         config: Chunks and tiles.
+        chunk: Tokens a chunk, which of the two lengths.
         gates: Cumulative gates, where they were made before.
         scores: Those of pairs of tokens, likewise.
     """
-    spec = make_spec(record, config.chunk, config.splits)
+    spec = make_spec(record, chunk, config.splits)
     spans = make_spans(record, spec)
     return Call(
         spec=spec,
@@ -120,7 +122,7 @@ def pass_states(
         states_kernel,
         (left, right, call.gates, call.dt, initial, correction, call.spans.bounds, call.spans.firsts),
         [
-            Shape(states, dtype or jnp.float32),
+            Shape(states, jnp.float32 if dtype is None else dtype),
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
             Shape(written, right.dtype),
         ],
@@ -172,12 +174,13 @@ def make_outputs(call: Call, states: jax.Array) -> jax.Array:
     from ejkernel_triton.linear_recurrence.outputs_kernel import outputs_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
+    block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
     (output,) = launch(
         outputs_kernel,
         (call.query, call.key, call.value, call.gates, call.scores, call.dt, call.skip, states, *call.spans),
         [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H * -(-spec.V // config.output_block_v),
+        grid=batch * spec.CHUNKS * spec.H * (spec.CHUNK // block_t) * -(-spec.V // config.output_block_v),
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={
@@ -185,6 +188,7 @@ def make_outputs(call: Call, states: jax.Array) -> jax.Array:
             "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": config.output_block_k,
             "BLOCK_V": config.output_block_v,
+            "BLOCK_T": block_t,
         },
     )
     return output
@@ -232,7 +236,7 @@ def value_gradients(call: Call, cotangent: jax.Array, dstates: jax.Array) -> tup
 
 
 def key_gradients(
-    call: Call, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: bool
+    call: Call, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and gates.
 
@@ -241,11 +245,11 @@ def key_gradients(
         cotangent: [B, T, H, V] of the output.
         states: [B, H, CHUNKS, K, V], those before the chunks.
         dstates: Likewise, gradients of the states after the chunks.
-        gates: Whether those of the gates are wanted.
+        gates: Dtype of those of the gates; None if they are not wanted.
 
     Returns:
-        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] float32 of the log gates, which is of
-        no use unless it is wanted.
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] of the log gates, which is of no use
+        unless it is wanted.
     """
     from ejkernel_triton.linear_recurrence.gradients_kernels import key_gradients_kernel
 
@@ -263,7 +267,7 @@ def key_gradients(
                 Shape((batch, spec.T, n, spec.K), call.query.dtype if whole else jnp.float32)
                 for n, whole in zip(heads, exact, strict=True)
             ),
-            Shape(gate_shape if gates else (batch,), jnp.float32),
+            Shape(gate_shape if gates is not None else (batch,), jnp.float32 if gates is None else gates),
         ],
         batch=batch,
         grid=batch * spec.CHUNKS * groups * tiles,
@@ -275,10 +279,10 @@ def key_gradients(
             "BLOCK_K": config.gradient_block_k,
             "BLOCK_V": config.gradient_block_v,
             "SHARED": shared,
-            "GATES": gates,
+            "GATES": gates is not None,
         },
     )
-    if gates and spec.WIDTH == 1:
+    if gates is not None and spec.WIDTH == 1:
         dgates = _over_tiles(dgates)[..., None]
     return over_groups(dquery, call.query), over_groups(dkey, call.key), dgates
 

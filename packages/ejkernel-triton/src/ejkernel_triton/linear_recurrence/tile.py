@@ -54,9 +54,11 @@ def load_rows(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
+    BLOCK: tl.constexpr = None,
 ):
-    """[CHUNK, COLUMNS] of a chunk's tokens from `chunk_base` on; 0 for tokens from `end` on."""
-    rows = tl.arange(0, spec.CHUNK)
+    """[BLOCK, COLUMNS] of a chunk's tokens from `chunk_base` on, all if BLOCK is None; 0 for tokens from `end` on."""
+    ROWS: tl.constexpr = spec.CHUNK if BLOCK is None else BLOCK
+    rows = tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     at = base + (rows[:, None] * (HEADS * WIDTH) + columns[None, :])
     valid = (start + rows < end)[:, None]
@@ -94,7 +96,7 @@ def store_rows(
     spec: tl.constexpr,
 ):
     """Writes a tile where `load_rows` takes one from."""
-    rows = tl.arange(0, spec.CHUNK)
+    rows = tl.arange(0, tile.shape[0])
     columns = column + tl.arange(0, tile.shape[1])
     at = base + (rows[:, None] * (HEADS * WIDTH) + columns[None, :])
     valid = (start + rows < end)[:, None] & (columns < WIDTH)[None, :]
@@ -162,17 +164,18 @@ def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
-def load_dt(dt, row, start, end, head, spec: tl.constexpr):
-    """[CHUNK] dt of a head; 0 for tokens from `end` on."""
-    rows = tl.arange(0, spec.CHUNK)
+def load_dt(dt, row, start, end, head, spec: tl.constexpr, BLOCK: tl.constexpr = None):
+    """[BLOCK] dt of a head, of all tokens of a chunk if BLOCK is None; 0 for tokens from `end` on."""
+    ROWS: tl.constexpr = spec.CHUNK if BLOCK is None else BLOCK
+    rows = tl.arange(0, ROWS)
     at = chunk_base(dt, row, start, head, spec.T, spec.H, 1) + rows * spec.H
     return tl.load(at, mask=start + rows < end, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def pair_weights(gates, spec: tl.constexpr):
-    """exp2(G_i - G_j) for j <= i, else 0, of one gate a head: [CHUNK, CHUNK] by (i, j)."""
-    rows = tl.arange(0, spec.CHUNK)
+def pair_weights(gates):
+    """exp2(G_i - G_j) for j <= i, else 0, of one gate a head: [tokens, tokens] by (i, j)."""
+    rows = tl.arange(0, gates.shape[0])
     # Later tokens have the lower sums, so what is masked is what could overflow: it is masked before.
     between = tl.where(rows[:, None] >= rows[None, :], gates[:, None] - gates[None, :], float("-inf"))
     return tl.exp2(between)

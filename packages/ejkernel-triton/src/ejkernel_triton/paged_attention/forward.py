@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_work import Deal, Work, deal, find_work
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.paged_attention import cascade
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.spec import PagedSpec, Rotary, make_spec, padded, rotary_of
+from ejkernel_triton.paged_attention.write import write
 
 FIELDS = 9
 """Of an entry of the work list."""
@@ -31,8 +32,15 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
         Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
         residuals.
     """
-    record, pages = paged_cache.write(record)
-    output, lse = attend_pages(record, config, rotary_of(record))
+    if record.shared_prefix is not None:
+        prefix, own = cascade.split(record)
+        parts = (attend_pages(prefix, cascade.many_rows(prefix, config), None), attend_pages(own, config, None))
+        return cascade.joined(*parts), None
+    rotary = rotary_of(record)
+    spec = _spec(record, config, rotary)
+    plan = _plan(record, spec, config)
+    record, pages = write(record, plan[0], config.block_q)
+    output, lse = _owned(record, *_attend(record, rotary_of(record), spec, plan, config))
     return (output, lse, *pages), None
 
 
@@ -44,18 +52,25 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
         config: Tile sizes, programs, warps and stages.
         rotary: Rotary columns of a latent record.
     """
-    entries = record.query.shape[0] // config.block_q + record.kv_lens.shape[0]
-    spec = make_spec(record, config, record.kv_lens.shape[0] if record.query_start is None else entries, rotary)
-    values = record.key_pages if record.value_pages is None else record.value_pages
-    output, lse = _attend(record, values if rotary is None else rotary.rows, spec, _plan(record, spec, config), config)
-    if record.query_start is not None:
-        # Rows of no sequence are in no entry of the work list. The others follow each other.
-        live = record.kv_lens.shape[0] if record.num_seqs is None else record.num_seqs
-        token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
-        owned = (token >= record.query_start[0]) & (token < record.query_start[live])
-        output = jnp.where(owned[:, None, None], output, 0)
-        lse = jnp.where(owned[:, None], lse, -jnp.inf)
-    return output, lse
+    spec = _spec(record, config, rotary)
+    return _owned(record, *_attend(record, rotary, spec, _plan(record, spec, config), config))
+
+
+def _spec(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> PagedSpec:
+    sequences = record.kv_lens.shape[0]
+    tiles = record.query.shape[0] // config.block_q + sequences
+    return make_spec(record, config, sequences if record.query_start is None else tiles, rotary)
+
+
+def _owned(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and lse with 0 and -inf in rows of no sequence, which are in no entry of the work list."""
+    if record.query_start is None:
+        return output, lse
+    # Rows of sequences follow each other.
+    live = record.kv_lens.shape[0] if record.num_seqs is None else record.num_seqs
+    token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
+    owned = (token >= record.query_start[0]) & (token < record.query_start[live])
+    return jnp.where(owned[:, None, None], output, 0), jnp.where(owned[:, None], lse, -jnp.inf)
 
 
 def _plan(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +113,7 @@ def _shares(dealt: Deal) -> jax.Array:
 
 def _attend(
     record: PagedAttention,
-    values: jax.Array,
+    rotary: Rotary | None,
     spec: PagedSpec,
     plan: tuple[jax.Array, jax.Array],
     config: PagedForward,
@@ -112,6 +127,8 @@ def _attend(
     tables = None if row.block_tables is None else row.block_tables.astype(jnp.int32)
     sinks, slopes = (None if x is None else x.astype(jnp.float32) for x in (row.softmax_aux, row.alibi_slopes))
     rows, heads, _ = record.query.shape
+    values = record.key_pages if record.value_pages is None else record.value_pages
+    values = values if rotary is None else rotary.rows
     work, shares = plan
     slots, part = 2 * spec.PROGRAMS * spec.SPLITS, spec.BV + (spec.BR if spec.TAIL else 0)
     shapes: tuple[Shape | int, ...] = (

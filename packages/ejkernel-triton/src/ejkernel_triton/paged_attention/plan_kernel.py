@@ -15,6 +15,7 @@ A search becomes a scatter and a scan, so one program does it, whatever the leng
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import at_batch
 from ejkernel_triton.paged_attention.paged_tile import (
     CONTEXT,
     FIELDS,
@@ -26,7 +27,6 @@ from ejkernel_triton.paged_attention.paged_tile import (
     SEQUENCE,
     START,
     TILES,
-    at_batch,
 )
 
 

@@ -229,15 +229,16 @@ def promoted(query: Any, stored: Any) -> Any:
 
 def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
     """Strides of keys and of values (or rotary columns) over pages, slots and heads, and where the latter begin."""
-    keys = _by_axis(record.key_pages, record.kv_layout)
+    keys = strides_of(record.key_pages, record.kv_layout)
     if rotary is not None:
-        return keys, _by_axis(rotary.rows, record.kv_layout), rotary.start
+        return keys, strides_of(rotary.rows, record.kv_layout), rotary.start
     if record.value_pages is not None:
-        return keys, _by_axis(record.value_pages, record.kv_layout), 0
+        return keys, strides_of(record.value_pages, record.kv_layout), 0
     return keys, keys, record.key_pages.shape[-1]
 
 
-def _by_axis(pages: jax.Array, layout: str) -> Strides:
+def strides_of(pages: jax.Array, layout: str) -> Strides:
+    """Elements from page to page, slot to slot and head to head of an array of the cache."""
     sizes = dict(zip(layout, pages.shape, strict=True))
     strides: dict[str, int] = {}
     step = 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
+from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_pallas.gpu.grouped_matmul import spec
 
 HANDLES = frozenset({"group_offset", "transpose_rhs"})
@@ -45,8 +46,10 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=spec.candidates,
                 forward=spec.HopperGrouped,
                 faces=spec.FACES,
+                kind=kind_of,
             ),
             priority=20,
+            tuned="ejkernel_pallas:tuned",
             cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases",
         ),
     )

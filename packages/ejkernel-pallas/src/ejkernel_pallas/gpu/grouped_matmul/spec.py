@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning.row_tiles import most_tiles
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
 
 STEP = 64
@@ -31,12 +32,15 @@ class HopperGrouped:
     Attributes:
         block_n: Columns of a tile.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        band: Tiles of rows that are gone down before the next column.
+        band: Tiles of rows, of all members of a cluster, that are gone down before the next column.
+        cluster: Blocks of a cluster, 1 or 2. Two blocks have neighbouring tiles of rows, and read the part of a matrix
+            that both have once.
     """
 
     block_n: int
     stages: int
     band: int
+    cluster: int
 
 
 FACES = {"block_n": "block_n", "num_stages": "stages"}
@@ -46,7 +50,8 @@ BLOCK_M = WARPGROUPS * ROWS
 """Rows of a tile: 64 for each warpgroup that multiplies."""
 
 CANDIDATES = tuple(
-    HopperGrouped(block_n=n, stages=stages, band=band) for n, stages, band in ((256, 4, 8), (128, 5, 8), (256, 4, 16))
+    HopperGrouped(block_n=n, stages=stages, band=band, cluster=cluster)
+    for n, stages, band, cluster in ((256, 4, 16, 1), (256, 4, 8, 2), (256, 4, 8, 1), (256, 4, 16, 2))
 )
 """The best first."""
 
@@ -108,7 +113,7 @@ class Spec:
     @property
     def entries(self) -> int:
         """Entries of the tile list."""
-        return self.rows // BLOCK_M + self.matrices + 2
+        return most_tiles(self.rows, self.matrices, BLOCK_M)
 
 
 def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Spec:
@@ -119,8 +124,10 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Spec:
     """
     if params.block_n not in (64, 128, 192, 256):
         raise ValueError(f"cfg: got block_n={params.block_n}, the Mosaic GPU kernels want 64, 128, 192 or 256")
-    if params.stages < 2 or params.band < 1:
-        raise ValueError(f"cfg: got {given_values(params)}, wants at least 2 stages and a band of 1")
+    if params.stages < 2 or params.band < 1 or params.cluster not in (1, 2):
+        raise ValueError(
+            f"cfg: got {given_values(params)}, wants at least 2 stages, a band of 1, and a cluster of 1 or 2"
+        )
     if shared_bytes(params) > SHARED_MEMORY - RESERVE:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return Spec(

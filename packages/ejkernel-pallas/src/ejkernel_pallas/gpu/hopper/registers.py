@@ -42,7 +42,7 @@ def with_registers(array: Any, values: list[Any]) -> Any:
     registers = array.registers.copy()
     for place, value in enumerate(values):
         registers.flat[place] = value
-    return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+    return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
 
 
 def row_like(tile: Any, value: Any) -> Any:

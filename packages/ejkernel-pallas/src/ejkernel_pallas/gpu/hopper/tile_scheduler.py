@@ -83,6 +83,12 @@ class Item:
         """The row of an operand that is its batch row's: its only one, where all rows share it."""
         return I32(0) if operand.shape[0] == 1 else self.batch
 
+    def head_row(self, operand: Any, axes: int, head: Any = None) -> tuple[Any, ...]:
+        """The row of an operand's second axis that is the head's, or `head`'s; none if it has not as many axes."""
+        if len(operand.shape) < axes:
+            return ()
+        return (I32(0) if operand.shape[1] == 1 else self.head if head is None else head,)
+
 
 def make_plan(
     tiles: int,
@@ -160,7 +166,8 @@ def take(plan: Plan, taken: Any, place: Any) -> None:
 def visits(plan: Plan, table: Any, number: Any) -> tuple[Any, ...]:
     """First, clear, unclear and last visit of the item with a number; of any item for a number beyond the last."""
     owned = item(plan, jnp.minimum(number, plan.items - 1))
-    found = tuple(table[owned.row(table), owned.tile, n] for n in range(4))
+    place = owned.row(table), *owned.head_row(table, 4), owned.tile
+    found = tuple(table[*place, n] for n in range(4))
     return _shared(plan, owned, *found) if plan.split.tiles else found
 
 

@@ -10,9 +10,10 @@ from ejkernel.families.tiled_attention import DROPOUT, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
 from ejkernel.planning.attention_kinds import kind_of_large
+from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.gpu.tiled_attention import tiles
 
-HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window"}) | SOFTMAX | DROPOUT
+HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern"}) | SOFTMAX | DROPOUT
 """Optional fields that the kernels honour."""
 
 
@@ -26,6 +27,7 @@ def _reasons(record: Any) -> Iterable[str]:
     size, value_size = record.query.shape[3], record.value.shape[3]
     if value_size not in tiles.VALUES.get(size, (value_size,)):
         yield f"value has head size {value_size}, query has {size}: values of {tiles.VALUES[size][0]} go with that"
+    yield from pattern_reasons(record)
     if not record.softmax_scale > 0:
         yield f"softmax_scale {record.softmax_scale} is not above zero"
 
@@ -54,6 +56,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
             requires=_requires(tuple(tiles.VALUES)),
             backward_requires=_requires(tuple(tiles.VALUES)),
+            cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace(
                 heuristic=tiles.heuristic,
                 candidates=tiles.candidates,

@@ -35,6 +35,7 @@ class Spec:
         left: Band: `-left <= k - q`; None is open.
         right: Band: `k - q <= right`; None is open.
         segments: Whether there are segment ids.
+        pattern: Whether a pattern says which pairs attend, so that blocks come from lists.
         sinks: Whether there are sinks.
         threshold: Dropout drops where a row's number times a column's is below; 0 without dropout.
         kept: Factor on the weights that dropout keeps.
@@ -53,6 +54,7 @@ class Spec:
     left: int | None
     right: int | None
     segments: bool
+    pattern: bool
     sinks: bool
     threshold: int
     kept: float
@@ -65,7 +67,7 @@ class Spec:
     @property
     def bounded(self) -> bool:
         """Whether some pair of indices may not attend."""
-        return self.left is not None or self.right is not None or self.segments
+        return self.left is not None or self.right is not None or self.segments or self.pattern
 
     @property
     def drops(self) -> bool:
@@ -75,7 +77,7 @@ class Spec:
     @property
     def opens_masked(self) -> bool:
         """Whether tiles before the full ones can be cut, too."""
-        return self.left is not None or self.segments
+        return not self.pattern and (self.left is not None or self.segments)
 
     @property
     def takes_turns(self) -> bool:
@@ -141,6 +143,7 @@ def make_spec(record: TiledAttention) -> Spec:
         left=left,
         right=right,
         segments=record.q_segment_ids is not None and record.kv_segment_ids is not None,
+        pattern=record.pattern is not None,
         sinks=record.softmax_aux is not None,
         threshold=dropout.threshold(record.dropout_prob),
         kept=1.0 / (1.0 - record.dropout_prob),

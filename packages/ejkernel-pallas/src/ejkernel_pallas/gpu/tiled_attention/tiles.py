@@ -50,7 +50,7 @@ class ForwardTile:
 
     def uneven(self, spec: Spec) -> bool:
         """Whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
-        if spec.right is None:
+        if spec.right is None or spec.pattern:
             return False
         ends = ((row + spec.right, row + self.queries - ROWS + spec.right) for row in self._last_rows())
         return any(first // self.keys != last // self.keys for first, last in ends)
@@ -60,7 +60,7 @@ class ForwardTile:
 
         On an H200 it makes 2048 tokens with head size 64 up to 2% faster where there is a mask; without, it costs 1%.
         """
-        return spec.bounded and 0 < spec.queries % self.queries <= self.queries - ROWS
+        return spec.bounded and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - ROWS
 
     def _last_rows(self) -> range:
         """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""

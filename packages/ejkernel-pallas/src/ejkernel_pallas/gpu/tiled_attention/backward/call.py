@@ -49,11 +49,41 @@ class Call:
     buffers: Buffers
     member: Any = 0
 
+    def query_block(self, item: tile_scheduler.Item, head: Any, place: Any) -> Any:
+        """The query block of a visit: its place itself, or with a pattern what the list of the keys has there."""
+        return self.listed("blocks", item, head, place) if self.spec.pattern else place
 
-def visit_heads(call: Call, first: Any, visits: Any, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
-    """Visits tiles, the last one first, in runs: cut, full and cut ones; each of all heads, or head by head."""
-    start, clear, unclear, stop = visits
-    heads = 1 if call.by_head else call.spec.group
+    def listed(self, name: str, item: tile_scheduler.Item, head: Any, place: Any) -> Any:
+        """What an operand of a pattern has for the item's keys and a head."""
+        operand = self.operands[name]
+        return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
+
+    def positions(self, item: tile_scheduler.Item, head: Any) -> tuple[Any, ...]:
+        """Of the list of a head: where it starts, where its full blocks start and end, and where it ends."""
+        return tuple(self.listed("table", item, head, n) for n in range(4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """What a block visits.
+
+    Attributes:
+        item: The tile of keys that it owns.
+        first: The first of the query heads that share the keys.
+        run: Where the tiles of queries start, where full ones start and end, and where they end; without a pattern.
+    """
+
+    item: tile_scheduler.Item
+    first: Any
+    run: tuple[Any, ...]
+
+
+def visit_heads(call: Call, visits: Visits, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
+    """Visits tiles, the last one first, in runs: cut, full and cut ones; each of all heads, or head by head.
+
+    With a pattern, `visit` gets places in the list of the item's keys and a head.
+    """
+    item, heads = visits.item, 1 if call.by_head else call.spec.group
 
     def run(head: Any, low: Any, high: Any, cut: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
@@ -62,7 +92,8 @@ def visit_heads(call: Call, first: Any, visits: Any, visit: Callable[..., Any], 
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
     def runs(n: Any, state: Any) -> Any:
-        head = first + n
+        head = visits.first + n
+        start, clear, unclear, stop = call.positions(item, head) if call.spec.pattern else visits.run
         if not cuts:
             return run(head, start, stop, False, state)
         state = run(head, clear, unclear, False, run(head, unclear, stop, True, state))
@@ -129,7 +160,7 @@ def clean(ids: Any, *parts: tuple[Any, int]) -> None:
     plgpu.commit_smem()
 
 
-def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, scores: Any) -> Any:
+def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tuple[Any, ...], scores: Any) -> Any:
     """Scores of 64 keys with a visited tile, with minus infinity for pairs that do not attend.
 
     Args:
@@ -138,7 +169,17 @@ def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, scores: An
         row_ids: Segment ids of the keys, or None.
         slot: The stage that the queries are in.
         index: The tile of queries.
+        words: Bits of the pattern, as `pattern_words` has them.
         scores: Float32 [64, queries].
     """
     limits = tile_masks.query_range(call.spec, ROWS, index * call.tile.queries, key)
-    return tile_masks.between(scores, *limits, None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot]))
+    ids = None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot])
+    return tile_masks.between(scores, *limits, ids, words)
+
+
+def pattern_words(call: Call, item: tile_scheduler.Item, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
+    """Bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a visited tile of queries."""
+    if not call.spec.pattern:
+        return ()
+    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]
+    return tile_masks.load_words(words, part * ROWS, call.tile.queries)

@@ -33,7 +33,8 @@ def fetch(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
     visits(functools.partial(_fetch_visited, call, item), I32(0), False)
 
 
-def _fetch_visited(call: Call, item: tile_scheduler.Item, _: bool, head: Any, index: Any, count: Any) -> Any:
+def _fetch_visited(call: Call, item: tile_scheduler.Item, _: bool, head: Any, place: Any, count: Any) -> Any:
+    index = call.query_block(item, head, place)
     # Each of two blocks that visit the same fetches one half for both.
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.AXIS if call.tile.wide else None)
     for name, stages in call.tile.stages.items():
@@ -54,12 +55,12 @@ def _fetch_visited(call: Call, item: tile_scheduler.Item, _: bool, head: Any, in
 def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) -> None:
     """Adds the pieces of dq that are warp `place`'s to device memory when their turn comes."""
     buffers, tile, first = call.buffers, call.tile, call.operands["first"]
-    tiles = first.shape[1]
+    tiles = first.shape[-1]
 
-    def add(_: bool, head: Any, index: Any, count: Any) -> Any:
+    def add(_: bool, head: Any, visited: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
             mine = adder(call, count, piece) == place
-            pl.when(mine)(functools.partial(add_piece, piece, head, index, handed_over(call, count, piece)))
+            pl.when(mine)(functools.partial(add_piece, piece, head, visited, handed_over(call, count, piece)))
         return count + 1
 
     def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
@@ -69,8 +70,13 @@ def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) ->
             target = call.outputs[2].at[item.batch, rows, head, columns]
             plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
 
-    def add_piece(piece: int, head: Any, index: Any, full: Any) -> None:
-        before = item.tile - first[item.row(first), index]
+    def add_piece(piece: int, head: Any, visited: Any, full: Any) -> None:
+        index = call.query_block(item, head, visited)
+        # How many blocks add to these queries before this one.
+        if call.spec.pattern:
+            before = call.listed("ranks", item, head, visited)
+        else:
+            before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
         turn = call.turns.at[(place * tile.members + call.member) * tile.pieces + piece]
         plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")

@@ -39,11 +39,13 @@ from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     I32,
     Call,
+    Visits,
     await_visited,
     clean,
     handed_over,
     hidden,
     of_keys,
+    pattern_words,
     query_numbers,
     visit_heads,
     write_part,
@@ -62,7 +64,7 @@ def backward_kernel(call: Call) -> None:
         tile_scheduler.item(call.plan, number),
         tile_scheduler.visits(call.plan, call.operands["table"], number),
     )
-    visits = functools.partial(visit_heads, call, item.head * call.spec.group, visits)
+    visits = functools.partial(visit_heads, call, Visits(item, item.head * call.spec.group, visits))
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
@@ -107,15 +109,17 @@ def own_keys(call: Call, item: tile_scheduler.Item, w: Any, visits: Any) -> None
         owned = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
         clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *owned)
 
-    def visit(mask: bool, head: Any, index: Any, state: Any) -> Any:
+    def visit(mask: bool, head: Any, place: Any, state: Any) -> Any:
         count, dk, dv, slopes = state
+        index = call.query_block(item, head, place)
         # Places in shared memory are made anew in every visit: before the loop, they would take registers up.
         own = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         await_visited(call, count, mask)
         key = item.tile * tile.keys + own * ROWS
         row_ids = arrays.load_rows(_key_ids(call, item, own)) if mask and spec.segments else None
-        hide = functools.partial(hidden, call, key, row_ids, slot, index) if mask else None
+        words = pattern_words(call, item, head, place, own) if mask else ()
+        hide = functools.partial(hidden, call, key, row_ids, slot, index, words) if mask else None
         drawn = functools.partial(_numbers, call, item, own, slot, head, index)
         slopes = _last_slopes(call, own, count) if tile.crowded else slopes
         dk, *weights = _weigh(call, own, slot, last, dk, slopes, hide, drawn)

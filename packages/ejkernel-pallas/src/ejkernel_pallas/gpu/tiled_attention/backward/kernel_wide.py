@@ -29,6 +29,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     handed_over,
     hidden,
     of_keys,
+    pattern_words,
     query_numbers,
     write_part,
 )
@@ -55,16 +56,17 @@ def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
         clean(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
         clean(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_parts)))
 
-    def visit(cut: bool, head: Any, index: Any, state: Any) -> Any:
-        count, dv, rest = state
-        slot, place = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
+    def visit(cut: bool, head: Any, place: Any, state: Any) -> Any:
+        (count, dv, rest), index = state, call.query_block(item, head, place)
+        slot, half = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
         await_visited(call, count, cut)
-        hide = functools.partial(hidden, call, first, row_ids, slot, index) if cut else None
+        words = pattern_words(call, item, head, place, call.member) if cut else ()
+        hide = functools.partial(hidden, call, first, row_ids, slot, index, words) if cut else None
         numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.drops else None
         weights, factors = _weigh(call, count, slot, rest, hide, numbers)
         # Both members have made their parts of dq of what was here before.
-        pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[place]))
-        buffers["ds"].at[place][...] = factors.astype(spec.dtype)
+        pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
+        buffers["ds"].at[half][...] = factors.astype(spec.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(buffers["weights_full"])
         plgpu.barrier_arrive(buffers["q_free"].at[slot])

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.families.tiled_attention import sinks_gradient
+from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
+from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
@@ -36,6 +37,7 @@ from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_visitors
 from ejkernel_pallas.gpu.tiled_attention.backward.kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles, without_padding
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
+from ejkernel_pallas.gpu.tiled_attention.masks.pattern import query_lists
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
 
@@ -65,7 +67,7 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
     operands, delta = _operands(pullback, spec, tile)
     gradients: dict[str, jax.Array] = {}
     if wanted & {"query", "key", "value"}:
-        gradients = _gradients(spec, tile, operands)
+        gradients = _gradients(spec, tile, operands, pullback.record)
     if "softmax_aux" in wanted:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     return {name: gradients[name] for name in sorted(wanted)}
@@ -94,19 +96,24 @@ def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Opera
     return operands, delta
 
 
-def _gradients(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, jax.Array]:
+def _gradients(spec: Spec, tile: BackwardTile, operands: Operands, record: TiledAttention) -> dict[str, jax.Array]:
     """Of queries, keys and values."""
     ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
-    visits = query_visits(spec, ids, tile.queries, tile.keys)
-    first = first_visitors(visits, tiles(spec.queries, tile.queries))
-    operands = operands | {"table": jnp.asarray(visits), "first": jnp.asarray(first)}
+    if spec.pattern:
+        lists, visits = query_lists(padding_as_segments(record), tile.queries, tile.keys)
+        operands, first = operands | lists, lists["first"]
+    else:
+        visits = query_visits(spec, ids, tile.queries, tile.keys)
+        first = first_visitors(visits, tiles(spec.queries, tile.queries))
+        operands = operands | {"table": jnp.asarray(visits), "first": jnp.asarray(first)}
     plan, by_head = _plan(visits, spec, tile), _by_head(visits, spec, tile)
     run = functools.partial(_run, spec, tile, plan, by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
     dq = dq[:, : spec.queries] * (spec.scale * spec.kept)
-    visited = first < visits.shape[1]
+    visited = first < visits.shape[-2]
     if not (isinstance(visited, np.ndarray) and visited.all()):
-        some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=1)[:, : spec.queries, None, None]
+        some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=-1)[..., : spec.queries]
+        some = some.swapaxes(1, 2)[..., None] if some.ndim == 3 else some[:, :, None, None]
         dq = jnp.where(some, dq, 0)
     return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
 
@@ -119,24 +126,25 @@ def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], tile_s
     they only do so if the list is folded. Then the queries of that many heads are in use all the time, and have to stay
     in the cache.
     """
-    lengths = np.full((1, visits.shape[1]), max(visits.shape[1] / SHORT, 8))
+    count = visits.shape[-2]
+    lengths = np.full((1, count), max(count / SHORT, 8))
     if isinstance(visits, np.ndarray):
-        lengths = visits[..., 3] - visits[..., 0]
+        lengths = (visits[..., 3] - visits[..., 0]).reshape(-1, count)
     mean, half = lengths.mean() * spec.group, lengths.shape[1] // 2
     fitting = tile_scheduler.CACHE / (spec.group * spec.queries * tile.row_bytes(spec))
-    falling = spec.left is None and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+    falling = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     folded = falling and fitting > 0.75
-    apart = math.ceil(APART * tile_scheduler.multiprocessors() / (mean * tile.members))
+    apart = 1 if spec.pattern else math.ceil(APART * tile_scheduler.multiprocessors() / (mean * tile.members))
     together = round(fitting) if folded else max(int(fitting), apart)
 
     def plan(batch: int) -> tile_scheduler.Plan:
-        count, blocks = lengths.shape[1], tile_scheduler.multiprocessors() // tile.members
+        blocks = tile_scheduler.multiprocessors() // tile.members
         all_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
         made = tile_scheduler.make_plan(
             count,
             batch=batch,
             heads=spec.kv_heads,
-            reverse=False,
+            reverse=spec.pattern,
             head_bytes=tile_scheduler.CACHE // together,
             group=1,
             dealt=False,
@@ -153,7 +161,9 @@ def _by_head(visits: Any, spec: Spec, tile: BackwardTile) -> bool:
     With a window, the next block comes to a tile later by the visits that the window has moved on by, of all heads
     that are visited together. What all blocks visit in between, and add to, would have to stay in the cache.
     """
-    if spec.group == 1 or not isinstance(visits, np.ndarray) or visits.shape[1] == 1:
+    if spec.group > 1 and spec.pattern and visits.shape[1] > 1:  # each head has lists of its own
+        return True
+    if spec.group == 1 or not isinstance(visits, np.ndarray) or spec.pattern or visits.shape[1] == 1:
         return False
     moved = (visits[0, -1, 3] - visits[0, 0, 3]) / (visits.shape[1] - 1)
     between = (APART + moved * spec.group) * tile_scheduler.multiprocessors()
@@ -170,7 +180,7 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """Gradients of keys and of values, and sums that are gradients of queries but for their scale."""
     plan = make_plan(batch)
-    places = batch * spec.heads * operands["first"].shape[1] * tile.pieces * tile.members
+    places = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
 
     def body(given: Operands, made: Any, buffers: Any) -> None:
         turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))

@@ -86,6 +86,15 @@ class Call:
         """The stage that a visit's keys and values are in."""
         return lax.rem(count, I32(self.tile.stages))
 
+    def key_block(self, item: tile_scheduler.Item, place: Any) -> Any:
+        """The key block of a visit: its place itself, or with a pattern what the item's list has there."""
+        return self.listed("blocks", item, place) if self.spec.pattern else place
+
+    def listed(self, name: str, item: tile_scheduler.Item, place: Any) -> Any:
+        """What an operand of a pattern has at a place of the item's list."""
+        operand = self.operands[name]
+        return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
+
     def numbers(self, count: Any) -> Any:
         """Dropout's numbers of a visit's keys."""
         return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]

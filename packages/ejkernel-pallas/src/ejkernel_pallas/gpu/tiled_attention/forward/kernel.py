@@ -133,7 +133,7 @@ def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
     scores = wgmma.finish(wgmma.begin(call.shared.q.at[own.buffer], call.shared.k.at[slot]), under_way=0)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     cut: Cut = "closes" if call.tile.cuts(call.spec) else None
-    scores = _masked(call, own, start, cut, scores)
+    scores = _masked(call, own, _tile_mask(call, own, start, cut), cut, scores)
     peak, total = arrays.full_rows(ROWS, 0.0 if call.spec.settled else LOWEST), arrays.full_rows(ROWS, 0.0)
     peak, total, weights, _ = softmax.exponentiate(call.spec, scores, peak, total, cut is None)
     weights = _kept(call, own, step, weights)
@@ -144,6 +144,9 @@ def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
     """One visit: its scores, and the last visit's products while they are exponentiated."""
     shared, warpgroups = call.shared, call.tile.warpgroups
     slot, last = call.slot(state.count), call.slot(state.count - 1)
+
+    # With a pattern the masks come from device memory: they are under way while the keys are waited for.
+    mask = _tile_mask(call, own, index, cut)
 
     def multiply(refs: Any) -> None:
         output_ref, *row_refs = refs
@@ -157,7 +160,7 @@ def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
             pass_turn(warpgroups)
         scores = wgmma.finish(scores, under_way=1)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores = _masked(call, own, index, cut, scores)
+        scores = _masked(call, own, mask, cut, scores)
         peak, total, weights, fade = softmax.exponentiate(call.spec, scores, state.peak, state.total, cut is None)
         new = peak, total, _kept(call, own, state.count, weights), fade
         for ref, value in zip(row_refs, new, strict=True):
@@ -184,9 +187,30 @@ def _leave_out(call: Call, _: Any, count: Any) -> Any:
     return count + 1
 
 
-def _masked(call: Call, own: Own, index: Any, cut: Cut, scores: Any) -> Any:
+class TileMask(NamedTuple):
+    """What masks a visit's scores.
+
+    Attributes:
+        block: The key block.
+        words: Bits of the pattern, as `tile_masks.load_words` has them; empty without a pattern.
+    """
+
+    block: Any
+    words: tuple[Any, ...] = ()
+
+
+def _tile_mask(call: Call, own: Own, place: Any, cut: Cut) -> TileMask:
+    """What masks the scores of the visit at a place of the item's list, if it may be cut."""
+    if cut is None or not call.spec.pattern:
+        return TileMask(place)
+    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", own.item, place)]
+    row = own.row - own.item.tile * call.tile.queries
+    return TileMask(call.key_block(own.item, place), tile_masks.load_words(words, row, call.tile.keys))
+
+
+def _masked(call: Call, own: Own, mask: TileMask, cut: Cut, scores: Any) -> Any:
     """Scores, with the soft cap, of a tile that may be cut; raw products if what makes weights of them has the cap."""
-    spec, key = call.spec, index * call.tile.keys
+    spec, key = call.spec, mask.block * call.tile.keys
     if spec.cap is not None and not (cut is None and spec.caps_in_weights):
         scores = jnp.tanh(scores * spec.inner)
     if cut is None:
@@ -195,7 +219,7 @@ def _masked(call: Call, own: Own, index: Any, cut: Cut, scores: Any) -> Any:
     if spec.segments:
         first, last, mixed = _segment_range(call, own, key)
     last = None if cut == "opens" else last
-    return tile_masks.within(scores, first, last, mixed)
+    return tile_masks.within(scores, first, last, mixed, mask.words)
 
 
 def _segment_range(call: Call, own: Own, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:

@@ -21,19 +21,19 @@ def fetch_tile(call: Call, carry: Any) -> Any:
     turn, step, number, (start, _, _, stop) = carry
     item = tile_scheduler.item(call.plan, number)
     _take(call, turn)
-    fetch = functools.partial(_fetch_visited, call, item)
-    fetch("k", start, step)
+    fetch, key_block = functools.partial(_fetch_visited, call, item), functools.partial(call.key_block, item)
+    fetch("k", key_block(start), step)
     for warpgroup in range(call.tile.warpgroups):
         _fetch_queries(call, item, turn, warpgroup)
     after = next_tile(call, turn)
 
     def pair(index: Any, count: Any) -> Any:
-        fetch("k", index + 1, count + 1)
-        _fetch_values(call, item, index, count)
+        fetch("k", key_block(index + 1), count + 1)
+        _fetch_values(call, item, key_block(index), count)
         return count + 1
 
     count = lax.fori_loop(start, stop - 1, pair, step)
-    _fetch_values(call, item, stop - 1, count)
+    _fetch_values(call, item, key_block(stop - 1), count)
     return turn + 1, count + 1, *after
 
 

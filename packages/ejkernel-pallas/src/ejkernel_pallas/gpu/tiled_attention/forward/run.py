@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.planning.batch_rows import in_rows
+from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
@@ -19,6 +20,7 @@ from ejkernel_pallas.gpu.tiled_attention.forward.kernel import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_visits, padded_ids, tiles
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.masks.key_ranges import key_ranges
+from ejkernel_pallas.gpu.tiled_attention.masks.pattern import key_lists
 from ejkernel_pallas.gpu.tiled_attention.masks.segment_extents import extent
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ForwardTile, HopperForward, forward_tile
@@ -55,7 +57,7 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
 
 def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
     """Outputs in whole groups of rows, and lse in whole tiles."""
-    count, blocks = operands["table"].shape[1], tile_scheduler.multiprocessors()
+    count, blocks = operands["table"].shape[-2], tile_scheduler.multiprocessors()
     plan = tile_scheduler.make_plan(
         count,
         batch=batch,
@@ -112,7 +114,10 @@ def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str
         operands["ranges"] = key_ranges(spec, ids, tile.keys)
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
-    operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
+    if spec.pattern:
+        operands |= key_lists(padding_as_segments(record), tile.queries, tile.keys)
+    else:
+        operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
     operands |= numbers(record, spec, tile.queries, tile.keys)
     keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
     return {"q": whole(record.query, ROWS)} | keys | operands

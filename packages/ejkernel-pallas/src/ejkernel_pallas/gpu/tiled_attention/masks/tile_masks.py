@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROWS
-from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, of_rows, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.sizes import ROWS as TILE_ROWS
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
@@ -59,15 +61,54 @@ def query_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array,
     return low, None if spec.left is None else row + spec.left
 
 
-def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, mixed: Mixed | None = None) -> jax.Array:
+def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
+    """The words that a thread tests of 64 rows of a tile mask: for each span of columns one for each of its two rows.
+
+    Each is int32 [64], an array of rows in which the four threads of a row have words of their own.
+
+    Args:
+        words: Reference to a mask's words in device memory, int32 [rows * spans * 4].
+        row: The first of the 64 rows.
+        width: Columns.
+    """
+    spans = -(-width // SPAN)
+    template = plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.int32), ROWS)
+    first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (TILE_ROWS,), ())
+
+    def load(span: int) -> jax.Array:
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), ROWS, ROWS),
+            return_type=plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.int32, layout=ROWS),
+        )
+        def words_of(_: Any, source: Any, like: Any, start: Any) -> Any:
+            own = arith.addi(scalar(start.registers.flat[0]), _own_row())
+            thread = arith.andi(mgpu.utils.thread_idx(), constant(3))
+            found: list[Any] = []
+            for half in (0, 1):
+                place = arith.muli(arith.addi(own, constant(8 * half)), constant(4 * spans))
+                found.append(_number(source, arith.addi(place, arith.addi(thread, constant(4 * span)))))
+            return of_rows(like, found)
+
+        return words_of(words, template, plgpu.layout_cast(first, ROWS))  # pyright: ignore[reportCallIssue]
+
+    return tuple(load(span) for span in range(spans))
+
+
+def within(
+    scores: jax.Array,
+    low: jax.Array | None,
+    high: jax.Array | None,
+    mixed: Mixed | None = None,
+    pattern: tuple[jax.Array, ...] = (),
+) -> jax.Array:
     """Scores with -inf in columns before `low` and after `high`, both int32 for every row.
 
-    Where `mixed` says so, also where the ids of row and column differ.
+    Where `mixed` says so, also where the ids of row and column differ; and where the words of a pattern have no bits.
 
     The columns that a thread keeps of a row are bits of a word, of which the assembler makes seven predicates at a
     time; comparisons would be two or three for every score, which is more than its exponential takes.
     """
-    if low is None and high is None and mixed is None:
+    if low is None and high is None and mixed is None and not pattern:
         return scores
     here = [limit is not None for limit in (low, high)]
     limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
@@ -75,7 +116,7 @@ def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, mix
     flag = () if mixed is None else (plgpu.layout_cast(mixed.flag, ROWS),)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*flag, *limits))),
+        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*flag, *limits, *pattern))),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *given: Any) -> Any:
@@ -88,14 +129,21 @@ def within(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, mix
         words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
         if mixed is not None:
             words = _same_words(words, ids, scores.shape[1])
+        for span, bits in enumerate(given_limits):
+            for half, register in enumerate(bits.registers.flat):
+                words[half][span] = arith.andi(words[half][span], scalar(register))
         return _kept(tile, words)
 
-    operands = *refs, *flag, *limits
+    operands = *refs, *flag, *limits, *pattern
     return select(scores, *operands)
 
 
 def between(
-    scores: jax.Array, low: jax.Array, high: jax.Array | None, ids: tuple[jax.Array, Any] | None = None
+    scores: jax.Array,
+    low: jax.Array,
+    high: jax.Array | None,
+    ids: tuple[jax.Array, Any] | None = None,
+    pattern: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """As `within`, without a register for words: columns are constants of the instructions that compare.
 
@@ -108,7 +156,10 @@ def between(
         low: As `within`.
         high: Likewise.
         ids: Segment ids of rows, and a reference to those of columns.
+        pattern: As `load_words` gives them.
     """
+    if pattern:
+        scores = within(scores, None, None, pattern=pattern)
     limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
     tests = ["setp.le", "setp.ge"][: len(limits)]
     row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROWS),), () if ids is None else (ids[1],)
@@ -167,6 +218,15 @@ def _own_column() -> Any:
     return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
 
 
+def _own_row() -> Any:
+    """The first of a thread's two rows of 64; the other one is eight rows later."""
+    thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+    return arith.addi(
+        arith.muli(arith.divui(thread, constant(32)), constant(16)),
+        arith.divui(arith.remui(thread, constant(32)), constant(4)),
+    )
+
+
 def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
     """Words without the bits of columns whose ids are not the row's, where a flag is set."""
     (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
@@ -183,11 +243,7 @@ def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> lis
 
 def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
     """Bits of the columns whose ids are those of a thread's rows: the words of the first row, then of the second."""
-    thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-    row = arith.addi(
-        arith.muli(arith.divui(thread, constant(32)), constant(16)),
-        arith.divui(arith.remui(thread, constant(32)), constant(4)),
-    )
+    row = _own_row()
     ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
     words = [[constant(0)] * -(-width // SPAN) for _ in ids]
     for place in range(width // 4):

@@ -1,0 +1,73 @@
+"""Conformance cases of the Hopper kernels: patterns in 16 bits, with head dimensions and tiles that they have."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments
+from ejkernel.modules.operations.cases.flash_attention import Sizes, qkv
+from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.ops.model import Case
+from ejkernel.types import MaskInfo
+from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, NumpyMask
+
+SIZES = Sizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
+
+
+def _blocks(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+    """Blocks of 64: full, partial and empty tiles, and none for the queries from 128 to 191."""
+    seen = np.random.RandomState(7).rand(-(-q_len // 64), -(-kv_len // 64)) < 0.5
+    seen[2] = False
+    return NumpyMask(np.kron(seen, np.ones((64, 64), bool))[:q_len, :kv_len])
+
+
+def _pairs(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+    """Pairs by chance, so that no two tiles have the same mask."""
+    return NumpyMask(np.random.RandomState(8).rand(q_len, kv_len) < 0.2)
+
+
+def _by_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+    """Another pattern for every other head, of which two share their keys."""
+    return ChunkedCausalMask((q_len, kv_len), 96) if head % 2 else LocalMask((q_len, kv_len), (40, 9))
+
+
+def _segmented(key: jax.Array) -> dict[str, Any]:
+    ids = jnp.array([[0] * 100 + [1] * 190 + [-1] * 30, [0] * 320], jnp.int32)
+    return {"mask_builder": _blocks, "mask_info": MaskInfo.from_segments(ids), "causal": True}
+
+
+def _sinks(key: jax.Array) -> dict[str, Any]:
+    return {"mask_builder": _pairs, "causal": False, "softmax_aux": jax.random.normal(key, (4, 2))}
+
+
+def _capped(key: jax.Array) -> dict[str, Any]:
+    return {"mask_builder": _blocks, "causal": True, "logits_soft_cap": 5.0}
+
+
+_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
+    ("blocks of 64", {}, lambda key: {"mask_builder": _blocks, "causal": False}),
+    ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segmented),
+    ("pairs by chance, sinks", {"d": 128, "v": 128}, _sinks),
+    ("patterns by head", {"d": 64}, lambda key: {"mask_builder": _by_head, "causal": False}),
+    ("patterns by head, 192 and 128", {"d": 192, "v": 128}, lambda key: {"mask_builder": _by_head, "causal": False}),
+    ("blocks of 64, causal, soft cap, 256", {"d": 256, "v": 256}, _capped),
+    ("pairs by chance, 256", {"d": 256, "v": 256}, lambda key: {"mask_builder": _pairs, "causal": False}),
+)
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """By operation."""
+    return {"blocksparse_attention": tuple(_case(*row) for row in _TABLE)}
+
+
+def _case(name: str, sizes: dict[str, int], extra: Callable[[jax.Array], dict[str, Any]]) -> Case:
+    def make(key: jax.Array) -> Any:
+        inputs, options = jax.random.split(key)
+        arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(SIZES, **sizes)).items()}
+        return BlockSparseAttentionArguments(**arrays, **extra(options))
+
+    return tagged(name, make, ("pattern",), ())

@@ -1,0 +1,123 @@
+"""Patterns: lists of the blocks to visit, and the masks of partial blocks as the bits that threads test.
+
+Without a pattern, the blocks that a tile visits are neighbours, and four numbers a tile say which of them are full.
+With one, every tile has a list, and the same four numbers are positions in it:
+
+    forward     first block | full blocks | partial blocks      a query tile's key blocks
+    backward    full blocks | partial blocks                    a key tile's query blocks, visited from the end
+
+A tile that visits nothing has one block in its list with the empty mask, so that what it writes is written by the same
+code. In the accumulator of a product a thread has, of a row, two of every eight columns; so the mask of 128 columns is
+a word of 32 bits for each row and each of four threads:
+
+    tile_masks int8 [n, rows, columns]  -->  words int32 [1, n, rows * (columns / 128) * 4]
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.block_maps import EMPTY, BlockMap, block_lists, block_map
+from ejkernel_pallas.gpu.tiled_attention.masks.tile_masks import SPAN
+
+QUAD = 4
+"""Threads that share a row."""
+
+
+def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, jax.Array]:
+    """What the forward kernel reads of a pattern.
+
+    Args:
+        record: With a pattern.
+        q_block: Queries a tile.
+        kv_block: Keys a block.
+
+    Returns:
+        `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
+        these, and `mask_words` as above.
+    """
+    found = _visited(block_map(record, q_block, kv_block))
+    lists = block_lists(found)
+    xp: Any = np if isinstance(lists.count, np.ndarray) else jnp
+    none = xp.zeros_like(lists.count)
+    return _arrays(
+        table=xp.stack([none, none, lists.full, lists.count], axis=-1),
+        blocks=lists.blocks,
+        mask_ids=lists.mask_ids,
+        mask_words=_words(found),
+    )
+
+
+def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[dict[str, jax.Array], Any]:
+    """What the backward kernel reads of a pattern, and the table by itself, of NumPy where it is known when traced.
+
+    Args:
+        record: With a pattern.
+        q_block: Queries a block.
+        kv_block: Keys a tile.
+
+    Returns:
+        As `key_lists` with keys for queries; also the `ranks` of the blocks, how many key tiles add to them before
+        this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles where none adds.
+
+    Blocks take the last key tile first, and visit earlier queries first. Patterns often have keys that all queries see,
+    at the start: were they the first to add, all others would wait for the longest list.
+    """
+    found = _visited(block_map(record, q_block, kv_block).by_keys())
+    some, every = found.some, found.every
+    xp: Any = np if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp
+    kind = xp.where(some & every, 0, xp.where(some, 1, 2))
+    longest = max(1, int(found.reachable.sum(axis=-1).max()))
+    queries = some.shape[-1]
+    blocks = queries - 1 - xp.argsort(kind[..., ::-1], axis=-1, stable=True)[..., :longest]
+    full, count = ((kind < limit).sum(axis=-1) for limit in (1, 2))
+    none = xp.zeros_like(count)
+    table = xp.stack([none, none, full, count], axis=-1).astype(np.int32)
+    later = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
+
+    def listed(values: Any) -> Any:
+        return xp.take_along_axis(xp.broadcast_to(values, (*blocks.shape[:-1], queries)), blocks, axis=-1)
+
+    arrays = _arrays(
+        table=table,
+        blocks=blocks,
+        mask_ids=listed(found.mask_ids),
+        ranks=listed(later),
+        mask_words=_words(found, True),
+        first=xp.where(some.any(axis=2), 0, some.shape[2]),
+    )
+    return arrays, table
+
+
+def _arrays(**given: Any) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x, jnp.int32) for name, x in given.items()}
+
+
+def _visited(found: BlockMap) -> BlockMap:
+    """The map in which every tile visits something: the first block, of which nothing attends, if there is no other."""
+    first = np.arange(found.some.shape[-1]) == 0
+    forced = ~found.some.any(axis=-1, keepdims=True) & first
+    xp: Any = np if isinstance(forced, np.ndarray) else jnp
+    return dataclasses.replace(
+        found,
+        some=found.some | forced,
+        every=found.every & ~forced,
+        mask_ids=xp.where(forced, EMPTY, found.mask_ids),
+        reachable=found.reachable | first,
+    )
+
+
+def _words(found: BlockMap, by_keys: bool = False) -> np.ndarray:
+    """The tile masks of a pattern as words; with rows of keys for the backward kernel."""
+    masks = found.tile_masks
+    assert masks is not None  # the record has a pattern
+    masks = masks.swapaxes(1, 2) if by_keys else masks
+    count, rows, columns = masks.shape
+    masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN)))
+    bits = masks.reshape(count, rows, -1, SPAN // 8, QUAD, 2).transpose(0, 1, 2, 4, 3, 5)
+    packed = np.packbits(bits.reshape(count, rows, -1, QUAD, SPAN // QUAD).astype(bool), axis=-1, bitorder="little")
+    return np.ascontiguousarray(packed).view("<i4").reshape(1, count, -1)

@@ -1,0 +1,63 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""Writing new tokens into their pages, in place: one program a tile of query rows, head of the cache and component."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.paged_attention.paged_tile import FIELDS, POSITION, ROW, ROWS, SEQUENCE
+
+
+@triton.jit
+def write_kernel(
+    keys,
+    values,
+    work,
+    tables,
+    so_far,
+    pages,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """Writes rows of `keys` or, as the second component, `values` to where the tables say.
+
+    `pages` is `so_far`: the same memory, of which only slots of new tokens are written. A row is as wide as the
+    cache's: lanes and heads that only pad it become 0, as a latent row's do between its two parts.
+    """
+    W: tl.constexpr = spec.WIDTH
+    BQ: tl.constexpr = spec.BLOCK_Q
+    program = tl.program_id(0)
+    component = program % spec.COMPONENTS
+    head = program // spec.COMPONENTS % spec.HEADS
+    entry = program // (spec.COMPONENTS * spec.HEADS) % spec.ENTRIES
+    batch = tl.cast(program // (spec.COMPONENTS * spec.HEADS * spec.ENTRIES), tl.int64)
+    keys = at_batch(keys, batch, per.KEYS, spec.TOKENS * spec.HK * spec.D)
+    if spec.COMPONENTS == 2:
+        values = at_batch(values, batch, per.VALUES, spec.TOKENS * spec.HK * spec.D)
+    tables = at_batch(tables, batch, per.TABLES, spec.SEQUENCES * spec.TABLE)
+    own = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS) + entry * FIELDS
+    sequence, row, rows = tl.load(own + SEQUENCE), tl.load(own + ROW), tl.load(own + ROWS)
+    r = tl.arange(0, BQ)
+    position = tl.load(own + POSITION) + r
+    column = position // spec.PAGE_SIZE
+    present = (r < rows) & (position >= 0) & (column < spec.TABLE)
+    page = tl.load(tables + sequence * spec.TABLE + column, mask=present, other=-1)
+    present = present & (page >= 0) & (page < spec.PAGES)
+    # 64 bits: a cache may have more than 2 ** 31 elements.
+    slot = tl.where(present, position % spec.PAGE_SIZE, 0)
+    at = tl.cast(tl.where(present, page, 0), tl.int64) * spec.STRIDES[0] + slot * spec.STRIDES[1]
+    c = tl.arange(0, W)
+    # Columns up to SPLIT hold the token's first ones, those from SECOND on the rest.
+    source = tl.where(c < spec.SECOND, c, c - spec.SECOND + spec.SPLIT)
+    held = ((c < spec.SPLIT) | (c >= spec.SECOND)) & (source < spec.D) & (tl.zeros_like(c) + head < spec.HK)
+    token = tl.cast(row + r, tl.int64)[:, None] * (spec.HK * spec.D) + (head * spec.D + source)[None, :]
+    mask = present[:, None] & held[None, :]
+    if spec.COMPONENTS == 2:
+        is_key = tl.zeros_like(c)[None, :] + component == 0
+        from_values = tl.load(values + token, mask=mask & ~is_key, other=0.0)
+        x = tl.where(is_key, tl.load(keys + token, mask=mask & is_key, other=0.0), from_values)
+    else:
+        x = tl.load(keys + token, mask=mask, other=0.0)
+    first = batch * spec.ELEMENTS + head * spec.STRIDES[2] + component * spec.LANES
+    tl.store(pages + first + at[:, None] + c[None, :], x, mask=present[:, None] & (c < spec.LANES)[None, :])
