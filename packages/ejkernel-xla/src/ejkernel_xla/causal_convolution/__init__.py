@@ -1,8 +1,7 @@
 """The causal convolution in XLA: one fused sum over shifted views."""
 
 from ejkernel.families.causal_convolution import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_xla.causal_convolution import passes
+from ejkernel.ops import NO_CHOICE, Implementation, Requires
 
 IMPLEMENTATIONS = (
     Implementation(
@@ -18,6 +17,6 @@ IMPLEMENTATIONS = (
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset({"bias", "initial_state", "cu_seqlens", "sequence_state", "activation"}),
         ),
-        config=ConfigSpace(heuristic=passes.heuristic, candidates=passes.candidates),
+        config=NO_CHOICE,
     ),
 )

@@ -7,20 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.causal_convolution import CausalConvolution, accumulator, activate, places, states
-from ejkernel.modules.operations.configs import CausalConv1dConfig
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.convolution import add_state_gradients, final_states, state_sums
-
-
-def heuristic(record: CausalConvolution, device: Any, direction: Direction) -> CausalConv1dConfig:
-    """Nothing to choose."""
-    return CausalConv1dConfig()
-
-
-def candidates(record: CausalConvolution, device: Any, direction: Direction) -> tuple[CausalConv1dConfig, ...]:
-    """Nothing to measure."""
-    return ()
 
 
 def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
