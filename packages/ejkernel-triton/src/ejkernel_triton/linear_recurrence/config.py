@@ -143,6 +143,27 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     )
 
 
+def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
+    """Chunks and tiles for a record with beta on a device, not measured."""
+    made = heuristic(record, device, direction)
+    walks, block = record.query.shape[0] * head_count(record), made.state_block_v
+    # A walk has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
+    columns, most = record.value.shape[3], chip_of(device).multiprocessors
+    while not interpreting() and block > LEAST and walks * -(-columns // block) < most:
+        block //= 2
+    return dataclasses.replace(made, splits=1, state_block_v=block)
+
+
+def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
+    """Configurations worth measuring for a record with beta on a device."""
+    default = delta_heuristic(record, device, direction)
+    if interpreting():
+        return (default,)
+    made = [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, state_warps=8), dataclasses.replace(default, state_stages=2)]
+    return tuple(dict.fromkeys((default, *made)))
+
+
 def _gradient_tile(record: LinearRecurrence, wide_products: bool, warps: int) -> tuple[int, int]:
     """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
     if _by_channel(record):
