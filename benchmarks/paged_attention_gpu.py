@@ -3,6 +3,7 @@
     python benchmarks/paged_attention_gpu.py                  # tables
     python benchmarks/paged_attention_gpu.py --quick          # two shapes of each
     python benchmarks/paged_attention_gpu.py --candidates     # also every configuration worth measuring
+    python benchmarks/paged_attention_gpu.py --cells 10:14    # a part of the shapes
 
 All sides get the same normal bfloat16 arrays; the pages of a sequence are spread over the cache at random. A side is
 timed only if its output agrees with float64 on a few query rows. Sides are interleaved, several calls a sample, and
@@ -44,11 +45,15 @@ class Cell:
     size: int = 128
     ragged: bool = False
     decoding: int = 0
+    prefix: int = 0
+    tree: bool = False
 
     def __str__(self) -> str:
         shape = f"B{self.batch} ctx {self.context} H{self.heads}/{self.kv_heads} D{self.size} page {self.page}"
         shape += f", {self.rows} new" if self.rows > 1 else ""
         shape += f", {self.decoding} decoding" if self.decoding else ""
+        shape += f", {self.prefix} shared" if self.prefix else ""
+        shape += " of a tree" if self.tree else ""
         return f"{shape}, lengths 1 to {self.context}" if self.ragged else shape
 
     @functools.cached_property
@@ -83,6 +88,20 @@ class Cell:
             return f"{self.bytes / seconds / 1e9:.0f} GB/s"
         return f"{self.operations / seconds / 1e12:.0f} TFLOP/s"
 
+    @functools.cached_property
+    def ancestors(self) -> np.ndarray:
+        """bool [rows, rows]: the new tokens that each attends to: itself and those above it in a binary tree."""
+        allowed = np.eye(self.rows, dtype=bool)
+        for row in range(1, self.rows):
+            allowed[row] |= allowed[(row - 1) // 2]
+        return allowed
+
+    def options(self) -> dict[str, Any]:
+        """Further arguments of the operation."""
+        options: dict[str, Any] = {"shared_prefix": np.int32(self.prefix)} if self.prefix else {}
+        bias = np.where(self.ancestors, 0, -np.inf).astype(np.float32)
+        return options | ({"qq_bias": jnp.asarray(bias)} if self.tree else {})
+
     def inputs(self) -> tuple[jax.Array, ...]:
         """Queries, key cache, value cache, lengths, tables and starts of the queries, as `unified_attention` takes."""
         sequences, columns = len(self.lengths), -(-self.context // self.page)
@@ -93,6 +112,7 @@ class Cell:
         keys = jax.random.split(jax.random.key(0), 3)
         made = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
         tables = np.random.default_rng(1).permutation(sequences * columns).reshape(sequences, columns)
+        tables[:, : self.prefix // self.page] = tables[:1, : self.prefix // self.page]
         starts = np.concatenate([[0], np.cumsum(self.queries)])
         return (*made, *(jnp.asarray(x, jnp.int32) for x in (self.lengths, tables, starts)))
 
@@ -115,12 +135,17 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(batch=1, context=131072)
     yield Cell(batch=8, rows=2048)
     yield Cell(batch=4, rows=512, decoding=60)
+    yield Cell(prefix=7168)
+    yield Cell(batch=256, context=2048, prefix=1024)
+    yield Cell(rows=8)
+    yield Cell(rows=8, tree=True)
 
 
-def ours(arrays: tuple[jax.Array, ...], platform: str) -> Side:
+def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any]) -> Side:
     """The operation, as users call it."""
-    compiled = jax.jit(functools.partial(unified_attention, platform=platform)).lower(*arrays).compile()
-    return lambda: compiled(*arrays)
+    call = jax.jit(functools.partial(unified_attention, platform=platform))
+    compiled = call.lower(*arrays, **options).compile()
+    return lambda: compiled(*arrays, **options)
 
 
 def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
@@ -149,7 +174,9 @@ def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool, only: str
         if only not in platform or (platform == "xla" and slow):
             continue
         try:
-            found[f"ejkernel {platform}"] = ours(arrays, platform)
+            found[f"ejkernel {platform}"] = ours(arrays, platform, cell.options())
+            if cell.prefix:
+                found[f"ejkernel {platform}, without shared_prefix"] = ours(arrays, platform, {})
         except NotImplementedError:
             continue
     return found | dict(configured(arrays)) if candidates else found
@@ -170,6 +197,8 @@ def truth(cell: Cell, arrays: tuple[jax.Array, ...]) -> list[tuple[int, np.ndarr
             row, end = int(starts[sequence]) + i, length - count + i + 1
             q = np.asarray(query[row, :group].astype(jnp.float32), np.float64)
             scores = q @ k[:end].T * cell.size**-0.5
+            if cell.tree:
+                scores[:, length - count :] += np.where(cell.ancestors[i, : i + 1], 0, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             made.append((row, weights / weights.sum(-1, keepdims=True) @ v[:end]))
     return made
@@ -212,13 +241,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--only", default="", help="a platform; without it all")
+    parser.add_argument("--cells", default=":", help="of the shapes, those from one number to another")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         print("paged_attention_gpu.py needs a GPU: nothing was measured")
         return
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in cells(options.quick):
+    for cell in list(cells(options.quick))[slice(*(int(x) if x else None for x in options.cells.split(":")))]:
         for row in timed(cell, 3 if options.quick else 7, options.candidates, options.only):
             print("| " + " | ".join(row) + " |", flush=True)
 

@@ -10,7 +10,7 @@ def test_both_directions_and_the_whole_chain_are_shown(run):
     for line in (
         "flash_attention, forward, on cpu",
         "flash_attention, backward, on cpu",
-        "Configuration from heuristics: q_blocksize=",
+        "Configuration from heuristics: block_q=",
         "persistent: no entry in the user store or a shipped table",
     ):
         assert line in output

@@ -23,7 +23,7 @@ ASK = """
 import jax, ejkernel
 x = jax.ShapeDtypeStruct((1, 600, 2, 16), "float32")
 forward = ejkernel.explain("flash_attention", x, x, x).forward
-print(forward.implementation.name, forward.tier, forward.trail[-1], forward.config.q_blocksize, sep="|")
+print(forward.implementation.name, forward.tier, forward.trail[-1], forward.config.block_q, sep="|")
 """
 
 
@@ -48,7 +48,7 @@ def test_another_store_can_be_named(run, store, tmp_path):
     run("tune", *SMALL, "--direction", "forward", "--store", str(tmp_path / "fleet.json"))
     assert not store.exists()
     assert len(PersistentCache(tmp_path / "fleet.json").entries()) == 1
-    assert "q_blocksize=" in run("cache", "list", "--store", str(tmp_path / "fleet.json")).output
+    assert "block_q=" in run("cache", "list", "--store", str(tmp_path / "fleet.json")).output
 
 
 def test_nothing_to_tune_is_an_error_with_the_reasons(run):
@@ -73,7 +73,7 @@ def test_an_exported_table_is_found_where_a_backend_ships_it(run, install, tmp_p
     entries = json.loads((tuned / "cpu" / "flash_attention.json").read_text())["entries"]
     # Not what the heuristics say, so that it must have come from the table.
     for entry in entries.values():
-        entry["config"] = {"q_blocksize": 40, "kv_blocksize": 40}
+        entry["config"] = {"block_q": 40, "block_kv": 40}
     (tuned / "cpu" / "flash_attention.json").write_text(json.dumps({"entries": entries}))
     fresh = {**os.environ, "PYTHONPATH": str(site), "EJKERNEL_PERSISTENT_CACHE_DIR": str(tmp_path / "empty")}
     asked = subprocess.run([sys.executable, "-c", ASK], env=fresh, capture_output=True, text=True, check=True)
@@ -109,7 +109,7 @@ def test_the_store_is_shown_and_cleared_after_asking(run, store):
     run("tune", *SMALL, "--direction", "forward")
     listed = run("cache", "list").output
     assert "query=float32[1,64,2,16]" in listed
-    assert "q_blocksize=64" in listed
+    assert "block_q=64" in listed
     assert "Aborted" in run("cache", "clear", answer="n\n", status=1).output
     assert len(PersistentCache(store).entries()) == 1
     assert "removed 1" in run("cache", "clear", answer="y\n").output

@@ -58,7 +58,7 @@ def candidates(record: Any, device: Any, direction: str) -> Any:
     return toy.candidates((2, 3))(record, device, "forward" if direction == "both" else direction)
 
 
-SPACE = toy.ConfigSpace(reads=frozenset({"q_blocksize", "kv_blocksize"}), heuristic=heuristic, candidates=candidates)
+SPACE = toy.space(heuristic, candidates)
 
 
 def implementation(name: str = "pocket", *, paired: bool = False, **fields: Any) -> Any:

@@ -66,10 +66,10 @@ def test_a_configuration_for_one_pass_leaves_the_other_to_the_chain(plain, x, ch
     assert toy.blocks(toy.seen("backward")[-1]) == (3, 64)
 
 
-def test_a_field_that_the_implementation_does_not_read_is_remarked_on(plain, x):
-    import ejkernel
-
-    decision = ejkernel.explain("toy", x, cfg=ToyConfig(fwd_params=FwdParams(q_blocksize=7, num_warps=4)))
-
-    assert "num_warps has no meaning for plain" in decision.forward.trail[0]
-    assert "q_blocksize" not in decision.forward.trail[0].partition("(")[2]
+def test_a_field_that_no_kernel_has_is_an_error_by_its_name_and_the_operations(plain, x):
+    for cfg, direction in (
+        (ToyConfig(fwd_params=FwdParams(q_blocksize=7, num_warps=4)), "forward"),
+        (ToyConfig(bwd_params=BwdParams(num_warps=4)), "backward"),
+    ):
+        with pytest.raises(ValueError, match=f"cfg: toy has no kernel with num_warps in its {direction} pass"):
+            call(x, cfg=cfg)

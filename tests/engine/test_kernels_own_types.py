@@ -1,5 +1,6 @@
 """Configurations belong to kernels: their own types are stored, and public fields are translated or refused by name."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,11 @@ from ejkernel.ops import (
     Invocation,
     NoImplementationError,
     PersistentCache,
+    StoreWarning,
     overlay_cache,
 )
+from ejkernel.ops.config.params import given_values
+from ejkernel.ops.config.table import Entry, as_part
 
 PARTS = {
     "forward": OwnForward(block_rows=4),
@@ -58,8 +62,8 @@ def test_public_fields_set_those_of_the_kernel_and_the_rule_the_others(own, x, c
 def test_a_kernel_without_a_field_is_refused_by_its_name_and_one_that_has_it_serves(own, x, chain):
     cfg = ToyConfig(fwd_params=FwdParams(q_blocksize=2, kv_blocksize=4))
     assert used(lambda: call(x, cfg=cfg, chain=chain)) == FwdParams(q_blocksize=2, kv_blocksize=4)
-    with pytest.raises(NoImplementationError, match=r"own .* cfg: has no num_stages"):
-        call(x, cfg=ToyConfig(fwd_params=FwdParams(num_stages=2)), platform="triton", chain=chain)
+    with pytest.raises(NoImplementationError, match=r"own .* cfg: has no kv_blocksize"):
+        call(x, cfg=ToyConfig(fwd_params=FwdParams(kv_blocksize=2)), platform="triton", chain=chain)
 
 
 def test_only_the_kernel_of_a_type_is_given_it(own, x, chain):
@@ -75,3 +79,45 @@ def test_objects_show_candidates_as_public_configurations(own, x):
     configs = toy.Toy().candidate_cfgs(Invocation("toy", (x,)))
     backwards = [config.bwd_params for config in configs]
     assert BwdParams(q_blocksize=4, num_stages=2) in backwards
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loop:
+    rows: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoLoops:
+    dkv: Loop
+    dq: Loop
+
+
+LOOPS = TwoLoops(dkv=Loop(rows=8, stages=2), dq=Loop(rows=16, stages=2))
+
+
+@pytest.fixture
+def loops():
+    return dataclasses.replace(
+        own_types.SPACE,
+        backward=TwoLoops,
+        heuristic=lambda record, device, direction: LOOPS,
+        faces={"q_blocksize": ("dkv.rows", "dq.rows"), "num_stages": ("dkv.stages", "dq.stages")},
+    )
+
+
+def test_a_public_field_sets_all_fields_of_fields_that_it_stands_for(loops):
+    found = loops.completed(LOOPS, BwdParams(q_blocksize=4), "backward")
+    assert found == TwoLoops(dkv=Loop(rows=4, stages=2), dq=Loop(rows=4, stages=2))
+    assert loops.unread(BwdParams(q_blocksize=4, kv_blocksize=4), "backward") == ["kv_blocksize"]
+    assert loops.shown(ToyConfig, found, "backward") == BwdParams(q_blocksize=4, num_stages=2)
+    assert loops.shown(ToyConfig, LOOPS, "backward") == LOOPS
+
+
+def test_fields_of_fields_come_back_from_a_store_and_strange_ones_are_damage():
+    entry = Entry({"dkv": {"rows": 8, "stages": 2}, "dq": {"rows": 16, "stages": 2}}, 1.0)
+    assert as_part(entry, TwoLoops, "there") == LOOPS
+    strange = Entry({**entry.config, "dq": {"rows": 16, "stages": 2, "warps": 4}}, 1.0)
+    with pytest.warns(StoreWarning, match=r"no field dq\.warps"):
+        assert as_part(strange, TwoLoops, "there") is None
+    assert given_values(LOOPS) == "dkv.rows=8, dkv.stages=2, dq.rows=16, dq.stages=2"

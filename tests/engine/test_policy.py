@@ -102,3 +102,21 @@ def test_a_chain_without_measuring_never_measures(plain, x):
 
     assert chain.cache.size() == 0
     assert [toy.blocks(part) for part in toy.seen()] == [(64, 64)]
+
+
+def test_an_override_of_one_chain_leaves_the_others_alone(x):
+    mine, other = ConfigSelectorChain(), ConfigSelectorChain()
+
+    def both(field):
+        return tuple(getattr(effective(chain.policy, chain), field) for chain in (mine, other))
+
+    with policy_override(mine, allow_heuristics=False):
+        assert both("allow_heuristics") == (False, True)
+        with policy_override(allow_heuristics=True, validate_backward=False):
+            assert both("allow_heuristics") == (True, True)
+            with policy_override(mine, validate_backward=True):
+                assert both("validate_backward") == (True, False)
+        assert both("allow_heuristics") == (False, True)
+    assert both("allow_heuristics") == (True, True)
+    with pytest.raises(ValueError, match="selector: got str, wants a ConfigSelectorChain"), policy_override("mine"):
+        pass

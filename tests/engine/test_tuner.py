@@ -65,9 +65,7 @@ def test_a_traced_call_falls_back_to_heuristics_and_measures_nothing(plain, x, t
 
 def test_work_on_the_device_counts_and_not_the_length_of_the_program(use):
     slow, fast = (FwdParams(q_blocksize=blocks, kv_blocksize=64) for blocks in (1, 2))
-    space = toy.ConfigSpace(
-        reads=frozenset({"q_blocksize"}), heuristic=lambda *_: slow, candidates=lambda *_: (slow, fast)
-    )
+    space = toy.space(lambda *_: slow, lambda *_: (slow, fast))
     use(toy.plugin(toy.implementation(forward="toy:slow_or_fast", config=space)))
     chain, x = ConfigSelectorChain(tuner=QUICK), jnp.ones((256, 256))
 

@@ -159,6 +159,12 @@ def candidates(blocks: Blocks) -> Callable[..., tuple[Any, ...]]:
     return listed
 
 
+def space(heuristic: Callable[..., Any], candidates: Callable[..., Any]) -> ConfigSpace:
+    """The configurations of kernels that have two of the public fields for their own."""
+    faces = {name: name for name in ("q_blocksize", "kv_blocksize")}
+    return ConfigSpace(heuristic=heuristic, candidates=candidates, forward=FwdParams, backward=BwdParams, faces=faces)
+
+
 def implementation(
     name: str = "plain",
     *,
@@ -172,13 +178,12 @@ def implementation(
 ) -> Implementation:
     """An implementation of `toy`; `fields` as `Implementation`'s."""
     requires = Requires(devices=devices, dtypes=dtypes, handles=handles, extra=extra)
-    reads = frozenset({"q_blocksize", "kv_blocksize"})
     standard = {
         "backend": "any",
         "forward": f"toy:forward_{name}",
         "backward": f"toy:backward_{name}",
         "gradients": frozenset({"x", "bias"}),
-        "config": ConfigSpace(reads=reads, heuristic=heuristic, candidates=candidates(blocks)),
+        "config": space(heuristic, candidates(blocks)),
     }
     return Implementation(family="toy", name=name, platform=platform, requires=requires, **standard | fields)
 

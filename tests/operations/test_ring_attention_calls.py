@@ -124,7 +124,7 @@ def test_executors_and_kernel_objects(want):
     decision = explain(ring_attention, *ARRAYS, causal=True, **on(ring(2)))
     assert decision.forward.implementation.name == "xla"
     # Halves of parts of 16 are 8, and no tile lies in both.
-    assert decision.forward.config.q_blocksize == decision.backward.config.kv_blocksize == 8
+    assert decision.forward.config.block_q == decision.backward.config.block_kv == 8
     assert kernel.version == "1"
 
 

@@ -14,15 +14,15 @@ from ring_calls import IDS, PLACES, QUICK, ring
 
 from ejkernel.families import tiled_attention
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import ring_loop
 from ejkernel.planning.ring_steps import abstract_steps, kind_of, ring_of_steps
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import forward as tiled_forward
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 T, H = ring_calls.T, ring_calls.H
-CONFIGS = FwdParams(q_blocksize=8, kv_blocksize=8), BwdParams(q_blocksize=8, kv_blocksize=8)
+CONFIGS = (ChunkedSoftmax(block_q=8, block_kv=8),) * 2
 KERNEL = ring_loop.StepKernel(tiled_forward.forward, tiled_backward.backward)
 SPECS = {
     "query": P(None, "sp"),
@@ -156,7 +156,7 @@ def program(size, length, **options):
     return jax.jit(mapped).lower(arrays, arrays["query"]).compile(QUICK)
 
 
-WIDE = FwdParams(q_blocksize=64, kv_blocksize=64), BwdParams(q_blocksize=64, kv_blocksize=64)
+WIDE = (ChunkedSoftmax(block_q=64, block_kv=64),) * 2
 LENGTH = 8192
 
 

@@ -11,16 +11,18 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
+from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
 
 pytestmark = pytest.mark.libtpu
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
-SMALL = FwdParams(q_blocksize=256, kv_blocksize=256, blocksize_m=256, blocksize_n=256)
-SMALL_BACKWARD = BwdParams(q_blocksize=256, kv_blocksize=256, blocksize_m=256, blocksize_n=256, blocksize_k=256)
+SMALL = TpuForward(block_q=256, block_kv=256, chunk_q=256, chunk_kv=256)
+SMALL_BACKWARD = TpuBackward(
+    dkv=GradientTile(block_q=256, block_kv=256), dq=GradientTile(block_q=256, block_kv=256), chunk=256
+)
 
 
 @functools.cache
@@ -101,7 +103,7 @@ def test_all_fields_compile_at_awkward_shapes(name):
 def test_a_model_compiles_in_linear_memory(name):
     """Llama 3's attention: no array of queries by keys, and nothing that the kernels would have to be fed from."""
     record = plain(1, 8192, 32, 8, 128)
-    for made in compile_both(record, name, (FwdParams(), BwdParams())):
+    for made in compile_both(record, name, (TpuForward(), TpuBackward())):
         assert made.memory_analysis().temp_size_in_bytes < 8 * record.query.size * 2
 
 

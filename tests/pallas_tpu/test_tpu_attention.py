@@ -7,17 +7,24 @@ import jax.numpy as jnp
 import pytest
 from tpu_records import CASES, answers, close, interpreted, record
 
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention import tile, tiles
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
-from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks, forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import (
+    GradientTile,
+    TpuBackward,
+    TpuForward,
+    backward_blocks,
+    forward_blocks,
+)
 
-FORWARD = FwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=128, blocksize_n=128)
-BACKWARD = BwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=128, blocksize_n=128, blocksize_k=128)
+FORWARD = TpuForward(block_q=128, block_kv=128, chunk_q=128, chunk_kv=128)
+BACKWARD = TpuBackward(
+    dkv=GradientTile(block_q=128, block_kv=128), dq=GradientTile(block_q=128, block_kv=128), chunk=128
+)
 FIELDS = ("query", "key", "value")
 WIDE = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
 
@@ -62,8 +69,10 @@ def test_wide_matrix_units_add_weights_up(name):
 def test_large_tiles_on_and_off_the_diagonal():
     """Whole square tiles, which are cut along the diagonal, and beside it loops go through their products."""
     made = record((1, 512, 512, 2, 1, 128, 128), causal=True)
-    params = FwdParams(q_blocksize=256, kv_blocksize=256, blocksize_m=128, blocksize_n=128)
-    back = BwdParams(q_blocksize=256, kv_blocksize=256, blocksize_m=256, blocksize_n=256, blocksize_k=128)
+    params = TpuForward(block_q=256, block_kv=256, chunk_q=128, chunk_kv=128)
+    back = TpuBackward(
+        dkv=GradientTile(block_q=256, block_kv=256), dq=GradientTile(block_q=256, block_kv=256), chunk=128
+    )
     output, lse, cotangent, gradients = answers(made)
 
     @jax.jit
@@ -85,15 +94,15 @@ def test_products_on_the_diagonal_divide_their_tile():
     made = record((1, 384, 384, 1, 1, 64, 64), causal=True)
     output, lse, _, _ = answers(made)
     with interpreted():
-        got, residuals = forward(made, FwdParams(q_blocksize=384, kv_blocksize=384, blocksize_m=384, blocksize_n=384))
+        got, residuals = forward(made, TpuForward(block_q=384, block_kv=384, chunk_q=384, chunk_kv=384))
     close(got, output, made.query.dtype)
     close(residuals.lse, lse, made.query.dtype)
 
 
 def test_products_of_large_tiles():
     """Their sides are the other way around: of what a kernel owns there is a loop's step, of what it visits little."""
-    large = BwdParams(q_blocksize=2048, kv_blocksize=2048, blocksize_m=2048, blocksize_n=2048)
+    large = TpuBackward(dkv=GradientTile(block_q=2048, block_kv=2048), dq=GradientTile(block_q=2048, block_kv=2048))
     products = [
-        (blocks.q_chunk, blocks.kv_chunk) for blocks in (*backward_blocks(BwdParams()), *backward_blocks(large))
+        (blocks.q_chunk, blocks.kv_chunk) for blocks in (*backward_blocks(TpuBackward()), *backward_blocks(large))
     ]
     assert products == [(1024, 256), (256, 1024), (256, 1024), (1024, 256)]

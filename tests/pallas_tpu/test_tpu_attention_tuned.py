@@ -1,5 +1,6 @@
 """The tables of predicted attention tiles that ship with the package. Needs no libtpu."""
 
+import hashlib
 import importlib.resources
 
 import jax
@@ -8,7 +9,6 @@ import pytest
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.flash_attention import OP
 from ejkernel.ops import ConfigSelectorChain
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo
@@ -19,7 +19,7 @@ from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks, forward_b
 
 FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").glob("TPU*/flash_attention.json"))
 SHIPPED = [(chip, direction) for chip in CHIPS for direction in ("forward", "backward")]
-PARTS = {"forward": FwdParams, "backward": BwdParams}
+PARTS = {"forward": tiles.TpuForward, "backward": tiles.TpuBackward}
 (FLASH,) = implementations()
 
 
@@ -65,7 +65,7 @@ def test_heads_of_64_have_the_tiles_of_128(chip, direction):
 def tile(chip, made, direction="forward"):
     """Queries of the tile that the rule gives."""
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[chip].kind)
-    return FLASH.config.heuristic(made, device, direction).q_blocksize
+    return FLASH.config.heuristic(made, device, direction).block_q
 
 
 def test_wide_heads_have_large_tiles_on_chips_that_gain_by_them():
@@ -74,4 +74,21 @@ def test_wide_heads_have_large_tiles_on_chips_that_gain_by_them():
     assert {chip: tile(chip, long) for chip in CHIPS} == {"v5e": 1024, "v5p": 1024, "v6e": 2048, "v7x": 2048}
     assert tile("v6e", record(2048, 256, causal=True)) == 1024
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS["v6e"].kind)
-    assert tiles.heuristic(long, device, "backward", widest=128).q_blocksize == 1024
+    assert tiles.heuristic(long, device, "backward", widest=128).dkv.block_q == 1024
+
+
+def test_entries_have_the_tiles_that_were_predicted():
+    """The digest is of the tables as they were made: of tiles, products and, of the backward pass, both kernels."""
+    lines: list[str] = []
+    for file in FILES:
+        for key, entry in decode(file.read_bytes()).items():
+            device, direction, kind = (key.split(" | ")[n] for n in (3, 2, 5))
+            part = as_part(entry, PARTS[direction], key)
+            if direction == "forward":
+                sizes = (part.block_q, part.block_kv, part.chunk_q, part.chunk_kv)
+            else:
+                sizes = (part.dkv.block_q, part.dkv.block_kv, part.dq.block_q, part.dq.block_kv, part.chunk)
+            tile = " ".join(map(str, sizes))
+            lines.append(f"{device} {direction} {kind}: {tile} {entry.seconds} {entry.measured_at}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    assert digest == "3e447e1cd0c527b6961e296bfa5888c54d381f502248f231116181864b4ae37f"

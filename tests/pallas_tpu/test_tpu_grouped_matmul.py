@@ -10,17 +10,17 @@ import pytest
 from tpu_records import close, interpreted
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, reference
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul import spec
 from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
+from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, LEADING, WHOLE, WORK, Visit, by_matrices, by_rows
 
 FIELDS = ("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias")
-TILES = GroupedMatmulConfig(block_m=128, block_k=128, block_n=128)
-ONE_STEP = GroupedMatmulConfig(block_m=256, block_k=1024, block_n=1024)
+TILES = TpuMatmul(block_m=128, block_k=128, block_n=128)
+ONE_STEP = TpuMatmul(block_m=256, block_k=1024, block_n=1024)
 
 
 def record(groups, shape=(300, 200, 140), matrices=None, dtype="float32", **fields):
@@ -61,7 +61,7 @@ CASES = {
     "scales that cut tiles": (record((100, 50, 90), rhs_scale=SCALE), TILES),
     "scales of whole lanes": (
         record((100, 50, 90), (300, 256, 140), rhs=small(3, 256, 140), rhs_scale=normal(3, 2, 1, 140)),
-        GroupedMatmulConfig(block_m=128, block_k=256, block_n=128),
+        TpuMatmul(block_m=128, block_k=256, block_n=128),
     ),
     "a scale of columns": (record((100, 50, 90), rhs=small(3, 200, 140), rhs_scale=normal(3, 1, 1, 140)), TILES),
     "float8": (record((100, 50, 90), rhs=small(3, 200, 140, dtype="float8_e4m3fn"), rhs_scale=SCALE), TILES),
@@ -142,7 +142,7 @@ def test_rows_of_others_may_be_anything():
 )
 def test_tiles_that_no_kernel_can_have_are_refused(tiles, message):
     with pytest.raises(ValueError, match=message):
-        forward(CASES["several steps"][0], GroupedMatmulConfig(**tiles))
+        forward(CASES["several steps"][0], TpuMatmul(**tiles))
 
 
 def listed(visits):

@@ -10,18 +10,18 @@ from test_tpu_ahead import CHIPS, compiled, shaped
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.modules import grouped_matmul
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul import tiles
 from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
+from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
 from ejkernel_pallas.tpu.profile import Case, Workload, profile_many
 
 pytestmark = pytest.mark.libtpu
 
-SMALL = GroupedMatmulConfig(block_m=128, block_k=256, block_n=128)
+SMALL = TpuMatmul(block_m=128, block_k=256, block_n=128)
 
 
 def record(m, k, n, e, rhs="bfloat16", blocks=0, transpose=False, dtype="bfloat16"):

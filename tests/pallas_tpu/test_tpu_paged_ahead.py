@@ -13,8 +13,8 @@ from tpu_paged_records import layouts, lowered
 from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import Sizes
-from ejkernel.modules.operations.configs import PageAttentionConfig
-from ejkernel_pallas.tpu.paged_attention import limits
+from ejkernel.ops.device import current_device
+from ejkernel_pallas.tpu.paged_attention import limits, tiles
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 from ejkernel_pallas.tpu.profile.chips import chip
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.libtpu
 
 
 def attend(record):
-    return forward(record, PageAttentionConfig())[0]
+    return forward(record, tiles.heuristic(record, current_device(), "forward"))[0]
 
 
 @pytest.mark.parametrize("name", CHIPS)

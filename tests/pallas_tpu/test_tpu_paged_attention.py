@@ -12,18 +12,18 @@ from tpu_records import close, interpreted
 from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import Sizes
-from ejkernel.modules.operations.configs import PageAttentionConfig
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.spec import make_spec
+from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged
 
 V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """What is compiled here runs once."""
 
-TILES = PageAttentionConfig(q_blocksize=8, kv_blocksize=128, seq_blocksize=2)
-SINGLE = PageAttentionConfig(q_blocksize=1, kv_blocksize=128)
+TILES = TpuPaged(block_q=8, block_kv=128, parts=2)
+SINGLE = TpuPaged(block_q=1, block_kv=128)
 CASES = {
     "joined heads, sinks": (V2, "sinks, bfloat16", SINGLE),
     "tiles of prefill and decode, rounded operands": (V2, "rounded operands", TILES),
@@ -67,7 +67,7 @@ def test_decoding_while_the_block_ahead_is_copied(kind):
     sizes = Sizes(lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
-        spec = make_spec(record, tiles.chosen(record, SINGLE))
+        spec = make_spec(record, tiles.chosen(SINGLE))
         assert spec.pieces
         assert spec.limits == ("7x" in kind)
         check(record, SINGLE)
@@ -81,8 +81,8 @@ def test_large_products_in_slices():
     tables = np.array(record.block_tables)
     tables[1, :] = -1
     record = dataclasses.replace(record, block_tables=jnp.asarray(tables))
-    params = PageAttentionConfig(q_blocksize=48, kv_blocksize=128)
-    assert make_spec(record, tiles.chosen(record, params)).row_block == 144
+    params = TpuPaged(block_q=48, block_kv=128)
+    assert make_spec(record, tiles.chosen(params)).row_block == 144
     check(record, params)
 
 

@@ -13,11 +13,11 @@ from tpu_records import close, simulated
 from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import Sizes
-from ejkernel.modules.operations.configs import PageAttentionConfig
 from ejkernel_pallas.tpu.paged_attention import copies, keys
 from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged
 
-PARAMS = PageAttentionConfig(q_blocksize=8, kv_blocksize=128)
+PARAMS = TpuPaged(block_q=8, block_kv=128)
 
 
 def found():

@@ -11,16 +11,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_rings import SPREAD, record
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.ring_attention import backward, forward, remote, remote_backward
+from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
 
 pytestmark = pytest.mark.libtpu
 
 SLICES = {"v5e": "v5e:4x2", "v5p": "v5p:2x2x1", "v6e": "v6e:4x2", "v7x": "tpu7x:2x2x1"}
 WAYS = {"collectives": (forward, backward), "remote copies": (remote, remote_backward)}
 SPECS = SPREAD | {"lse": PartitionSpec(None, None, "sp")}
-SMALL = {"q_blocksize": 256, "kv_blocksize": 256, "blocksize_m": 256, "blocksize_n": 256}
+TILE = GradientTile(block_q=256, block_kv=256)
+SMALL = (
+    TpuForward(block_q=256, block_kv=256, chunk_q=256, chunk_kv=256),
+    TpuBackward(dkv=TILE, dq=TILE, chunk=256),
+)
+DEFAULT = (TpuForward(), TpuBackward())
 
 
 @functools.cache
@@ -34,12 +39,11 @@ def ring(name):
 def both(way, given, sizes, **options):
     """Output and every gradient, with the output for its own cotangent."""
     part = record(given, **options)
-    output, residuals = way[0].forward(part, FwdParams(**sizes))
+    output, residuals = way[0].forward(part, (sizes or DEFAULT)[0])
     wanted = frozenset({"query", "key", "value"})
     residuals = SoftmaxResiduals(lse=residuals.lse)
     pullback = Pullback(record=part, residuals=residuals, output=output, cotangent=output, wanted=wanted)
-    backward = {**sizes, "blocksize_k": 256} if sizes else {}
-    return output, way[1].backward(pullback, BwdParams(**backward))
+    return output, way[1].backward(pullback, (sizes or DEFAULT)[1])
 
 
 def compiled(name, way, shapes, sizes, **options):

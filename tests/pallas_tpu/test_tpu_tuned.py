@@ -1,12 +1,12 @@
 """The tables of predicted tiles that ship with the package. Needs no libtpu."""
 
+import hashlib
 import importlib.resources
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.modules.operations.grouped_matmul import OP, GroupedMatmulArguments
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.key import schema_hash
@@ -15,6 +15,7 @@ from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.tpu.grouped_matmul import implementations
 from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, fitting
+from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 from ejkernel_pallas.tpu.profile import CHIPS
 
 FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").glob("*/grouped_matmul.json"))
@@ -26,8 +27,8 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
     for key, entry in decode(file.read_bytes()).items():
         _, implementation, _, device, schema, _, _ = key.split(" | ")
         assert (implementation, device.replace(" ", "_")) == ("pallas_tpu", file.parent.name)
-        assert schema == schema_hash(GroupedMatmulConfig)
-        fitting(blocks_of(as_part(entry, GroupedMatmulConfig, key)), 2**20, 2**20)
+        assert schema == schema_hash(TpuMatmul)
+        fitting(blocks_of(as_part(entry, TpuMatmul, key)), 2**20, 2**20)
 
 
 # On v7x no tiles are faster forward than those of the rule, so that its table has no entry.
@@ -51,3 +52,16 @@ def test_a_call_finds_the_entry_of_its_kind(chip, direction, rows):
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1] == "persistent: shipped table"
     assert selection.part == request.completed(selection.part)
+
+
+def test_entries_have_the_tiles_that_were_predicted():
+    """The digest is of the tables as they were made."""
+    lines: list[str] = []
+    for file in FILES:
+        for key, entry in decode(file.read_bytes()).items():
+            device, direction, kind = (key.split(" | ")[n] for n in (3, 2, 5))
+            part = as_part(entry, TpuMatmul, key)
+            tile = f"{part.block_m} {part.block_k} {part.block_n}"
+            lines.append(f"{device} {direction} {kind}: {tile} {entry.seconds} {entry.measured_at}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    assert digest == "b0efaeb1e1b5b99574554e8e3ae68c052d5c9b9680c4e868170aef7be550648b"

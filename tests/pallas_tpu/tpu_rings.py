@@ -9,11 +9,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.families.ring_attention import RingAttention, reference
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
+from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
 
-FORWARD = FwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=128, blocksize_n=128)
-BACKWARD = BwdParams(q_blocksize=128, kv_blocksize=128, blocksize_m=128, blocksize_n=128, blocksize_k=128)
+FORWARD = TpuForward(block_q=128, block_kv=128, chunk_q=128, chunk_kv=128)
+BACKWARD = TpuBackward(
+    dkv=GradientTile(block_q=128, block_kv=128), dq=GradientTile(block_q=128, block_kv=128), chunk=128
+)
 FIELDS = ("query", "key", "value", "bias", "softmax_aux")
 SPREAD = {"bias": P(None, None, "sp"), "mask": P(None, None, "sp"), "softmax_aux": P()}
 OUTPUTS = P(None, "sp"), P(None, None, "sp")

@@ -24,7 +24,6 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
@@ -32,13 +31,14 @@ from ejkernel_triton import ahead, launch
 from ejkernel_triton.tiled_attention import backward, forward, tiles
 from ejkernel_xla.tiled_attention import backward as xla_backward
 from ejkernel_xla.tiled_attention import forward as xla_forward
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 DEVICES = {
     "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
     "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
 }
 LENGTH, HEADS, KV_HEADS = 200, 2, 1
-WHOLE = {"q_blocksize": LENGTH, "kv_blocksize": LENGTH}
+WHOLE = ChunkedSoftmax(block_q=LENGTH, block_kv=LENGTH)
 FEATURES = {
     "bfloat16": ("causal", "packed", "everything", "numerator"),
     "float32": ("causal", "highest", "everything"),
@@ -76,11 +76,11 @@ def make_record(size, dtype, features):
 
 def pull_back(record):
     """The backward pass of a record: what goes in, and the gradients of the XLA backend."""
-    output, residuals = xla_forward.forward(record, FwdParams(**WHOLE))
+    output, residuals = xla_forward.forward(record, WHOLE)
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=output.shape), output.dtype)
     wanted = frozenset(name for name in WANTED if getattr(record, name) is not None)
     pulled = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
-    return pulled, xla_backward.backward(pulled, BwdParams(**WHOLE))
+    return pulled, xla_backward.backward(pulled, WHOLE)
 
 
 def launches(pullback, parts):

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention, reference
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.tiled_attention.backward import backward
 from ejkernel_xla.tiled_attention.forward import forward
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
 
@@ -113,9 +113,9 @@ QUICK = {"xla_backend_optimization_level": 0}
 def tiled(record: TiledAttention, cotangent: jax.Array, *, blocks: tuple[int, int], wanted: frozenset[str]) -> Any:
     """(output, residuals, gradients) of the implementation."""
     q, kv = blocks
-    output, residuals = forward(record, FwdParams(q_blocksize=q, kv_blocksize=kv))
+    output, residuals = forward(record, ChunkedSoftmax(block_q=q, block_kv=kv))
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
-    return output, residuals, backward(pullback, BwdParams(q_blocksize=q, kv_blocksize=kv))
+    return output, residuals, backward(pullback, ChunkedSoftmax(block_q=q, block_kv=kv))
 
 
 @functools.partial(jax.jit, static_argnames=("wanted",), compiler_options=QUICK)
@@ -136,13 +136,13 @@ def attend(record: TiledAttention, blocks: tuple[int, int] = (512, 512)) -> jax.
 
     def forward_pass(fields: dict[str, jax.Array], rest: TiledAttention) -> Any:
         full = dataclasses.replace(rest, **fields)
-        output, residuals = forward(full, FwdParams(q_blocksize=blocks[0], kv_blocksize=blocks[1]))
+        output, residuals = forward(full, ChunkedSoftmax(block_q=blocks[0], block_kv=blocks[1]))
         return output, (full, residuals, output)
 
     def backward_pass(saved: Any, cotangent: jax.Array) -> Any:
         full, residuals, output = saved
         pullback = Pullback(record=full, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
-        return backward(pullback, BwdParams(q_blocksize=blocks[0], kv_blocksize=blocks[1])), None
+        return backward(pullback, ChunkedSoftmax(block_q=blocks[0], block_kv=blocks[1])), None
 
     call.defvjp(forward_pass, backward_pass)
     return call({name: getattr(record, name) for name in wanted}, dataclasses.replace(record, **dict.fromkeys(wanted)))

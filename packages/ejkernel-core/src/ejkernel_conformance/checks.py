@@ -167,14 +167,11 @@ def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
 
 
 def _with_part(subject: Subject, direction: Direction, part: Any) -> Plan:
-    """A plan of which the implementation gets a configuration part of one direction."""
-    op, implementation = subject.op, subject.implementation
-    if implementation.config.own_type(direction) is None:
-        parts = (None, part) if direction == "backward" else (part, None)
-        # An operation whose configuration has no parts has whole configurations as candidates.
-        return pinned_plan(op, implementation, part if isinstance(part, op.config) else op.config.from_parts(*parts))
-    # The public configuration need not have all of the kernel's fields: its own part is put where measured ones are.
-    plan = dataclasses.replace(pinned_plan(op, implementation), chain=ConfigSelectorChain())
+    """A plan of which the implementation gets a configuration part of one direction.
+
+    The public configuration need not have all of the kernel's fields: its own part is put where measured ones are.
+    """
+    plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), chain=ConfigSelectorChain())
     choice = plan.pick(subject.record, direction if direction == "backward" else "forward")
     plan.chain.cache.put(dataclasses.replace(plan.request(choice, subject.record), direction=direction).key(), part)
     return plan

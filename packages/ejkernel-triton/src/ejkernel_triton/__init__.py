@@ -10,6 +10,7 @@ device, the CPU among them: slow, and right to the last bit that the kernel deci
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_triton import (
+    causal_convolution,
     grouped_matmul,
     linear_recurrence,
     paged_attention,
@@ -31,4 +32,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *grouped_matmul.implementations(),
         *selective_scan.implementations(),
         *linear_recurrence.implementations(),
+        *causal_convolution.implementations(),
     )

@@ -3,6 +3,7 @@
 from ejkernel.ops import Implementation, hookimpl
 from ejkernel_xla import (
     attention_weights,
+    causal_convolution,
     grouped_matmul,
     linear_recurrence,
     paged_attention,
@@ -25,6 +26,7 @@ FAMILIES = (
     grouped_matmul,
     selective_scan,
     recurrent_network,
+    causal_convolution,
 )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops import ConfigSpace, FwdParams, Implementation, Requires, hookimpl
+from ejkernel.ops import NO_CHOICE, Implementation, Requires, hookimpl
 
 
 def ignores_window(record: TiledAttention, params: Any) -> tuple[Any, SoftmaxResiduals]:
@@ -27,11 +27,7 @@ def _declare(name: str, *handles: str, **requires: Any) -> Implementation:
             handles=frozenset(handles),
             **requires,
         ),
-        config=ConfigSpace(
-            reads=frozenset(),
-            heuristic=lambda record, device, direction: FwdParams(),
-            candidates=lambda record, device, direction: (),
-        ),
+        config=NO_CHOICE,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, FwdParams, Implementation, Requires
+from ejkernel.ops import NO_CHOICE, Implementation, Requires
 
 MOST_KEYS = 4096
 
@@ -11,14 +11,6 @@ MOST_KEYS = 4096
 def _too_long(record: Any) -> Iterator[str]:
     if record.key.shape[1] > MOST_KEYS:
         yield f"holds whole rows of scores, {record.key.shape[1]} keys are more than {MOST_KEYS}"
-
-
-def _rule(record: Any, device: Any, direction: Any) -> FwdParams:
-    return FwdParams()
-
-
-def _nothing_to_tune(record: Any, device: Any, direction: Any) -> tuple[FwdParams, ...]:
-    return ()
 
 
 IMPLEMENTATION = Implementation(
@@ -35,5 +27,5 @@ IMPLEMENTATION = Implementation(
         handles=frozenset({"causal", "sliding_window", "q_segment_ids", "kv_segment_ids"}),
         extra=_too_long,
     ),
-    config=ConfigSpace(reads=frozenset(), heuristic=_rule, candidates=_nothing_to_tune),
+    config=NO_CHOICE,
 )

@@ -67,6 +67,8 @@ class PagedAttention:
         compute_dtype: Queries, keys and values are rounded to it; None for no rounding.
         value_scale: Factor on the output.
         latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
+        shared_prefix: int scalar, tokens that all sequences begin with: they lie in the pages of sequence 0, whatever
+            the other tables say, and behind them all queries.
     """
 
     query: jax.Array
@@ -91,6 +93,7 @@ class PagedAttention:
     compute_dtype: Any = static(default=None)
     value_scale: float = static(default=1.0)
     latent: tuple[int, int] | None = static(default=None)
+    shared_prefix: jax.Array | None = None
 
 
 def band(record: PagedAttention) -> Window:
@@ -212,6 +215,7 @@ def axes(record: PagedAttention) -> dict[str, Any]:
         "query_start": "n",
         "kv_starts": "r",
         "num_seqs": "",
+        "shared_prefix": "",
         "softmax_aux": "h",
         "alibi_slopes": "h",
         "qq_bias": "i j",

@@ -12,6 +12,7 @@ from ejkernel.modules.operations import EXPORTS
 if TYPE_CHECKING:
     from ejkernel.modules.operations.attention import Attention, attention
     from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttention, blocksparse_attention
+    from ejkernel.modules.operations.causal_conv1d import CausalConv1d, causal_conv1d
     from ejkernel.modules.operations.chunked_prefill_paged_decode import (
         ChunkedPrefillPagedDecode,
         chunked_prefill_paged_decode,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         AttentionConfig,
         BlockSparseAttentionConfig,
         BwdParams,
+        CausalConv1dConfig,
         ChunkedPrefillPagedDecodeConfig,
         DecodeAttentionConfig,
         FlashAttentionConfig,
@@ -114,6 +116,8 @@ __all__ = [
     "BlockSparseAttention",
     "BlockSparseAttentionConfig",
     "BwdParams",
+    "CausalConv1d",
+    "CausalConv1dConfig",
     "ChunkedPrefillPagedDecode",
     "ChunkedPrefillPagedDecodeConfig",
     "DecodeAttention",
@@ -173,6 +177,7 @@ __all__ = [
     "UnifiedAttentionConfig",
     "attention",
     "blocksparse_attention",
+    "causal_conv1d",
     "chunked_prefill_paged_decode",
     "create_default_executor",
     "decode_attention",

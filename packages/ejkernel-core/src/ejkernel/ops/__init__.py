@@ -9,6 +9,7 @@ from ejkernel.ops.config.overlay import overlay_cache
 from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams
 from ejkernel.ops.config.persistent import PersistentCache, StoreWarning
 from ejkernel.ops.config.policy import AutotunePolicy, forward_autotune_only, policy_override
+from ejkernel.ops.config.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.device import DeviceInfo, current_device, target_device
 from ejkernel.ops.dispatch import Choice, Decision, NoImplementationError, Verdict
 from ejkernel.ops.execution.batching import vmap_with_config
@@ -25,13 +26,14 @@ from ejkernel.ops.fingerprint import (
     stable_json,
 )
 from ejkernel.ops.invocations import get_invocations, record_invocation
-from ejkernel.ops.model import Case, ConfigSpace, Family, Implementation, Op, Requires, Tolerance
+from ejkernel.ops.model import Case, Family, Implementation, Op, Requires, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
 
 __all__ = [
+    "NO_CHOICE",
     "AutotunePolicy",
     "BaseOperationConfig",
     "BwdParams",

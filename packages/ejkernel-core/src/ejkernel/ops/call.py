@@ -13,6 +13,7 @@ from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import BaseOperationConfig, Platform
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.wishes import check_read, hints
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import Plan, differentiable_call
@@ -91,14 +92,16 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     """Settles everything about a call but its arguments.
 
     Raises:
-        ValueError: `cfg` is not the operation's configuration class, or nobody knows the platform.
+        ValueError: `cfg` is not the operation's configuration class, or sets a field that no kernel has; or nobody
+            knows the platform.
     """
     if cfg is not None and not isinstance(cfg, op.config):
         raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
-    cfg = op.configure(args, cfg)
+    check_read(op, cfg)
+    given, cfg = cfg, op.configure(args, cfg)
     chosen = platform or (cfg.platform if cfg is not None else "auto")
     _check_platform(op, chosen)
-    return Plan(op=op, device=_device_of(args), platform=chosen, cfg=cfg, chain=chain)
+    return Plan(op=op, device=_device_of(args), platform=chosen, cfg=cfg, chain=chain, hints=hints(given, cfg))
 
 
 def decide(op: Op, args: Any, **options: Any) -> Decision:

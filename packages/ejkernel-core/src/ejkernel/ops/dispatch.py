@@ -125,6 +125,7 @@ def choose(
     direction: Direction,
     wanted: frozenset[str] = frozenset(),
     cfg: BaseOperationConfig | None = None,
+    hints: frozenset[str] = frozenset(),
 ) -> Choice:
     """Judges every registered implementation of `op` for `record` and picks the best that serves.
 
@@ -135,13 +136,14 @@ def choose(
         platform: A toolchain, or `"auto"`. An explicit one is never replaced.
         direction: Which pass.
         wanted: For backward: the record fields whose gradient is needed.
-        cfg: The call's own configuration, whose fields an implementation with its own types must have.
+        cfg: The call's own configuration, whose fields an implementation must have.
+        hints: Those that it need not have.
     """
     found = registry()
     verdicts: list[Verdict] = []
     for implementation in found.implementations.get(op.name, ()):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
-        reasons += _without_fields(op, implementation, direction, cfg)
+        reasons += _without_fields(op, implementation, direction, cfg, hints)
         verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons))
     return Choice(
         op=op.name,
@@ -154,7 +156,11 @@ def choose(
 
 
 def _without_fields(
-    op: Op, implementation: Implementation, direction: Direction, cfg: BaseOperationConfig | None
+    op: Op,
+    implementation: Implementation,
+    direction: Direction,
+    cfg: BaseOperationConfig | None,
+    hints: frozenset[str],
 ) -> tuple[str, ...]:
     """Why a call's own configuration cannot be the implementation's."""
     direction = "both" if implementation.paired else direction
@@ -164,9 +170,8 @@ def _without_fields(
     foreign = foreign_part(op, implementation, part, direction)
     if foreign:
         return (f"cfg: {foreign}",)
-    if implementation.config.own_type(direction) is None:
-        return ()
-    return tuple(f"cfg: has no {name}" for name in implementation.config.unread(part, direction))
+    unread = implementation.config.unread(part, direction)
+    return tuple(f"cfg: has no {name}" for name in unread if name not in hints)
 
 
 def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:

@@ -34,6 +34,7 @@ class Plan:
         platform: A toolchain, or `"auto"`.
         cfg: The call's own configuration, or None.
         chain: Who is asked for configurations.
+        hints: Fields of `cfg` that arguments of the call have set: a kernel without them serves all the same.
     """
 
     op: Op
@@ -41,15 +42,16 @@ class Plan:
     platform: str
     cfg: BaseOperationConfig | None
     chain: ConfigSelectorChain
+    hints: frozenset[str] = frozenset()
 
     @property
     def tunes_on_miss(self) -> bool:
         """Whether the policy in force wants unknown calls measured."""
-        return effective(self.chain.policy).tunes_on_miss
+        return effective(self.chain.policy, self.chain).tunes_on_miss
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
-        return choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg)
+        return choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg, self.hints)
 
     def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, where one serves, its configuration."""

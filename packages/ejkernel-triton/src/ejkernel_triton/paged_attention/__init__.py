@@ -25,6 +25,7 @@ HANDLES = frozenset(
         "compute_dtype",
         "value_scale",
         "latent",
+        "shared_prefix",
     }
 )
 """Optional fields that the kernels honour."""
@@ -46,6 +47,8 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"caches of {record.key_pages.dtype} are not among {', '.join(CACHES)}"
     if record.compute_dtype is not None and str(record.compute_dtype) not in CACHES[:3]:
         yield f"compute_dtype {record.compute_dtype} is not among {', '.join(CACHES[:3])}"
+    if record.shared_prefix is not None and (record.sliding_window is not None or record.alibi_slopes is not None):
+        yield "a shared prefix together with a window or alibi, which count from each query's own position"
     if record.latent is None and max(record.query.shape[-1], paged_cache.value_size(record)) > 256:
         yield f"a head dimension of {record.query.shape[-1]} is more than 256"
     if record.latent is not None and (record.latent[0] > 512 or record.query.shape[-1] - record.latent[0] > 128):

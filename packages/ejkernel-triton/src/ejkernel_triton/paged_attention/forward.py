@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.planning.paged_work import Deal, Work, deal, find_work
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.paged_attention import cascade
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.spec import PagedSpec, Rotary, make_spec, padded, rotary_of
 from ejkernel_triton.paged_attention.write import write
@@ -31,6 +32,10 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
         Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
         residuals.
     """
+    if record.shared_prefix is not None:
+        prefix, own = cascade.split(record)
+        parts = (attend_pages(prefix, cascade.many_rows(prefix, config), None), attend_pages(own, config, None))
+        return cascade.joined(*parts), None
     rotary = rotary_of(record)
     spec = _spec(record, config, rotary)
     plan = _plan(record, spec, config)

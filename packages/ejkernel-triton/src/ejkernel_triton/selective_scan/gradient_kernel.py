@@ -71,25 +71,43 @@ def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def store_sums(partial, token, written, heard, spec: tl.constexpr):
-    """Writes the sums over the program's channels of [BN, BLOCK_E] each, dB and dC, of a token."""
+def sum_channels(written, heard, spec: tl.constexpr):
+    """Sums over the program's channels of [BN, BLOCK_E] each, dB and dC of a token.
+
+    Returns:
+        [1, 1, BLOCK_E], where lane % (2 BN) counts dB and then dC; or, of more numbers than lanes, a pair of
+        [BN / BLOCK_E, 1, BLOCK_E].
+    """
+    BN: tl.constexpr = spec.BN
+    LANES: tl.constexpr = spec.BLOCK_E
+    if 2 * BN <= LANES:
+        sums = exchange(tl.reshape(written, [1, BN, LANES]), tl.reshape(heard, [1, BN, LANES]), BN, LANES)
+        sums = sum_lanes(sums, BN, LANES)
+        lane = tl.arange(0, LANES)
+        for level in tl.static_range(7):
+            if (2 * BN) << level < LANES:  # lanes that are 2 BN apart hold parts of the same sum
+                sums += tl.gather(sums, tl.broadcast_to((lane ^ ((2 * BN) << level))[None, None, :], sums.shape), 2)
+        return sums
+    else:
+        GROUPS: tl.constexpr = BN // LANES
+        first = sum_lanes(tl.reshape(written, [GROUPS, LANES, LANES]), LANES, LANES)
+        return first, sum_lanes(tl.reshape(heard, [GROUPS, LANES, LANES]), LANES, LANES)
+
+
+@triton.jit
+def store_sums(partial, token, sums, spec: tl.constexpr):
+    """Writes what `sum_channels` made of a token."""
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
     at = partial + tl.cast(token, tl.int64) * (2 * BN)
     lane = tl.arange(0, LANES)
     there = token + 0 * lane < spec.T
     if 2 * BN <= LANES:
-        sums = exchange(tl.reshape(written, [1, BN, LANES]), tl.reshape(heard, [1, BN, LANES]), BN, LANES)
-        sums = sum_lanes(sums, BN, LANES)
-        for level in tl.static_range(7):
-            if (2 * BN) << level < LANES:  # lanes that are 2 BN apart hold parts of the same sum
-                sums += tl.gather(sums, tl.broadcast_to((lane ^ ((2 * BN) << level))[None, None, :], sums.shape), 2)
         tl.store(at + lane, tl.reshape(sums, [LANES]), mask=there & (lane < 2 * BN))
     else:
         GROUPS: tl.constexpr = BN // LANES
+        first, other = sums
         row = tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]
-        first = sum_lanes(tl.reshape(written, [GROUPS, LANES, LANES]), LANES, LANES)
-        other = sum_lanes(tl.reshape(heard, [GROUPS, LANES, LANES]), LANES, LANES)
         tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=there[None, :])
         tl.store(at + BN + row, tl.reshape(other, [GROUPS, LANES]), mask=there[None, :])
 
@@ -98,18 +116,33 @@ def store_sums(partial, token, written, heard, spec: tl.constexpr):
 def keep_states(x, step, rates, write, state, scratch, begin, count, channels, spec: tl.constexpr):
     """Walks over an interval and writes the states before each of its `count` blocks to the scratch."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
+    xs, steps = load_tokens(x, begin, channels, spec), load_tokens(step, begin, channels, spec)
     for block in tl.range(0, count):
         store_own(scratch, block, state, channels, spec)
-        token = begin + block * spec.BLOCK_T
-        xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
+        token = begin + block * BLOCK_T
+        after = token + BLOCK_T  # on their way while this block's tokens are worked on
+        next_xs, next_steps = load_tokens(x, after, channels, spec), load_tokens(step, after, channels, spec)
+        columns = load_block(write, token, spec)
+        tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
-            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, write, token + i, spec)
+            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, columns[i])
+        xs, steps = next_xs, next_steps
 
 
 @triton.jit
-def next_state(state, now, dt, rates, write, token, spec: tl.constexpr):
+def load_block(base, token, spec: tl.constexpr):
+    """The columns of a block of tokens."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    columns = ()
+    for i in tl.static_range(BLOCK_T):
+        columns += (load_column(base, token + i, spec),)
+    return columns
+
+
+@triton.jit
+def next_state(state, now, dt, rates, b):
     """The states behind a token."""
-    return tl.exp2(rates * dt[None, :]) * state + load_column(write, token, spec)[:, None] * (dt * now)[None, :]
+    return tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
 
 
 @triton.jit
@@ -183,14 +216,17 @@ def gradient_kernel(
         for last in tl.range(0, count):
             block = count - 1 - last
             token = begin + block * spec.BLOCK_T
+            # All loads of a block before its first use, which the barrier keeps the compiler from undoing: one wait.
             state = load_own(scratch, block, channels, spec)
             xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
+            given = load_tokens(cotangent, token, channels, spec)
+            columns = load_block(write, token, spec)
+            tl.debug_barrier()
             held = (state,)
             for i in tl.static_range(BLOCK_T):
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-                held += (next_state(held[i], now, dt, rates, write, token + i, spec),)
-            given = load_tokens(cotangent, token, channels, spec)
-            dxs, dsteps = (), ()
+                held += (next_state(held[i], now, dt, rates, columns[i]),)
+            dxs, dsteps, sums = (), (), ()
             for j in tl.static_range(BLOCK_T):
                 now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
                 dy, at = given[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
@@ -203,7 +239,9 @@ def gradient_kernel(
                 dxs += (written * dt + through * dy,)
                 dsteps += (written * now + tl.sum(faded * rates, 0) * LN2,)
                 passed += dy * now
-                store_sums(partial, at, g * (dt * now)[None, :], held[BLOCK_T - j] * dy[None, :], spec)
+                sums += (sum_channels(g * (dt * now)[None, :], held[BLOCK_T - j] * dy[None, :], spec),)
+            for j in tl.static_range(BLOCK_T):
+                store_sums(partial, token + (BLOCK_T - 1 - j), sums[j], spec)
             store_tokens(dx, token, channels, dxs, True, spec)
             store_tokens(dstep, token, channels, dsteps, True, spec)
         tl.debug_barrier()

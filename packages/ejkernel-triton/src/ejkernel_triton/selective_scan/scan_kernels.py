@@ -23,6 +23,7 @@ import triton.language as tl
 from ejkernel_triton.selective_scan.tile import (
     channels_of,
     load_column,
+    load_columns,
     load_state,
     load_tokens,
     program_of,
@@ -66,22 +67,42 @@ def scan_kernel(
     if GIVEN:
         starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
     state = starting_state(starts, part, channels, GIVEN, spec)
-    for interval in tl.range(part * spec.PART, tl.minimum(part * spec.PART + spec.PART, spec.CHUNKS)):
-        store_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, state, spec)
-        begin = interval * spec.INTERVAL
-        for token in tl.range(begin, tl.minimum(begin + spec.INTERVAL, spec.T), spec.BLOCK_T):
-            xs = load_tokens(x, token, channels, spec)
-            steps = load_tokens(step, token, channels, spec)
-            made = ()
-            for i in tl.static_range(BLOCK_T):
-                now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-                b, c = load_column(write, token + i, spec), load_column(read, token + i, spec)
-                state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
-                made += (tl.sum(state * c[:, None], 0) + through * now,)
-            # After all loads: the compiler does not move a load before a store, which might write what it reads.
-            store_tokens(output, token, channels, made, False, spec)
+    begin = part * (spec.PART * spec.INTERVAL)
+    end = tl.minimum(begin + spec.PART * spec.INTERVAL, spec.T)
+    xs, steps = load_tokens(x, begin, channels, spec), load_tokens(step, begin, channels, spec)
+    for token in tl.range(begin, end, BLOCK_T):
+        if token % spec.INTERVAL == 0:
+            store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
+        # The next block's tokens are on their way while this one's are worked on. The barriers keep the compiler from
+        # moving loads down to where their values are used, which is where they would be waited for.
+        next_xs, next_steps = (
+            load_tokens(x, token + BLOCK_T, channels, spec),
+            load_tokens(step, token + BLOCK_T, channels, spec),
+        )
+        columns = (load_columns(write, read, token, spec), load_columns(write, read, token + 1, spec))
+        tl.debug_barrier()
+        made = ()
+        for i in tl.static_range(BLOCK_T):
+            if i + 2 < BLOCK_T:
+                columns += (load_columns(write, read, token + i + 2, spec),)
+                tl.debug_barrier()
+            b, c = columns[i]
+            now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
+            state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
+            made += (tl.sum(state * c[:, None], 0) + through * now,)
+        store_tokens(output, token, channels, made, False, spec)
+        xs, steps = next_xs, next_steps
     if part == spec.SPLITS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)
+
+
+@triton.jit
+def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
+    """The column of the token that is walked over as the ith of a block."""
+    if REVERSE:
+        return load_column(column, token + (spec.BLOCK_T - 1 - i), spec)
+    else:
+        return load_column(column, token + i, spec)
 
 
 @triton.jit
@@ -110,20 +131,27 @@ def ends_kernel(
     state = zero_state(spec)
     total = zero_channels(spec)
     begin = part * (spec.PART * spec.INTERVAL)
-    blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - begin), spec.BLOCK_T)
-    for block in tl.range(0, blocks):
-        token = begin + (blocks - 1 - block if REVERSE else block) * spec.BLOCK_T
-        added, steps = load_tokens(values, token, channels, spec), load_tokens(step, token, channels, spec)
+    blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - begin), BLOCK_T)
+    toward = -BLOCK_T if REVERSE else BLOCK_T
+    token = begin + (blocks - 1) * BLOCK_T if REVERSE else begin
+    added, steps = load_tokens(values, token, channels, spec), load_tokens(step, token, channels, spec)
+    for _ in tl.range(0, blocks):
+        ahead = token + toward
+        next_added, next_steps = load_tokens(values, ahead, channels, spec), load_tokens(step, ahead, channels, spec)
+        columns = (column_at(column, token, 0, REVERSE, spec), column_at(column, token, 1, REVERSE, spec))
+        tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
+            if i + 2 < BLOCK_T:
+                columns += (column_at(column, token, i + 2, REVERSE, spec),)
+                tl.debug_barrier()
             if REVERSE:
                 dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), added[BLOCK_T - 1 - i].to(tl.float32)
-                c = load_column(column, token + (BLOCK_T - 1 - i), spec)
-                state = tl.exp2(rates * dt[None, :]) * (state + c[:, None] * value[None, :])
+                state = tl.exp2(rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
             else:
                 dt, value = steps[i].to(tl.float32), added[i].to(tl.float32)
-                b = load_column(column, token + i, spec)
-                state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * value)[None, :]
+                state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
             total += dt
+        added, steps, token = next_added, next_steps, ahead
     at = row * spec.SPLITS + part
     store_state(ends + at * (spec.N * spec.E), channels, state, spec)
     tl.store(sums + at * spec.E + channels, total, mask=channels < spec.E)

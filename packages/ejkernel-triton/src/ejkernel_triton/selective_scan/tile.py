@@ -33,7 +33,7 @@ def channels_of(tile, spec: tl.constexpr):
 
 @triton.jit
 def load_tokens(base, token, channels, spec: tl.constexpr):
-    """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 behind its end.
+    """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 outside of it.
 
     All are asked for before the first is used, so one wait on memory serves a block.
     """
@@ -58,7 +58,8 @@ def store_tokens(base, token, channels, rows, REVERSED: tl.constexpr, spec: tl.c
 
 @triton.jit
 def _there(token, channels, spec: tl.constexpr):
-    return (channels < spec.E) & (token + 0 * channels < spec.T)
+    at = token + 0 * channels
+    return (channels < spec.E) & (at >= 0) & (at < spec.T)
 
 
 @triton.jit
@@ -70,6 +71,12 @@ def load_column(base, token, spec: tl.constexpr):
         return tl.load(at)
     else:
         return tl.load(at, mask=(n < spec.N) & (token + 0 * n < spec.T), other=0.0)
+
+
+@triton.jit
+def load_columns(one, other, token, spec: tl.constexpr):
+    """A token's columns of two arrays."""
+    return load_column(one, token, spec), load_column(other, token, spec)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ IMPLEMENTATIONS = (
             handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
         ),
         config=ConfigSpace(
-            reads=frozenset({"weights_block_q"}), heuristic=tiles.heuristic, candidates=tiles.candidates
+            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.WeightRows, faces=tiles.FACES
         ),
     ),
 )

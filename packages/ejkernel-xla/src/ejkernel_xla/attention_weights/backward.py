@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations.configuration.attention import AttentionConfig
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.attention_weights.forward import WHOLE, head_sinks, row_scores
-from ejkernel_xla.attention_weights.tiles import plan_rows
+from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, add
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.scores import (
@@ -63,13 +62,13 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def backward(pullback: Pullback, config: AttentionConfig) -> Gradients:
+def backward(pullback: Pullback, config: WeightRows) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, the cotangents of output and weights, and the wanted names, of query, key, value,
             bias and softmax_aux.
-        config: Tile sizes; reads `weights_block_q`.
+        config: Rows of the weights a step.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.

@@ -14,8 +14,7 @@ from jax import lax
 
 from ejkernel.families.attention_weights import Output
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.modules.operations.configuration.attention import AttentionConfig
-from ejkernel_xla.attention_weights.tiles import plan_rows
+from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, put
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.scores import (
@@ -43,12 +42,12 @@ class State(NamedTuple):
     lse: jax.Array
 
 
-def forward(record: TiledAttention, config: AttentionConfig) -> tuple[Output, SoftmaxResiduals]:
+def forward(record: TiledAttention, config: WeightRows) -> tuple[Output, SoftmaxResiduals]:
     """Output, weights and residuals of a record.
 
     Args:
         record: The canonical arguments.
-        config: Tile sizes; reads `weights_block_q`.
+        config: Rows of the weights a step.
 
     Returns:
         Output [B, T, H, Dv] and weights [B, H, T, S] in the query's dtype, and the residuals for the backward pass.

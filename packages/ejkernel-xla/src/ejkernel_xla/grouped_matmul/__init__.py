@@ -19,6 +19,8 @@ IMPLEMENTATIONS = (
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset(OPTIONAL),
         ),
-        config=ConfigSpace(reads=frozenset({"block_m"}), heuristic=tiles.heuristic, candidates=tiles.candidates),
+        config=ConfigSpace(
+            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.RowTiles, faces=tiles.FACES
+        ),
     ),
 )

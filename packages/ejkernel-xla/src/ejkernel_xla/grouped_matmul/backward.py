@@ -9,8 +9,6 @@ With do the cotangent of the output and w_g the scaled matrix of a group, over t
 Rows of no group have a gradient of 0, but that of `existing_out` is do everywhere.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,17 +16,17 @@ from jax import lax
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows, spread
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
-from ejkernel_xla.grouped_matmul.tiles import sizes
+from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
 
 Gradients = dict[str, jax.Array]
 
 
-def backward(pullback: Pullback, config: Any) -> Gradients:
+def backward(pullback: Pullback, config: RowTiles) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, cotangent [M, N], and the wanted names.
-        config: The operation's configuration; reads `block_m`.
+        config: Rows a tile.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.

@@ -1,22 +1,20 @@
 """Forward pass of a grouped matmul."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows
 from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
-from ejkernel_xla.grouped_matmul.tiles import sizes
+from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
 
 
-def forward(record: GroupedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]:
+def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[()]]:
     """The output of a record.
 
     Args:
         record: The canonical arguments.
-        config: The operation's configuration; reads `block_m`.
+        config: Rows a tile.
 
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.

@@ -1,31 +1,49 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.config.params import Direction
+from ejkernel_xla.sizes import check_positive
 
 ROWS = (128, 256, 512)
 SMALLEST = 16
 """Rows of the last tile of a group, which computes the rows it does not have too."""
 
 
-def sizes(record: GroupedMatmul, config: GroupedMatmulConfig) -> tuple[int, ...]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowTiles:
+    """The configuration of either pass.
+
+    Attributes:
+        block_m: Rows of a group's largest tiles.
+    """
+
+    block_m: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+FACES = {"block_m": "block_m"}
+"""Public configuration field -> field of this."""
+
+
+def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
     """Rows of the tiles of a group, from the largest, by quarters: what one size leaves over is left to the next."""
-    size = config.block_m or ROWS[1]
-    found = [size]
+    found = [config.block_m]
     while found[-1] // 4 >= SMALLEST:
         found.append(found[-1] // 4)
     rows = record.lhs.shape[0]
     return tuple(dict.fromkeys(min(size, rows) for size in found))
 
 
-def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> GroupedMatmulConfig:
+def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:
     """The tiles for a record on a device, not measured."""
-    return GroupedMatmulConfig(block_m=ROWS[1])
+    return RowTiles(block_m=ROWS[1])
 
 
-def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[GroupedMatmulConfig, ...]:
+def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[RowTiles, ...]:
     """Tiles worth measuring for a record on a device."""
-    return tuple(GroupedMatmulConfig(block_m=rows) for rows in ROWS)
+    return tuple(RowTiles(block_m=rows) for rows in ROWS)

@@ -4,7 +4,6 @@ Each chunk is differentiated as it stands, from the state before it, so nothing 
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +14,18 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.linear_recurrence.chunk import next_state, precision
 from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
 from ejkernel_xla.linear_recurrence.singles import read_singles
-from ejkernel_xla.linear_recurrence.tiles import chunk_length
+from ejkernel_xla.linear_recurrence.tiles import Chunk
 from ejkernel_xla.linear_recurrence.walk import Walk, assemble, cut, loop, make_walk, paste, slices
 
 Gradients = dict[str, jax.Array]
 
 
-def backward(pullback: Pullback, config: Any) -> Gradients:
+def backward(pullback: Pullback, config: Chunk) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, cotangents of output and final states, and the wanted names.
-        config: The operation's configuration; its chunk length is read.
+        config: Tokens a chunk.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -34,7 +33,7 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
     record = pullback.record
     if not record.query.size:  # no rows
         return {name: jnp.zeros_like(getattr(record, name)) for name in sorted(pullback.wanted)}
-    walk = make_walk(record, chunk_length(config))
+    walk = make_walk(record, config.chunk_size)
     grads = _sweep(pullback, walk, _boundaries(record, walk))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 

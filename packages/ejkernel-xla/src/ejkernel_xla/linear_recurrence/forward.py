@@ -1,7 +1,5 @@
 """Forward pass of a linear recurrence, chunk by chunk; between chunks only the states live on."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +7,7 @@ from jax import lax
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, states
 from ejkernel_xla.linear_recurrence.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.singles import read_singles
-from ejkernel_xla.linear_recurrence.tiles import chunk_length
+from ejkernel_xla.linear_recurrence.tiles import Chunk
 from ejkernel_xla.linear_recurrence.walk import (
     Place,
     Walk,
@@ -24,12 +22,12 @@ from ejkernel_xla.linear_recurrence.walk import (
 )
 
 
-def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+def forward(record: LinearRecurrence, config: Chunk) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Output and final states of a record.
 
     Args:
         record: The canonical arguments.
-        config: The operation's configuration; its chunk length is read.
+        config: Tokens a chunk.
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states in the accumulator's. There are no residuals: the
@@ -37,7 +35,7 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
     """
     if not record.query.size:  # no rows
         return (_outputs(record), states(record)), ()
-    walk = make_walk(record, chunk_length(config))
+    walk = make_walk(record, config.chunk_size)
     write = replace if walk.whole else paste
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,9 +1,11 @@
 """Lengths of chunks: which is used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.config.params import Direction
+from ejkernel_xla.sizes import check_positive
 
 LENGTHS = (32, 64, 128)
 
@@ -11,29 +13,33 @@ SMALL_STATE = 64 * 64
 """Numbers of a state that a CPU updates every token in less time than it multiplies a chunk's scores."""
 
 
-def chunk_length(config: Any) -> int:
-    """Tokens a chunk, at most."""
-    return getattr(config, length_field(type(config)))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """The configuration of either pass.
+
+    Attributes:
+        chunk_size: Tokens a chunk, at most.
+    """
+
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
 
 
-def length_field(config: type[BaseOperationConfig]) -> str:
-    """Name of the field that an operation's configuration has it in."""
-    return "chunk_size" if hasattr(config, "chunk_size") else "block_q"
+FACES = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
+"""Public configuration field -> field of this."""
 
 
-def heuristic(
-    config: type[BaseOperationConfig], record: LinearRecurrence, device: Any, direction: Direction
-) -> BaseOperationConfig:
+def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Chunk:
     """The length for a record on a device, not measured."""
-    return _with_length(config, _likely(record, device, direction))
+    return Chunk(chunk_size=_likely(record, device, direction))
 
 
-def candidates(
-    config: type[BaseOperationConfig], record: LinearRecurrence, device: Any, direction: Direction
-) -> tuple[BaseOperationConfig, ...]:
+def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[Chunk, ...]:
     """Lengths worth measuring for a record on a device: the likely one, and those that it has the tokens for."""
     fitting = {n for n in LENGTHS if n <= record.query.shape[1]}
-    return tuple(_with_length(config, n) for n in sorted(fitting | {_likely(record, device, direction)}))
+    return tuple(Chunk(chunk_size=n) for n in sorted(fitting | {_likely(record, device, direction)}))
 
 
 def _likely(record: LinearRecurrence, device: Any, direction: Direction) -> int:
@@ -46,8 +52,3 @@ def _likely(record: LinearRecurrence, device: Any, direction: Direction) -> int:
     by_channel = any(x is not None and x.shape[3] > 1 for x in (record.decay, record.value_decay))
     small = record.query.shape[3] * record.value.shape[3] <= SMALL_STATE
     return 1 if by_channel and small else 32
-
-
-def _with_length(config: type[BaseOperationConfig], length: int) -> BaseOperationConfig:
-    chosen: dict[str, Any] = {length_field(config): length}
-    return config(**chosen)

@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention import PagedAttention, as_computed, band, qq_terms
-from ejkernel.modules.operations.configs import PagedAttentionConfig
 from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_work import Work, find_work, longest_first, take
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.paged_attention.tiles import Tiles, tiles
+from ejkernel_xla.paged_attention.tiles import PagedTiles, Tiles, tiles
 
 _BATCHES = ((0, 1), (0, 1))
 
@@ -39,12 +38,12 @@ class Running(NamedTuple):
     output: jax.Array
 
 
-def forward(record: PagedAttention, params: PagedAttentionConfig) -> tuple[tuple[jax.Array, ...], None]:
+def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array, ...], None]:
     """Attention output of a record.
 
     Args:
         record: The canonical arguments.
-        params: Tile sizes; reads `q_blocksize`, `kv_blocksize` and `seq_blocksize`.
+        config: Tile sizes.
 
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
@@ -52,7 +51,7 @@ def forward(record: PagedAttention, params: PagedAttentionConfig) -> tuple[tuple
     record, pages = paged_cache.write(record)
     state = _initial(record)
     if state[0].size and record.kv_lens.size and record.key_pages.size:
-        state = _sweep(record, tiles(record, params), state)
+        state = _sweep(record, tiles(record, config), state)
     return (*state, *pages), None
 
 

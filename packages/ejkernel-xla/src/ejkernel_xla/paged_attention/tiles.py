@@ -3,10 +3,10 @@
 import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations.configs import PagedAttentionConfig
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
+from ejkernel_xla.sizes import check_positive
 
 KEYS = 256
 """Keys a tile: long enough for the matrix products, short enough that a window or a short sequence wastes little."""
@@ -18,6 +18,28 @@ ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
 """Key elements gathered at once: on a CPU they stay in its caches, elsewhere they fill the device."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedTiles:
+    """The configuration.
+
+    Attributes:
+        block_q: Query rows of one sequence a tile.
+        block_kv: Keys a tile.
+        stack: Tiles of query rows that are worked on at once.
+    """
+
+    block_q: int
+    block_kv: int
+    stack: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "seq_blocksize": "stack"}
+"""Public configuration field -> field of this."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """How a record is cut: `stack` tiles of `queries` rows of one sequence each are worked on at once, by `keys`."""
@@ -27,32 +49,25 @@ class Tiles:
     stack: int
 
 
-def tiles(record: PagedAttention, params: PagedAttentionConfig) -> Tiles:
-    """The tiles of a record, none larger than it can fill.
-
-    Args:
-        record: The canonical arguments, of which no axis is empty.
-        params: Reads `q_blocksize`, `kv_blocksize` and `seq_blocksize`.
-    """
+def tiles(record: PagedAttention, config: PagedTiles) -> Tiles:
+    """The tiles of a record, of which no axis is empty: none larger than it can fill."""
     rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
-    queries = 1 if record.query_start is None else max(1, min(params.q_blocksize or QUERIES, rows))
-    keys = max(1, min(params.kv_blocksize or KEYS, paged_cache.capacity(record)))
-    return Tiles(queries, keys, max(1, min(params.seq_blocksize or 1, sequences + rows // queries)))
+    queries = 1 if record.query_start is None else max(1, min(config.block_q, rows))
+    keys = max(1, min(config.block_kv, paged_cache.capacity(record)))
+    return Tiles(queries, keys, max(1, min(config.stack, sequences + rows // queries)))
 
 
-def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction, config: type) -> PagedAttentionConfig:
+def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
     """Tile sizes for a record on a device, not measured."""
-    return _sized(record, device, config, KEYS)
+    return _sized(record, device, KEYS)
 
 
-def candidates(
-    record: PagedAttention, device: DeviceInfo, direction: Direction, config: type
-) -> tuple[PagedAttentionConfig, ...]:
+def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedTiles, ...]:
     """Tile sizes worth measuring for a record on a device."""
-    return tuple(dict.fromkeys(_sized(record, device, config, keys) for keys in (64, 128, 256, 512)))
+    return tuple(dict.fromkeys(_sized(record, device, keys) for keys in (64, 128, 256, 512)))
 
 
-def _sized(record: PagedAttention, device: DeviceInfo, config: type, keys: int) -> PagedAttentionConfig:
+def _sized(record: PagedAttention, device: DeviceInfo, keys: int) -> PagedTiles:
     """Query tiles of the average length of a sequence's queries; as many at once as keep their keys close."""
     rows, sequences = record.query.shape[0], max(1, record.kv_lens.shape[0])
     average = max(1, rows // sequences)
@@ -61,4 +76,4 @@ def _sized(record: PagedAttention, device: DeviceInfo, config: type, keys: int) 
     key_elements = keys * paged_cache.kv_heads(record) * record.query.shape[-1]
     score_elements = keys * record.query.shape[1] * queries
     stack = max(1, ELEMENTS[device.platform] // max(1, key_elements, score_elements))
-    return config(q_blocksize=queries, kv_blocksize=keys, seq_blocksize=min(stack, sequences, 64))
+    return PagedTiles(block_q=queries, block_kv=keys, stack=min(stack, sequences, 64))

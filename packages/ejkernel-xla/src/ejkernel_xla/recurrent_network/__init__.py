@@ -1,28 +1,27 @@
 """Recurrent networks in XLA: every product that does not wait for a state is taken over all tokens at once."""
 
-from ejkernel.modules.operations.configs import GRUConfig, LSTMConfig, RNNConfig
-from ejkernel.ops import Implementation, Requires
+from ejkernel.families.recurrent_network import FAMILY
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.arguments import optional_fields
 from ejkernel_xla.recurrent_network import tiles
 
-STATES = {"rnn": ("initial_hidden",), "gru": ("initial_hidden",), "lstm": ("initial_hidden", "initial_cell")}
-WEIGHTS = ("weight_ih_deep", "bias_ih", "bias_hh")
-
-IMPLEMENTATIONS = tuple(
+IMPLEMENTATIONS = (
     Implementation(
         family="recurrent_network",
-        only=frozenset({op}),
         name="xla",
         platform="xla",
         backend="any",
         forward="ejkernel_xla.recurrent_network.forward:forward",
         backward="ejkernel_xla.recurrent_network.backward:backward",
-        gradients=frozenset({"x", "weight_ih", "weight_hh", *WEIGHTS, *STATES[op]}),
+        gradients=frozenset(FAMILY.differentiable),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
-            handles=frozenset({"seq_lengths", *WEIGHTS, *STATES[op]}),
+            # Everyone's fallback honours every field; the conformance suite fails for one that it does not.
+            handles=frozenset(optional_fields(FAMILY.record)),
         ),
-        config=tiles.space(config),
-    )
-    for op, config in (("rnn", RNNConfig), ("gru", GRUConfig), ("lstm", LSTMConfig))
+        config=ConfigSpace(
+            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.TokenBlocks, faces=tiles.FACES
+        ),
+    ),
 )

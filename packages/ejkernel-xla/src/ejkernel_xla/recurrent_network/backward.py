@@ -24,16 +24,17 @@ from ejkernel.families.recurrent_network import (
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.recurrent_network.blocks import Blocks
 from ejkernel_xla.recurrent_network.layer import Direction, joined, kept, precision, product, real, time_major
+from ejkernel_xla.recurrent_network.tiles import TokenBlocks
 
 Gradients = dict[str, Any]
 
 
-def backward(pullback: Pullback, config: Any) -> Gradients:
+def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, gates and states of every token, cotangents of output and final states, and the wanted names.
-        config: The operation's configuration; reads `block_t` and `unroll`.
+        config: Tokens a block and a turn of the loop.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -64,7 +65,9 @@ def _inputs(pullback: Pullback, layer: int) -> jax.Array:
     return joined([time_major(hidden) for hidden in below], real(record))
 
 
-def _direction(pullback: Pullback, at: Direction, inputs: jax.Array, outputs: jax.Array, config: Any) -> Gradients:
+def _direction(
+    pullback: Pullback, at: Direction, inputs: jax.Array, outputs: jax.Array, config: TokenBlocks
+) -> Gradients:
     """Gradients of one direction of a layer, from the cotangent [T, B, H] of what it hands on."""
     record, weight_ih = pullback.record, at.weight_ih.astype(accumulator(pullback.record))
     token = _token(at)

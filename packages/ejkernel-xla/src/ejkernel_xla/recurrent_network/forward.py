@@ -1,7 +1,5 @@
 """Forward pass of a recurrent network, layer by layer."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,14 +15,15 @@ from ejkernel.families.recurrent_network import (
 )
 from ejkernel_xla.recurrent_network.blocks import Blocks
 from ejkernel_xla.recurrent_network.layer import Direction, joined, kept, real, time_major
+from ejkernel_xla.recurrent_network.tiles import TokenBlocks
 
 
-def forward(record: RecurrentNetwork, config: Any) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
+def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
     """Output and final states of a record.
 
     Args:
         record: The canonical arguments.
-        config: The operation's configuration; reads `block_t` and `unroll`.
+        config: Tokens a block and a turn of the loop.
 
     Returns:
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
@@ -43,7 +42,7 @@ def forward(record: RecurrentNetwork, config: Any) -> tuple[tuple[jax.Array, ...
     return (output, *stacked(finals)), NetworkResiduals.of(stacked(found))
 
 
-def _run(at: Direction, inputs: jax.Array, config: Any) -> tuple[State, State]:
+def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, State]:
     """The final states [B, H], and the gates of every token and the states after it [T, B, ...].
 
     What a token gets from its inputs is handed to it by the token before: XLA's CPU backend does not vectorise what

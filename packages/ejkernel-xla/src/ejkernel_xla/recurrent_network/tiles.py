@@ -1,32 +1,50 @@
 """Blocks of tokens: which are used when nobody chose, and which are worth measuring."""
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 from ejkernel.families.recurrent_network import RecurrentNetwork
-from ejkernel.ops import ConfigSpace
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
+from ejkernel.ops.config.params import Direction
+from ejkernel_xla.sizes import check_positive
 
 ROWS = {"forward": 256, "backward": 512}
 """Tokens of all rows that are multiplied at once on a CPU: enough for the products to be efficient, of which the
 backward pass adds some to gradients of weights, and few enough for the results to fit a cache."""
 
 
-def space(config: Callable[..., BaseOperationConfig]) -> ConfigSpace:
-    """The configurations of an operation, of the class given."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenBlocks:
+    """The configuration of either pass.
 
-    def heuristic(record: RecurrentNetwork, device: Any, direction: Direction) -> BaseOperationConfig:
-        tokens = _in_cache(record, direction) if device.platform == "cpu" else record.x.shape[1]
-        return config(block_t=tokens, unroll=1)
+    Attributes:
+        block_t: Tokens whose inputs are multiplied at once.
+        unroll: Tokens a turn of the loop.
+    """
 
-    def candidates(record: RecurrentNetwork, device: Any, direction: Direction) -> tuple[BaseOperationConfig, ...]:
-        every = record.x.shape[1]
-        pairs = dict.fromkeys(((_in_cache(record, direction), 1), (every, 1), (every, 4)))
-        return tuple(config(block_t=tokens, unroll=unroll) for tokens, unroll in pairs)
+    block_t: int
+    unroll: int
 
-    return ConfigSpace(reads=frozenset({"block_t", "unroll"}), heuristic=heuristic, candidates=candidates)
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+FACES = {"block_t": "block_t", "unroll": "unroll"}
+"""Public configuration field -> field of this."""
+
+
+def heuristic(record: RecurrentNetwork, device: Any, direction: Direction) -> TokenBlocks:
+    """The blocks for a record on a device, not measured."""
+    tokens = _in_cache(record, direction) if device.platform == "cpu" else record.x.shape[1]
+    return TokenBlocks(block_t=max(1, tokens), unroll=1)
+
+
+def candidates(record: RecurrentNetwork, device: Any, direction: Direction) -> tuple[TokenBlocks, ...]:
+    """Blocks worth measuring for a record on a device."""
+    every = max(1, record.x.shape[1])
+    pairs = dict.fromkeys(((_in_cache(record, direction), 1), (every, 1), (every, 4)))
+    return tuple(TokenBlocks(block_t=tokens, unroll=unroll) for tokens, unroll in pairs)
 
 
 def _in_cache(record: RecurrentNetwork, direction: Direction) -> int:
     rows, tokens, _ = record.x.shape
-    return min(tokens, max(1, ROWS[direction] // max(1, rows)))
+    return max(1, min(tokens, ROWS[direction] // max(1, rows)))

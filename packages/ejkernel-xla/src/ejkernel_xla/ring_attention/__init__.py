@@ -2,6 +2,7 @@
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_xla.ring_attention import tiles
+from ejkernel_xla.tiled_attention.tiles import FACES, ChunkedSoftmax
 
 IMPLEMENTATIONS = (
     Implementation(
@@ -31,7 +32,10 @@ IMPLEMENTATIONS = (
             ),
         ),
         config=ConfigSpace(
-            reads=frozenset({"q_blocksize", "kv_blocksize"}), heuristic=tiles.heuristic, candidates=tiles.candidates
+            heuristic=tiles.heuristic,
+            candidates=tiles.candidates,
+            forward=ChunkedSoftmax,
+            faces=FACES,
         ),
     ),
 )

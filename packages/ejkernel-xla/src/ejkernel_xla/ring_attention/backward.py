@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import (
     Load,
@@ -27,17 +26,18 @@ from ejkernel.planning.ring_schedule import (
 )
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 Gradients = dict[str, jax.Array]
 
 
-def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     """Gradients of the wanted fields of one device's record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
             softmax_aux.
-        params: Tile sizes; reads `q_blocksize` and `kv_blocksize`.
+        params: Tile sizes.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
@@ -59,7 +59,7 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
     return {name: _home(grads[name], name, pullback.record, ring) for name in sorted(pullback.wanted)}
 
 
-def _around(pullback: Pullback, params: BwdParams, ring: Ring) -> Gradients:
+def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients:
     """The gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
     zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.wanted - {"softmax_aux"}}

@@ -6,19 +6,19 @@ import jax.numpy as jnp
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.ring_schedule import Load, encounter, load_of, local_part, ring_of
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_xla.tiled_attention import forward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 
-def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of one device's queries.
 
     Args:
         record: The canonical arguments.
-        params: Tile sizes; reads `q_blocksize` and `kv_blocksize`.
+        params: Tile sizes.
 
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.

@@ -4,30 +4,30 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.ops.config.params import Direction
 from ejkernel_xla.tiled_attention import tiles
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 
-def heuristic(record: RingAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
+def heuristic(record: RingAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
     """Tile sizes for a record on a device, not measured."""
     return _halved(record, tiles.heuristic(tiled(record), device, direction))
 
 
-def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
     """Tile sizes worth measuring for a record on a device."""
     found = tiles.candidates(tiled(record), device, direction)
     return tuple(dict.fromkeys(_halved(record, params) for params in found))
 
 
-def _halved(record: RingAttention, params: Any) -> FwdParams | BwdParams:
+def _halved(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:
     """In a causal ring a device works on two pieces of the sequence, which are far apart."""
     if record.axis_name is None or not record.causal:
         return params
-    queries, keys = tiles.sizes(params)
     return dataclasses.replace(
         params,
-        q_blocksize=_dividing(record.query.shape[1] // 2, queries),
-        kv_blocksize=_dividing(record.key.shape[1] // 2, keys),
+        block_q=_dividing(record.query.shape[1] // 2, params.block_q),
+        block_kv=_dividing(record.key.shape[1] // 2, params.block_kv),
     )
 
 

@@ -17,6 +17,8 @@ IMPLEMENTATIONS = (
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset({"lengths", "ranges"}),
         ),
-        config=ConfigSpace(reads=frozenset({"block_size"}), heuristic=tiles.heuristic, candidates=tiles.candidates),
+        config=ConfigSpace(
+            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.TokenTiles, faces=tiles.FACES
+        ),
     ),
 )

@@ -1,21 +1,19 @@
 """Forward pass of segment pooling: sums over chunks of equal size, or over runs of tokens of any length."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, spans
-from ejkernel_xla.segment_pooling.tiles import block_size, rows_at_once
+from ejkernel_xla.segment_pooling.tiles import TokenTiles, block_size, rows_at_once
 
 
-def forward(record: SegmentPooling, config: Any) -> tuple[jax.Array, tuple[()]]:
+def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tuple[()]]:
     """Means of a record.
 
     Args:
         record: The canonical arguments.
-        config: The operation's configuration; reads `block_size`.
+        config: Tokens a tile.
 
     Returns:
         [B, M, H, D] in the values' dtype. There are no residuals.

@@ -1,18 +1,37 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.segment_pooling import SegmentPooling
-from ejkernel.modules.operations.configs import MeanPoolingConfig
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import current_device
+from ejkernel_xla.sizes import check_positive
 
 SIZES = (16, 32, 64, 256)
 
 
-def block_size(record: SegmentPooling, config: MeanPoolingConfig) -> int:
-    """Tokens of a tile, whose sum the pools share."""
-    return min(config.block_size or _typical(record), record.values.shape[1])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenTiles:
+    """The configuration of the forward pass, where pools have any length; others have no tiles.
+
+    Attributes:
+        block_size: Tokens of a tile, whose sum the pools share.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+FACES = {"block_size": "block_size"}
+"""Public configuration field -> field of this."""
+
+
+def block_size(record: SegmentPooling, config: TokenTiles) -> int:
+    """Tokens of a tile, no more than there are."""
+    return min(config.block_size, record.values.shape[1])
 
 
 def rows_at_once(size: int) -> int:
@@ -20,22 +39,22 @@ def rows_at_once(size: int) -> int:
     return 1 if current_device().platform == "cpu" else size
 
 
-def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> MeanPoolingConfig:
+def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> TokenTiles:
     """The tile for a record on a device, not measured.
 
     A pool of n tokens adds about n / size tiles and size tokens at its ends: fewest rows for the root of n, which a CPU
     adds one by one.
     """
     if device.platform != "cpu":
-        return MeanPoolingConfig(block_size=_typical(record))
-    return MeanPoolingConfig(block_size=min(32, 1 << _mean_length(record).bit_length() // 2))
+        return TokenTiles(block_size=_typical(record))
+    return TokenTiles(block_size=min(32, 1 << _mean_length(record).bit_length() // 2))
 
 
-def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tuple[MeanPoolingConfig, ...]:
+def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tuple[TokenTiles, ...]:
     """Tiles worth measuring for a record on a device: only pools of any length, and only forward, have tiles."""
     if record.ranges is None or direction == "backward":
         return ()
-    return tuple(MeanPoolingConfig(block_size=size) for size in SIZES)
+    return tuple(TokenTiles(block_size=size) for size in SIZES)
 
 
 def _typical(record: SegmentPooling) -> int:

@@ -31,7 +31,7 @@ IMPLEMENTATIONS = (
             },
         ),
         config=ConfigSpace(
-            reads=frozenset({"block_q", "block_k"}), heuristic=tiles.heuristic, candidates=tiles.candidates
+            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.SelectedTiles, faces=tiles.FACES
         ),
     ),
 )

@@ -10,8 +10,6 @@ With the branch's own cotangent do, its softmax p = exp(s - lse) and delta_i = <
 An empty slot is in no block's list, and so adds to nothing.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,18 +31,19 @@ from ejkernel_xla.selected_attention.lists import (
     take,
 )
 from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.selected_attention.tiles import SelectedTiles
 from ejkernel_xla.tiled_attention import blocks
 from ejkernel_xla.tiled_attention.forward import finite
 
 Gradients = dict[str, jax.Array]
 
 
-def backward(pullback: Pullback, config: Any) -> Gradients:
+def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        config: The operation's configuration; reads `block_q` and `block_k`.
+        config: Tile sizes.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -56,7 +55,7 @@ def backward(pullback: Pullback, config: Any) -> Gradients:
     return selected_branches.backward(pullback, selected, DENSE)
 
 
-def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: Any) -> Gradients:
+def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: SelectedTiles) -> Gradients:
     """Gradients of query, key and value in the selected branch."""
     plan = make_plan(record, config)
     operands, dtype = arrange(record, plan), accumulator(record)

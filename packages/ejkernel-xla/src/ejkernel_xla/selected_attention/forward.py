@@ -13,6 +13,7 @@ from ejkernel.planning import selected_branches
 from ejkernel.planning.selected_branches import DenseKernel
 from ejkernel_xla.selected_attention.lists import arrange, by_token, find_readers, fold, make_plan, put, take
 from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.selected_attention.tiles import SelectedTiles
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import blocks
 from ejkernel_xla.tiled_attention import forward as tiled_forward
@@ -20,12 +21,12 @@ from ejkernel_xla.tiled_attention import tiles as tiled_tiles
 from ejkernel_xla.tiled_attention.forward import finite
 
 
-def forward(record: SelectedAttention, config: Any) -> tuple[jax.Array, SelectedResiduals]:
+def forward(record: SelectedAttention, config: SelectedTiles) -> tuple[jax.Array, SelectedResiduals]:
     """Output and residuals of a record.
 
     Args:
         record: The canonical arguments.
-        config: The operation's configuration; reads `block_q` and `block_k`.
+        config: Tile sizes.
 
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
@@ -65,7 +66,7 @@ class Running(NamedTuple):
     output: jax.Array
 
 
-def _selected(record: SelectedAttention, config: Any) -> Branch:
+def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
     """The selected branch."""
     plan = make_plan(record, config)
     operands, dtype = arrange(record, plan), accumulator(record)

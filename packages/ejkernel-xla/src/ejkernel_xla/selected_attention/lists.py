@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selected_attention import SelectedAttention, blocks, own_keys, starts
-from ejkernel_xla.selected_attention.tiles import sizes
+from ejkernel_xla.selected_attention.tiles import SelectedTiles, sizes
 
 Carry = TypeVar("Carry")
 
@@ -44,7 +44,7 @@ class Plan:
         return row // self.heads, row % self.heads, tile * self.queries
 
 
-def make_plan(record: SelectedAttention, config: Any) -> Plan:
+def make_plan(record: SelectedAttention, config: SelectedTiles) -> Plan:
     """Cuts a record."""
     (batch, length, heads, _), kv_heads = record.query.shape, record.key.shape[2]
     queries, rows = sizes(record, config)

@@ -1,10 +1,11 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
-from ejkernel.modules.operations.configs import NativeSparseAttentionConfig
 from ejkernel.ops.config.params import Direction
+from ejkernel_xla.sizes import check_positive
 
 ROWS = 512
 """Query rows that read a block at once, all query heads of a KV head counted: a long matrix product whose operands
@@ -13,27 +14,46 @@ QUERIES = 256
 """Most queries a tile: longer ones fill up with nothing behind the last query of a block."""
 
 
-def sizes(record: SelectedAttention, config: NativeSparseAttentionConfig) -> tuple[int, int]:
-    """Queries whose lists are sorted together, and queries a tile."""
-    rule = heuristic(record, None, "forward")
-    queries = min(config.block_q or record.query.shape[1], _most(record))
-    return queries, min(config.block_k or rule.block_k or 1, queries)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectedTiles:
+    """The configuration of either pass.
+
+    Attributes:
+        sorted_queries: Queries whose lists of blocks are sorted together.
+        block_q: Queries that read one block of keys at once.
+    """
+
+    sorted_queries: int
+    block_q: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
 
 
-def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> NativeSparseAttentionConfig:
+FACES = {"block_q": "block_q"}
+"""Public configuration field -> field of this."""
+
+
+def sizes(record: SelectedAttention, config: SelectedTiles) -> tuple[int, int]:
+    """Queries whose lists are sorted together, and queries a tile, no more than there can be."""
+    queries = min(config.sorted_queries, _most(record))
+    return queries, min(config.block_q, queries)
+
+
+def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> SelectedTiles:
     """Tile sizes for a record on a device, not measured."""
     group = record.query.shape[2] // record.key.shape[2]
-    queries = _most(record)
-    return NativeSparseAttentionConfig(block_q=queries, block_k=min(queries, QUERIES, max(16, ROWS // group)))
+    return _sized(record, min(QUERIES, max(16, ROWS // group)))
 
 
-def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[NativeSparseAttentionConfig, ...]:
+def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[SelectedTiles, ...]:
     """Tile sizes worth measuring for a record on a device."""
+    return tuple(dict.fromkeys(_sized(record, rows) for rows in (64, 128, 256, 512, 1024)))
+
+
+def _sized(record: SelectedAttention, rows: int) -> SelectedTiles:
     queries = _most(record)
-    made = (
-        NativeSparseAttentionConfig(block_q=queries, block_k=min(queries, rows)) for rows in (64, 128, 256, 512, 1024)
-    )
-    return tuple(dict.fromkeys(made))
+    return SelectedTiles(sorted_queries=queries, block_q=min(queries, rows))
 
 
 def _most(record: SelectedAttention) -> int:

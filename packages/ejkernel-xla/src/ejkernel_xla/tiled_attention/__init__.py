@@ -21,7 +21,10 @@ IMPLEMENTATIONS = (
             handles=frozenset(optional_fields(FAMILY.record)),
         ),
         config=ConfigSpace(
-            reads=frozenset({"q_blocksize", "kv_blocksize"}), heuristic=tiles.heuristic, candidates=tiles.candidates
+            heuristic=tiles.heuristic,
+            candidates=tiles.candidates,
+            forward=tiles.ChunkedSoftmax,
+            faces=tiles.FACES,
         ),
     ),
 )

@@ -22,7 +22,6 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, add, make_plan
 from ejkernel_xla.tiled_attention.forward import finite
@@ -41,7 +40,7 @@ from ejkernel_xla.tiled_attention.scores import (
     mask,
     score,
 )
-from ejkernel_xla.tiled_attention.tiles import sizes
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.visits import find_visits
 
 Gradients = dict[str, jax.Array]
@@ -67,13 +66,13 @@ class Rows(NamedTuple):
     dropout: jax.Array | None
 
 
-def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
             softmax_aux.
-        params: Tile sizes; reads `q_blocksize` and `kv_blocksize`.
+        params: Tile sizes.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -88,12 +87,12 @@ def backward(pullback: Pullback, params: BwdParams) -> Gradients:
     return {name: grads[name].astype(x.dtype) for name, x in fields.items()}
 
 
-def accumulate(pullback: Pullback, params: BwdParams, grads: Gradients) -> Gradients:
+def accumulate(pullback: Pullback, params: ChunkedSoftmax, grads: Gradients) -> Gradients:
     """Adds the gradients of a record to the given ones, in whose dtypes they stay."""
     record = pullback.record
     if not (record.query.size and record.key.size and grads):
         return grads
-    return _sweep(pullback, make_plan(record, *sizes(params)), _compat.as_varying(grads, pullback))
+    return _sweep(pullback, make_plan(record, params.block_q, params.block_kv), _compat.as_varying(grads, pullback))
 
 
 def _sweep(pullback: Pullback, plan: Plan, grads: Gradients) -> Gradients:

@@ -20,7 +20,6 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import FwdParams
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, make_plan, put
 from ejkernel_xla.tiled_attention.scores import (
     Scores,
@@ -34,7 +33,7 @@ from ejkernel_xla.tiled_attention.scores import (
     mask,
     score,
 )
-from ejkernel_xla.tiled_attention.tiles import sizes
+from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.visits import find_visits
 
 
@@ -54,12 +53,12 @@ class Running(NamedTuple):
     output: jax.Array
 
 
-def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of a record.
 
     Args:
         record: The canonical arguments.
-        params: Tile sizes; reads `q_blocksize` and `kv_blocksize`.
+        params: Tile sizes.
 
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
@@ -67,12 +66,12 @@ def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, Softm
     return attend(record, params, record.query.dtype)
 
 
-def attend(record: TiledAttention, params: FwdParams, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
+def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """`forward` with the output in a dtype of choice: parts of an attention that are yet to be merged stay wide."""
     state = _compat.as_varying(_initial(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
         return _pack(state)
-    plan = make_plan(record, *sizes(params))
+    plan = make_plan(record, params.block_q, params.block_kv)
     visits = find_visits(record, plan)
 
     def query_tile(step: jax.Array, state: dict[str, jax.Array]) -> dict[str, jax.Array]:

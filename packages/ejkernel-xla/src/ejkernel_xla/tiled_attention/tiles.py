@@ -1,9 +1,11 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.ops.config.params import Direction
+from ejkernel_xla.sizes import check_positive
 from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS
 
 BLOCK = 512
@@ -14,31 +16,45 @@ PATTERN_BLOCK = 128
 """What a pattern leaves out comes in pieces, of which small tiles miss more."""
 
 
-def sizes(params: FwdParams | BwdParams) -> tuple[int, int]:
-    """Queries and keys a tile."""
-    return params.q_blocksize or BLOCK, params.kv_blocksize or BLOCK
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedSoftmax:
+    """The configuration of either pass.
+
+    Attributes:
+        block_q: Queries a tile.
+        block_kv: Keys a tile.
+    """
+
+    block_q: int
+    block_kv: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
 
 
-def heuristic(record: TiledAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
+FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv"}
+"""Public configuration field -> field of this."""
+
+
+def heuristic(record: TiledAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
     """Tile sizes for a record on a device, not measured.
 
     Half as many keys in a band: tiles that it only touches at a corner are what it costs beyond its own size.
     """
     if record.pattern is not None:
-        return _params(record, direction, PATTERN_BLOCK, PATTERN_BLOCK)
-    return _params(record, direction, BLOCK, BLOCK if None in band(record) else BLOCK // 2)
+        return _params(record, PATTERN_BLOCK, PATTERN_BLOCK)
+    return _params(record, BLOCK, BLOCK if None in band(record) else BLOCK // 2)
 
 
-def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
     """Tile sizes worth measuring for a record on a device."""
     small = () if record.pattern is None else ((64, 64), (128, 128))
     pairs = (*small, (256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
-    return tuple(dict.fromkeys(_params(record, direction, *pair) for pair in pairs))
+    return tuple(dict.fromkeys(_params(record, *pair) for pair in pairs))
 
 
-def _params(record: TiledAttention, direction: Direction, queries: int, keys: int) -> FwdParams | BwdParams:
+def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
     """Sizes clamped to the lengths. The query heads of a KV head share a tile: many of them leave few queries each."""
     (_, length, heads, _), (_, key_length, kv_heads, _) = record.query.shape, record.key.shape
     shared = max(64, TILE_ELEMENTS * kv_heads // (heads * keys))
-    make = FwdParams if direction == "forward" else BwdParams
-    return make(q_blocksize=max(1, min(queries, shared, length)), kv_blocksize=max(1, min(keys, key_length)))
+    return ChunkedSoftmax(block_q=max(1, min(queries, shared, length)), block_kv=max(1, min(keys, key_length)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXPORTS: dict[str, tuple[str, ...]] = {
     "attention": ("Attention", "attention"),
     "blocksparse_attention": ("BlockSparseAttention", "blocksparse_attention"),
+    "causal_conv1d": ("CausalConv1d", "causal_conv1d"),
     "chunked_prefill_paged_decode": ("ChunkedPrefillPagedDecode", "chunked_prefill_paged_decode"),
     "decode_attention": ("DecodeAttention", "decode_attention"),
     "flash_attention": ("FlashAttention", "flash_attention"),

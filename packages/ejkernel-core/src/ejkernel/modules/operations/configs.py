@@ -36,6 +36,7 @@ from ejkernel.modules.operations.configuration.recurrence import (
     StateSpaceV2Config,
 )
 from ejkernel.modules.operations.configuration.sequence import (
+    CausalConv1dConfig,
     GroupedMatmulConfig,
     GRUConfig,
     LSTMConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "BaseOperationConfig",
     "BlockSparseAttentionConfig",
     "BwdParams",
+    "CausalConv1dConfig",
     "ChunkedPrefillPagedDecodeConfig",
     "DecodeAttentionConfig",
     "FlashAttentionConfig",

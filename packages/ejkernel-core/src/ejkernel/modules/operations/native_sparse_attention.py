@@ -20,6 +20,7 @@ from ejkernel.modules.operations.shared.native_sparse_blocks import (
     find_blocks,
     listed,
 )
+from ejkernel.modules.operations.shared.repeated import check_repeated
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_number,
@@ -250,6 +251,14 @@ def reference(args: NativeSparseAttentionArguments) -> jax.Array:
         return selected_attention.reference(lower(args))[0]
 
 
+def configure(
+    args: NativeSparseAttentionArguments, cfg: NativeSparseAttentionConfig | None
+) -> NativeSparseAttentionConfig | None:
+    """The call's own configuration, if it repeats the call's arguments."""
+    check_repeated(cfg, block_size=args.block_size)
+    return cfg
+
+
 class NativeSparseAttention(Kernel[NativeSparseAttentionConfig, Array]):
     """`native_sparse_attention` as an object."""
 
@@ -266,6 +275,7 @@ OP = Op(
     cases=cases.cases(NativeSparseAttentionArguments),
     tolerance=flash_attention.OP.tolerance,
     make_inputs=cases.make_inputs,
+    configure=configure,
     axes={
         "query": "b t h d",
         "key": "b s g d",

@@ -14,6 +14,7 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.cases import state_space as state_space_cases
 from ejkernel.modules.operations.configs import StateSpaceV2Config
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, wide
+from ejkernel.modules.operations.shared.repeated import check_repeated
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -196,6 +197,13 @@ def reference(args: StateSpaceV2Arguments) -> tuple[jax.Array, jax.Array, Any]:
     return finish(args, linear_recurrence.reference(lower(args))[0])
 
 
+def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> StateSpaceV2Config | None:
+    """The call's own configuration, if it repeats the call's arguments."""
+    repeated = {"use_gated_rmsnorm": args.use_gated_rmsnorm, "rmsnorm_eps": args.rmsnorm_eps}
+    check_repeated(cfg, n_groups=args.n_groups or args.B.shape[-2], **repeated)
+    return cfg
+
+
 class StateSpaceV2(Kernel[StateSpaceV2Config, tuple[Array, Array, Any]]):
     """`state_space_v2` as an object."""
 
@@ -211,6 +219,7 @@ OP = Op(
     reference=reference,
     cases=state_space_cases.cases(StateSpaceV2Arguments),
     tolerance=TOLERANCE,
+    configure=configure,
     make_inputs=recurrence_cases.make_inputs,
     axes={
         "x": "b t h v",

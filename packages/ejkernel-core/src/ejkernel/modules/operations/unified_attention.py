@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention
@@ -46,6 +47,7 @@ class UnifiedAttentionArguments:
     alibi_slopes: jax.Array | None = None
     qq_bias: jax.Array | None = None
     softmax_aux: jax.Array | None = None
+    shared_prefix: int | jax.Array | None = None
     softmax_scale: float | None = static(None)
     causal: bool = static(True)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
@@ -54,8 +56,10 @@ class UnifiedAttentionArguments:
     num_par_softmax_segments: int | None = static(None)
 
     def __post_init__(self) -> None:
+        prefix = self.shared_prefix
         settle(
             self,
+            shared_prefix=np.int32(prefix) if isinstance(prefix, int) else prefix,
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             causal=as_flag("causal", self.causal),
             sliding_window=as_newest("sliding_window", self.sliding_window),
@@ -76,6 +80,7 @@ def unified_attention(
     alibi_slopes: Float[Array, " h"] | None = None,
     qq_bias: Float[Array, "i i"] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -110,6 +115,9 @@ def unified_attention(
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them. A kernel can read them once for the batch (cascade; Ye et al. 2025, arXiv:2501.01005).
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         causal: Key position at most query position.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
@@ -149,6 +157,9 @@ def validate(args: UnifiedAttentionArguments) -> None:
     check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
     check_per_head("alibi_slopes", args.alibi_slopes, sizes)
     check_sinks(args.softmax_aux, sizes["H"])
+    if args.shared_prefix is not None:
+        check_shape("shared_prefix", args.shared_prefix, "", {})
+        check_dtype("shared_prefix", args.shared_prefix, jnp.integer, "an integer dtype")
     if args.qq_bias is not None:
         check_shape("qq_bias", args.qq_bias, "Q Q", {"Q": max((0, *args.qq_bias.shape))})
         check_dtype("qq_bias", args.qq_bias, jnp.floating, "a floating dtype")
@@ -169,6 +180,7 @@ def lower(args: UnifiedAttentionArguments) -> PagedAttention:
         softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
         alibi_slopes=per_head(args.alibi_slopes, args.queries),
         qq_bias=args.qq_bias,
+        shared_prefix=None if args.shared_prefix is None else jnp.asarray(args.shared_prefix, jnp.int32),
         causal=args.causal,
         sliding_window=as_newest("sliding_window", args.sliding_window),
         logits_soft_cap=args.logits_soft_cap,
@@ -217,6 +229,7 @@ OP = Op(
         "alibi_slopes": "h",
         "qq_bias": "i j",
         "softmax_aux": "h sinks",
+        "shared_prefix": "",
     },
     finish=finish,
     output="t h v",

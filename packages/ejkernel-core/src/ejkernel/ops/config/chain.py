@@ -145,7 +145,7 @@ class ConfigSelectorChain:
         Raises:
             TunerError: The policy forbids it, or no candidate ran.
         """
-        if not effective(self.policy).allow_autotune:
+        if not effective(self.policy, self).allow_autotune:
             raise TunerError(f"the policy does not allow measuring {request.op.name}")
         key, results = request.key(), list[TuningResult]()
 
@@ -214,7 +214,7 @@ class ConfigSelectorChain:
         return Selection(request.completed(part), "persistent", (*trail, f"persistent: {source}"))
 
     def _tuned(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection | None:
-        policy = effective(self.policy)
+        policy = effective(self.policy, self)
         if not policy.tunes_on_miss:
             trail.append("autotune: not asked for by the policy")
         elif request.direction == "backward" and not policy.validate_backward:
@@ -250,7 +250,7 @@ class ConfigSelectorChain:
         return result
 
     def _ruled(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection:
-        if not effective(self.policy).allow_heuristics:
+        if not effective(self.policy, self).allow_heuristics:
             self.event("error", request.op.name, direction=request.direction)
             steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
             raise NoConfigError(f"no configuration for {key}\n  {steps}")

@@ -15,7 +15,7 @@ Platform = Literal["triton", "pallas", "cuda", "xla", "auto"]
 Backend = Literal["gpu", "tpu", "cpu", "any"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class FwdParams:
     """Tile sizes and launch parameters of a forward kernel; `None` lets the heuristics decide.
 
@@ -30,10 +30,10 @@ class FwdParams:
         kv_blocksize: Keys a tile.
         blocksize_heads: Heads a tile.
         blocksize_keys: Keys a tile in decode kernels.
-        seq_blocksize: Sequences worked on at once in decode kernels.
         num_key_splits: Independent partial softmaxes over the keys.
         num_warps: Warps a program.
         num_stages: Software pipeline depth.
+        seq_blocksize: Sequences worked on at once in decode kernels.
     """
 
     blocksize_m: int | None = None
@@ -43,16 +43,16 @@ class FwdParams:
     kv_blocksize: int | None = None
     blocksize_heads: int | None = None
     blocksize_keys: int | None = None
-    seq_blocksize: int | None = None
     num_key_splits: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    seq_blocksize: int | None = None
 
     def __post_init__(self) -> None:
         _canonicalise(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BwdParams:
     """Tile sizes and launch parameters of a backward kernel; fields as in `FwdParams`."""
 
@@ -96,7 +96,7 @@ def given_values(part: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in given_leaves(part).items()) or "nothing"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BaseOperationConfig:
     """What every configuration has.
 
@@ -104,8 +104,11 @@ class BaseOperationConfig:
         platform: Toolchain the call must run on, a `Platform` or a third party's own word; `"auto"` leaves it to
             dispatch.
         backend: Device kind the configuration was made for; `"any"` for all.
+        about_call: Names of the fields that repeat arguments of the call or describe no kernel; kernels never see them.
+        part_types: The type of each direction's part, where the configuration has parts.
     """
 
+    about_call: ClassVar[frozenset[str]] = frozenset({"platform", "backend"})
     part_types: ClassVar[dict[str, type]] = {}
 
     platform: str = "auto"

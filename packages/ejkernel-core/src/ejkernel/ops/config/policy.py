@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Generator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -38,38 +38,54 @@ class AutotunePolicy:
         return self.allow_autotune and self.cache_miss_fallback == "autotune"
 
 
+_Update = tuple[int | None, str, Any]
+"""Whose policy, by the chain's `id`; None for every chain's; a field, and its value."""
+
 # Part of the key of every jitted function. Made at import: a context that joins later makes JAX compile everything
 # again, and making one is not thread-safe. It touches no device.
 _override: Any = jax.make_user_context(())
 
 
-def override_updates() -> tuple[tuple[str, Any], ...]:
-    """The fields that enclosing `policy_override` blocks replace, as ordered pairs."""
+def override_updates() -> tuple[_Update, ...]:
+    """What enclosing `policy_override` blocks replace, those of every chain first."""
     return _override.value
 
 
-def effective(policy: AutotunePolicy) -> AutotunePolicy:
-    """`policy` with the enclosing `policy_override` blocks applied."""
-    updates = override_updates()
-    return dataclasses.replace(policy, **dict(updates)) if updates else policy
+class HasPolicy(Protocol):
+    """A chain."""
+
+    policy: AutotunePolicy
+
+
+def effective(policy: AutotunePolicy, chain: HasPolicy | None = None) -> AutotunePolicy:
+    """`policy` with the enclosing `policy_override` blocks applied: those of every chain and those of its own."""
+    updates = {name: value for owner, name, value in override_updates() if owner in (None, id(chain))}
+    return dataclasses.replace(policy, **updates) if updates else policy
 
 
 @contextlib.contextmanager
-def policy_override(**updates: Any) -> Generator[None]:
+def policy_override(selector: HasPolicy | None = None, **updates: Any) -> Generator[None]:
     """Replaces policy fields for the calls traced inside the block, on this thread; part of the jit cache key.
 
     Args:
+        selector: The chain whose calls are meant; None for all.
         **updates: Fields of `AutotunePolicy`; those not named keep what enclosing blocks, or the chain, say.
 
     Raises:
-        ValueError: A name is not a field of `AutotunePolicy`, or a value is not one of the field's.
+        ValueError: `selector` is no chain, a name is not a field of `AutotunePolicy`, or a value is not one of the
+            field's.
     """
+    if selector is not None and not isinstance(getattr(selector, "policy", None), AutotunePolicy):
+        raise ValueError(f"selector: got {type(selector).__name__}, wants a ConfigSelectorChain, or None for all")
     unknown = sorted(set(updates) - {f.name for f in dataclasses.fields(AutotunePolicy)})
     if unknown:
         raise ValueError(f"policy_override: AutotunePolicy has no field {', '.join(unknown)}")
-    effective_updates = dict(override_updates()) | updates
-    AutotunePolicy(**effective_updates)  # a wrong value fails here, not at some later call
-    with _override(tuple(sorted(effective_updates.items()))):
+    AutotunePolicy(**updates)  # a wrong value fails here, not at some later call
+    owner = None if selector is None else id(selector)
+    # What this block shadows goes, so that each owner has a field once and the order says nothing.
+    kept = [each for each in override_updates() if each[1] not in updates or owner not in (None, each[0])]
+    kept += [(owner, name, value) for name, value in updates.items()]
+    with _override(tuple(sorted(kept, key=lambda each: (each[0] or 0, each[1])))):
         yield
 
 

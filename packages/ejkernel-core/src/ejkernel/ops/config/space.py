@@ -6,8 +6,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_leaves
+from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
 from ejkernel.ops.device import DeviceInfo
+
+PUBLIC = (FwdParams, BwdParams, BaseOperationConfig)
+"""The classes that calls are configured with. A kernel may have one of them for its own; `faces` hold there too."""
 
 
 def _of_no_kind(record: Any) -> str | None:
@@ -21,16 +24,14 @@ class ConfigSpace:
     A kernel declares frozen configuration types of its own, one a direction, whose fields are named for what they are
     in that kernel; a field may be such a type again, for a kernel of several loops. Its functions, rules, the store and
     shipped tables use these types; `faces` says which public fields they are set by. A call that sets another public
-    field is refused by that name. Without a type of its own, a kernel is given the operation's public configuration,
-    and `reads` says which of its fields it looks at.
+    field is refused by that name. A kernel with nothing to choose has `NO_CHOICE`.
 
     Attributes:
-        reads: Names of the public configuration fields its kernels look at, where it declares no type of its own.
         heuristic: (record, device, direction) -> complete configuration part, by rule.
         candidates: (record, device, direction) -> configuration parts worth measuring.
         kind: Record -> what it has in common with the calls that share an entry of a shipped table; None where only
             calls of the same shapes do.
-        forward: The type of the forward pass, or of both where they are paired; None for the public configuration.
+        forward: The type of the forward pass, or of both where they are paired.
         backward: The type of the backward pass, where that is another.
         faces: Public configuration field -> field of the kernel's own types that has its value, or all that have it;
             `"dkv.block_q"` is a field of a field. What a type does not have is left out.
@@ -38,43 +39,45 @@ class ConfigSpace:
 
     heuristic: Callable[[Any, DeviceInfo, Direction], Any]
     candidates: Callable[[Any, DeviceInfo, Direction], tuple[Any, ...]]
+    forward: type
     kind: Callable[[Any], str | None] = _of_no_kind
-    reads: frozenset[str] = frozenset()
-    forward: type | None = None
     backward: type | None = None
     faces: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
         default_factory=dict[str, str | tuple[str, ...]], hash=False
     )
 
-    def own_type(self, direction: Direction) -> type | None:
-        """The kernel's own type of one direction; None where it is given the public configuration."""
+    def own_type(self, direction: Direction) -> type:
+        """The kernel's own type of one direction."""
         return (self.backward or self.forward) if direction == "backward" else self.forward
+
+    def is_own(self, part: Any, direction: Direction) -> bool:
+        """Whether a part is in the kernel's own fields, and not in public ones."""
+        return isinstance(part, self.own_type(direction)) and not isinstance(part, PUBLIC)
 
     def completed(self, ruled: Any, part: Any, direction: Direction) -> Any:
         """A part that a rule made, with the fields replaced that another part sets, public or the kernel's own."""
-        own = self.own_type(direction)
-        if own is None:
-            unset = {f.name: getattr(ruled, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) is None}
-            return dataclasses.replace(part, **unset)
         given = given_leaves(part)
-        if not isinstance(part, own):
-            faces = self._faces(own)
+        if not self.is_own(part, direction):
+            faces = self._faces(direction)
             given = {field: value for name, value in given.items() for field in faces.get(name, ())}
         for path, value in given.items():
             ruled = _replaced(ruled, path.split("."), value)
         return ruled
 
     def unread(self, part: Any, direction: Direction) -> list[str]:
-        """The fields that a public part sets and that the kernel does not have."""
-        own = self.own_type(direction)
-        if own is not None and isinstance(part, own):
+        """The fields that a public part sets and that the kernel does not have.
+
+        A public configuration without parts sets both directions, and a field needs to be that of one.
+        """
+        if self.is_own(part, direction):
             return []
-        return sorted(given_leaves(part).keys() - self.read(direction) - {"platform", "backend"})
+        if not isinstance(part, BaseOperationConfig):
+            return sorted(given_leaves(part).keys() - self.read(direction))
+        return sorted(given_leaves(part).keys() - part.about_call - self.read("forward") - self.read("backward"))
 
     def read(self, direction: Direction) -> frozenset[str]:
         """The public fields that the kernel has, by the names they are set by."""
-        own = self.own_type(direction)
-        return self.reads if own is None else frozenset(self._faces(own))
+        return frozenset(self._faces(direction))
 
     def public(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
         """The public configuration of what the two directions chose.
@@ -85,23 +88,20 @@ class ConfigSpace:
 
     def shown(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
         """A part in the public fields; as it is where they cannot express it and the public class can hold it."""
-        own = self.own_type(direction)
-        if own is None or not isinstance(part, own):
+        if not self.is_own(part, direction):
             return part
         face = config.part_types.get(direction, config)
-        if isinstance(part, face):
-            return part
         has = {field.name for field in dataclasses.fields(face)}
         values, shown, expressed = given_leaves(part), dict[str, Any](), set[str]()
-        for name, fields in self._faces(own).items():
+        for name, fields in self._faces(direction).items():
             found = {values[field] for field in fields if field in values}
             if name in has and len(found) == 1 and not expressed.issuperset(fields):
                 shown[name] = found.pop()
                 expressed.update(fields)
         return part if direction in config.part_types and len(expressed) < len(values) else face(**shown)
 
-    def _faces(self, own: type) -> dict[str, tuple[str, ...]]:
-        has = leaf_names(own)
+    def _faces(self, direction: Direction) -> dict[str, tuple[str, ...]]:
+        has = leaf_names(self.own_type(direction))
         named = {face: (to,) if isinstance(to, str) else to for face, to in self.faces.items()}
         found = {face: tuple(field for field in fields if field in has) for face, fields in named.items()}
         return {face: fields for face, fields in found.items() if fields}
@@ -126,3 +126,20 @@ def _leaf_names(own: type) -> Iterator[str]:
 def _replaced(part: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
     return dataclasses.replace(part, **{name: _replaced(getattr(part, name), rest, value) if rest else value})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoChoice:
+    """The configuration of a kernel that has nothing to choose."""
+
+
+def _nothing(record: Any, device: DeviceInfo, direction: Direction) -> NoChoice:
+    return NoChoice()
+
+
+def _nothing_to_measure(record: Any, device: DeviceInfo, direction: Direction) -> tuple[NoChoice, ...]:
+    return ()
+
+
+NO_CHOICE = ConfigSpace(heuristic=_nothing, candidates=_nothing_to_measure, forward=NoChoice)
+"""The configurations of such a kernel."""

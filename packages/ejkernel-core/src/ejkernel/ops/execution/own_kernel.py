@@ -38,7 +38,7 @@ def choose(chain: ConfigSelectorChain, kernel: Any, args: tuple[Any, ...], cfg: 
     if known is not None:
         chain.event("cache_hit", kernel.op_id, level="memory")
         return known
-    invocation, policy = kernel.invocation(args, kwargs), effective(chain.policy)
+    invocation, policy = kernel.invocation(args, kwargs), effective(chain.policy, chain)
     if policy.tunes_on_miss and not traced((args, kwargs)):
         best = _measured(chain, kernel, tuple(kernel.candidate_cfgs(invocation)), args, kwargs)
         if best is not None:

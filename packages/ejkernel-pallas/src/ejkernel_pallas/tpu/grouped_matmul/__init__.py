@@ -46,7 +46,11 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset(FAMILY.differentiable),
             requires=Requires(devices=devices(), dtypes=frozenset(DTYPES), handles=frozenset(OPTIONAL), extra=_reasons),
             config=ConfigSpace(
-                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind
+                heuristic=tiles.heuristic,
+                candidates=tiles.candidates,
+                kind=tiles.kind,
+                forward=tiles.TpuMatmul,
+                faces=tiles.FACES,
             ),
             priority=10,
             tuned="ejkernel_pallas:tuned",

@@ -6,14 +6,14 @@ is summed over its rows by a kernel that owns matrices.
 
 import jax
 
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul.matrices import sums
 from ejkernel_pallas.tpu.grouped_matmul.rows import multiply
 from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, blocks_of, matrices_spec
+from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 
 
-def backward(pullback: Pullback, config: GroupedMatmulConfig) -> dict[str, jax.Array]:
+def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of a record.
 
     Args:

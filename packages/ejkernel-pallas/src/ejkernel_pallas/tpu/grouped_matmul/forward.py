@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel_pallas.tpu.grouped_matmul.rows import multiply
 from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, forward_spec
+from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 
 
-def forward(record: GroupedMatmul, config: GroupedMatmulConfig) -> tuple[jax.Array, tuple[()]]:
+def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[()]]:
     """The output of a record.
 
     Args:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product
 
 CHUNK = 256
@@ -237,6 +237,6 @@ def in_block(blocks: int, first: Any, size: int, spec: Spec) -> jax.Array:
     return jnp.where((index >= block) & (index < block + spec.per_scale), 1.0, 0.0)
 
 
-def blocks_of(config: GroupedMatmulConfig) -> Blocks:
+def blocks_of(config: TpuMatmul) -> Blocks:
     """Tiles of a configuration."""
-    return Blocks(config.block_m or 512, config.block_k or 1024, config.block_n or 1024)
+    return Blocks(config.block_m, config.block_k, config.block_n)

@@ -1,16 +1,32 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.ops.config.params import Direction
 
-READS = frozenset({"block_m", "block_k", "block_n"})
-"""Fields of the configuration that the kernels look at."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuMatmul:
+    """The configuration of each kernel; all sizes are multiples of 128.
+
+    Attributes:
+        block_m: Rows a tile.
+        block_k: Contracted elements a step, of the forward pass; rows of a matrix's gradient a tile.
+        block_n: Columns a tile.
+    """
+
+    block_m: int = 512
+    block_k: int = 1024
+    block_n: int = 1024
+
+
+FACES = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n"}
+"""Public configuration field -> field of this."""
 
 LANES = 128
 ROWS = (1024, 512, 256, 128)
@@ -45,14 +61,14 @@ CHIPS = {
 """By words in the kind of a device; the first that is found."""
 
 
-def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> GroupedMatmulConfig:
+def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
     """The tiles for a record on a device: those that wait least, by operations and bytes alone."""
     chip = _chip(device)
     chip = chip._replace(memory=min(chip.memory, chip.quick))
     return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
 
 
-def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[GroupedMatmulConfig, ...]:
+def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
     """Tiles worth measuring for a record on a device."""
     return tuple(_fitting(record, _chip(device), direction))
 
@@ -74,7 +90,7 @@ def _rows(record: GroupedMatmul) -> int:
     return next((rows for rows in ROWS if rows <= average), ROWS[-1])
 
 
-def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[GroupedMatmulConfig]:
+def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[TpuMatmul]:
     """Tiles that memory has room for, each once."""
     depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
@@ -87,7 +103,7 @@ def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterato
             small = tiles[0] * tiles[1] * laid_out <= chip.deepest and _bytes(record, direction, *tiles) <= chip.memory
             if tiles not in seen and (small or not seen):
                 seen.add(tiles)
-                yield GroupedMatmulConfig(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
+                yield TpuMatmul(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
 
 
 def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) -> int:
@@ -101,10 +117,10 @@ def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) 
     return 2 * (m * k * rows + k * n * matrices + m * n * (out + existing)) + 4 * m * n
 
 
-def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: GroupedMatmulConfig) -> float:
+def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
     """The larger of the time that products take, with what tiles compute in vain, and that copies take."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
-    m, k, n = tiles.block_m or LANES, tiles.block_k or LANES, tiles.block_n or LANES
+    m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
     across, steps = -(-width // n), -(-depth // k)
     visits = -(-rows // m) + groups / 2
     matrices = record.rhs.shape[0] if steps == 1 else visits

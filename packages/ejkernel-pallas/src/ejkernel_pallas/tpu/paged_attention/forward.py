@@ -18,24 +18,24 @@ from ejkernel_pallas.tpu.paged_attention.keys import turns
 from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.softmax import BUFFERS, staged
 from ejkernel_pallas.tpu.paged_attention.spec import AHEAD, Spec, make_spec, stored
-from ejkernel_pallas.tpu.paged_attention.tiles import chosen
+from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged, chosen
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS, Work, find_work
 
 # Page numbers are known to be the cache's, and a check takes longer than to start a copy.
 OPTIONS = {"disable_bounds_checks": True}
 
 
-def forward(record: PagedAttention, params: Any) -> tuple[tuple[jax.Array, ...], None]:
+def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, ...], None]:
     """Attention output of a record.
 
     Args:
         record: The canonical arguments.
-        params: Tile sizes; reads the fields of `tiles.READS`.
+        config: Tile sizes.
 
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
     """
-    spec = make_spec(record, chosen(record, params))
+    spec = make_spec(record, chosen(config))
     work = find_work(record, spec)
     run = custom_batching.sequential_vmap(lambda record, work: tuple(_run(record, spec, work)))
     output, lse, *pages = run(record, work)

@@ -1,17 +1,33 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 import math
 from typing import Any
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import Sizes, joins_heads
 
-READS = frozenset({"q_blocksize", "kv_blocksize", "seq_blocksize"})
-"""Fields of the configuration that the kernel looks at."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuPaged:
+    """The configuration.
+
+    Attributes:
+        block_q: Query rows of one sequence a tile.
+        block_kv: Keys a tile.
+        parts: Parts of the work, one a core of a chip whose cores are one device.
+    """
+
+    block_q: int
+    block_kv: int
+    parts: int = 1
+
+
+FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "seq_blocksize": "parts"}
+"""Public configuration field -> field of this."""
 
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of chips whose two cores work as one device."""
@@ -27,31 +43,26 @@ ROWS, STATE = 1024, 2**20
 """Query rows a KV head a tile, at most, and numbers of 16 bits that the rows of all of them have."""
 
 
-def chosen(record: PagedAttention, params: Any) -> Sizes:
+def chosen(config: TpuPaged) -> Sizes:
     """The tiles that a configuration asks for."""
-    return Sizes(
-        queries=params.q_blocksize or tile_rows(record),
-        keys=params.kv_blocksize or _keys(record, current_device().kind),
-        parts=params.seq_blocksize or 1,
-    )
+    return Sizes(queries=config.block_q, keys=config.block_kv, parts=config.parts)
 
 
-def heuristic(record: PagedAttention, device: Any, direction: Any, config: type) -> Any:
+def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
     """Tile sizes for a record on a device, by the static profile."""
     parts = 2 if device.kind in TWO_CORES else 1
-    return config(q_blocksize=tile_rows(record), kv_blocksize=_keys(record, device.kind), seq_blocksize=parts)
+    return TpuPaged(block_q=tile_rows(record), block_kv=_keys(record, device.kind), parts=parts)
 
 
-def candidates(record: PagedAttention, device: Any, direction: Any, config: type) -> tuple[Any, ...]:
+def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[TpuPaged, ...]:
     """Tile sizes worth measuring for a record on a device."""
     parts = 2 if device.kind in TWO_CORES else 1
     keys = _keys(record, device.kind)
-    found = (
-        config(q_blocksize=queries, kv_blocksize=block, seq_blocksize=parts)
+    return tuple(
+        TpuPaged(block_q=queries, block_kv=block, parts=parts)
         for queries in dict.fromkeys((tile_rows(record), max(1, tile_rows(record) // 2)))
         for block in dict.fromkeys((keys, max(128, keys // 2), keys * 2))
     )
-    return tuple(found)
 
 
 def tile_rows(record: PagedAttention) -> int:

@@ -8,7 +8,7 @@ from ejkernel.families.tiled_attention import MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.ring_attention import tiles
-from ejkernel_pallas.tpu.tiled_attention.tiles import READS
+from ejkernel_pallas.tpu.tiled_attention.tiles import FACES, TpuBackward, TpuForward
 
 
 def _empty(record: Any) -> Iterable[str]:
@@ -34,7 +34,13 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=MASKS | SOFTMAX | {"bias"},
                 extra=_empty,
             ),
-            config=ConfigSpace(reads=READS, heuristic=tiles.heuristic, candidates=tiles.candidates),
+            config=ConfigSpace(
+                heuristic=tiles.heuristic,
+                candidates=tiles.candidates,
+                forward=TpuForward,
+                backward=TpuBackward,
+                faces=FACES,
+            ),
             priority=10,
         ),
     )

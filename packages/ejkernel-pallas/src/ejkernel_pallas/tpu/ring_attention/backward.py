@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import Load, Ring, columns, load_of, put_columns, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
@@ -21,7 +20,7 @@ from ejkernel_pallas.tpu.ring_attention.plan import Plan
 from ejkernel_pallas.tpu.tiled_attention import backward as tiles
 from ejkernel_pallas.tpu.tiled_attention.operands import of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, Spec
-from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits
 
 Gradients = dict[str, jax.Array]
@@ -36,7 +35,7 @@ class Rows(NamedTuple):
     delta: jax.Array
 
 
-def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     """Gradients of the wanted fields of one device's record.
 
     Args:
@@ -76,7 +75,7 @@ def striped(given: Rows, ring: Ring) -> Rows:
     )
 
 
-def _around(plan: Plan, given: Rows, params: BwdParams, wanted: frozenset[str]) -> Gradients:
+def _around(plan: Plan, given: Rows, params: TpuBackward, wanted: frozenset[str]) -> Gradients:
     """The gradients of everything but sinks, in the layout that the ring works in, float32."""
     record, ring = plan.record, plan.ring
     zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in wanted}
@@ -99,7 +98,7 @@ def _around(plan: Plan, given: Rows, params: BwdParams, wanted: frozenset[str]) 
 
 
 def _step(
-    plan: Plan, source: jax.Array, load: Load, given: Rows, params: BwdParams, wanted: frozenset[str]
+    plan: Plan, source: jax.Array, load: Load, given: Rows, params: TpuBackward, wanted: frozenset[str]
 ) -> Gradients:
     """What one load of keys adds to the gradients, float32."""
     met, (by_key, by_query) = plan.met(source, load), backward_blocks(params)
@@ -129,7 +128,7 @@ def _of_queries(met: TiledAttention, given: Rows, spec: Spec, table: Any) -> jax
     return unrows(made["dquery"], shape.shape)
 
 
-def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, params: BwdParams) -> jax.Array:
+def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, params: TpuBackward) -> jax.Array:
     """The gradient of a bias's columns, which tiled attention has a kernel for: its tiles are written once."""
     pullback = Pullback(
         record=plan.placed(met, source),

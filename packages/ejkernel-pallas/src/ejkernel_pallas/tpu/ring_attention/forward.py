@@ -7,7 +7,6 @@ import jax
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.ring_schedule import Load, load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
@@ -18,14 +17,14 @@ from ejkernel_pallas.tpu.tiled_attention.forward_kernel import scratch
 from ejkernel_pallas.tpu.tiled_attention.operands import of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 from ejkernel_pallas.tpu.tiled_attention.tile import Distinct, visited
-from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import TpuForward, forward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
 
 State = tuple[jax.Array, jax.Array]
 """Output and lse of the keys so far."""
 
 
-def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: RingAttention, params: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of one device's queries.
 
     Args:

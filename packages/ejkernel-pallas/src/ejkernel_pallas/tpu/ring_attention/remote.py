@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import FwdParams
 from ejkernel.planning.ring_schedule import load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
 from ejkernel_pallas.tpu.ring_attention import alone
@@ -22,11 +21,11 @@ from ejkernel_pallas.tpu.ring_attention.softmax import RingForwardRefs, continue
 from ejkernel_pallas.tpu.tiled_attention import forward_kernel
 from ejkernel_pallas.tpu.tiled_attention.operands import operands, unrows
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
-from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import TpuForward, forward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_tile, key_visits, query_tile
 
 
-def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: RingAttention, params: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of one device's queries.
 
     Args:

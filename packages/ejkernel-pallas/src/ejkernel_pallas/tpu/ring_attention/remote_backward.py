@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 
 from ejkernel.families.ring_attention import tiled
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
@@ -27,11 +26,11 @@ from ejkernel_pallas.tpu.tiled_attention.operands import kv_rows, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import Spec
 from ejkernel_pallas.tpu.tiled_attention.tile import visited
-from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import LAST, key_tile, key_visits, query_tile, query_visits
 
 
-def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     """Gradients of the wanted fields of one device's record.
 
     Args:
@@ -106,7 +105,7 @@ class Page(NamedTuple):
         return self.table[self.start + at]
 
 
-def _sides(plan: Plan, met: TiledAttention, given: Rows, params: BwdParams, hops: range) -> tuple[Side, Side]:
+def _sides(plan: Plan, met: TiledAttention, given: Rows, params: TpuBackward, hops: range) -> tuple[Side, Side]:
     by_key, by_query = backward_blocks(params)
     spec = plan.spec(met, by_query)
     zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", met.query), ("k", met.key), ("v", met.value))}
@@ -123,7 +122,7 @@ def _sides(plan: Plan, met: TiledAttention, given: Rows, params: BwdParams, hops
 
 
 def _leg(
-    plan: Plan, met: TiledAttention, given: Rows, params: BwdParams, hops: range, query: jax.Array | None
+    plan: Plan, met: TiledAttention, given: Rows, params: TpuBackward, hops: range, query: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     """Gradients of queries, keys and values with the loads of one direction; those of keys are at home again."""
     queries, keys = _sides(plan, met, given, params, hops)

@@ -4,25 +4,25 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.ops.config.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention import tiles
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
 
 
-def heuristic(record: RingAttention, device: Any, direction: Direction) -> FwdParams | BwdParams:
+def heuristic(record: RingAttention, device: Any, direction: Direction) -> tiles.TpuForward | tiles.TpuBackward:
     """Tile sizes for a record on a device, by the static profile of tiled attention.
 
     A kernel that copies by itself has tiles of both backward passes in memory: large ones are for heads of up to 128.
     Where what owns queries has them, what owns keys does on every chip: smaller ones spill on v7x, and take longer.
     """
     found = tiles.heuristic(tiled(record), device, direction, widest=LANES)
-    if not isinstance(found, BwdParams):
-        return found
-    return dataclasses.replace(found, q_blocksize=found.blocksize_m, kv_blocksize=found.blocksize_n)
+    return dataclasses.replace(found, dkv=found.dq) if isinstance(found, tiles.TpuBackward) else found
 
 
-def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+def candidates(
+    record: RingAttention, device: Any, direction: Direction
+) -> tuple[tiles.TpuForward, ...] | tuple[tiles.TpuBackward, ...]:
     """Tile sizes worth measuring for a record on a device."""
     return tiles.candidates(tiled(record), device, direction)
 

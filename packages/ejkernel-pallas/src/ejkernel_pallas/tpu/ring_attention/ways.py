@@ -8,7 +8,6 @@ import jax
 
 from ejkernel.families.ring_attention import RingAttention, axis_size
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.config.params import BwdParams, FwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.interpret import interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -16,18 +15,19 @@ from ejkernel_pallas.tpu.ring_attention import backward as collectives_backward
 from ejkernel_pallas.tpu.ring_attention import forward as collectives
 from ejkernel_pallas.tpu.ring_attention import remote, remote_backward, tiles
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, TpuForward
 
 VISITS = 2**15
 """Pairs of tiles of 512 by 512, or what divides a part, of all loads of a call, that a table has room for."""
 
 
-def forward(record: RingAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: RingAttention, params: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of one device's queries, [B, T, H, Dv] in the query's dtype."""
     way = remote if by_remote_copies(record) else collectives
     return way.forward(record, params)
 
 
-def backward(pullback: Pullback, params: BwdParams) -> dict[str, jax.Array]:
+def backward(pullback: Pullback, params: TpuBackward) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of one device's record, each in its field's shape and dtype."""
     way = remote_backward if by_remote_copies(pullback.record) else collectives_backward
     return way.backward(pullback, params)

@@ -43,7 +43,12 @@ def implementations() -> tuple[Implementation, ...]:
                 extra=_reasons,
             ),
             config=ConfigSpace(
-                reads=tiles.READS, heuristic=tiles.heuristic, candidates=tiles.candidates, kind=tiles.kind
+                heuristic=tiles.heuristic,
+                candidates=tiles.candidates,
+                kind=tiles.kind,
+                forward=tiles.TpuForward,
+                backward=tiles.TpuBackward,
+                faces=tiles.FACES,
             ),
             priority=10,
             tuned="ejkernel_pallas:tuned",

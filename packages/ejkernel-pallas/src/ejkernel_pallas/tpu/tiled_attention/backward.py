@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
-from ejkernel.ops.config.params import BwdParams
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -30,21 +29,19 @@ from ejkernel_pallas.tpu.tiled_attention.operands import canonical, kv_rows, of_
 from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Blocks, Spec, make_spec, padded
 from ejkernel_pallas.tpu.tiled_attention.tile import double_buffer, dropout_scratch
-from ejkernel_pallas.tpu.tiled_attention.tiles import backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
 
 Gradients = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def backward(pullback: Pullback, params: BwdParams) -> Gradients:
+def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes. The kernel that owns keys has `kv_blocksize` of them and visits `q_blocksize` queries;
-            that which owns queries has `blocksize_m` of them and visits `blocksize_n` keys; `blocksize_k` is the
-            keys, respectively the queries, of one product.
+        params: Tile sizes of the kernel that owns keys and of the one that owns queries.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.

@@ -4,23 +4,22 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import FwdParams
 from ejkernel_pallas.tpu.mosaic.launch import launch
 from ejkernel_pallas.tpu.tiled_attention.call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.forward_kernel import forward_kernel, scratch
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical, of_heads, of_queries, operands, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
-from ejkernel_pallas.tpu.tiled_attention.tiles import forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.tiles import TpuForward, forward_blocks
 from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
 
 
-def forward(record: TiledAttention, params: FwdParams) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward(record: TiledAttention, params: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
     """Attention output and residuals of a record.
 
     Args:
         record: The canonical arguments.
-        params: `q_blocksize`, `kv_blocksize`; of one product `blocksize_m` queries, `blocksize_n` keys.
+        params: Tile sizes.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.

@@ -1,16 +1,66 @@
 """Tile sizes: which are used when nobody chose, and which are worth measuring."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.ops.config.params import BwdParams, Direction, FwdParams
+from ejkernel.ops.config.params import Direction
 from ejkernel.planning import attention_kinds
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, padded
 
-READS = frozenset({"q_blocksize", "kv_blocksize", "blocksize_m", "blocksize_n", "blocksize_k"})
-"""Fields of the configuration that the kernels look at."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuForward:
+    """The configuration of the forward kernel; all sizes are multiples of 128.
+
+    Attributes:
+        block_q: Queries a tile.
+        block_kv: Keys a tile.
+        chunk_q: Queries of one product.
+        chunk_kv: Keys of one product.
+    """
+
+    block_q: int = 1024
+    block_kv: int = 1024
+    chunk_q: int = 512
+    chunk_kv: int = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientTile:
+    """Tiles of one of the backward kernels; multiples of 128.
+
+    Attributes:
+        block_q: Queries a tile.
+        block_kv: Keys a tile.
+    """
+
+    block_q: int = 1024
+    block_kv: int = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuBackward:
+    """The configuration of the backward kernels.
+
+    Attributes:
+        dkv: Of the kernel that owns keys, for the gradients of keys and values.
+        dq: Of the kernel that owns queries, for the gradients of queries and of a bias.
+        chunk: Rows of one product: of what a small tile owns, or of what a large one visits; a multiple of 128.
+    """
+
+    dkv: GradientTile = GradientTile()
+    dq: GradientTile = GradientTile()
+    chunk: int = 256
+
+
+FACES = {
+    "q_blocksize": ("block_q", "dkv.block_q", "dq.block_q"),
+    "kv_blocksize": ("block_kv", "dkv.block_kv", "dq.block_kv"),
+}
+"""Public configuration field -> fields of these: a public size is that of both backward kernels."""
 
 Sizes = tuple[int, int]
 """Of queries and of keys."""
@@ -26,21 +76,20 @@ MOST = 2**14
 """Tiles of queries, and twice the tiles of keys, that an entry of the list has bits for."""
 
 
-def forward_blocks(params: FwdParams) -> Blocks:
-    """Tiles of the forward kernel."""
-    queries, keys = params.q_blocksize or 1024, params.kv_blocksize or 1024
-    return Blocks(queries, keys, params.blocksize_m or 512, params.blocksize_n or 512)
+def forward_blocks(params: TpuForward) -> Blocks:
+    """Tiles of the forward kernel; a product is of no more than a tile has."""
+    queries, keys = params.block_q, params.block_kv
+    return Blocks(queries, keys, min(params.chunk_q, queries), min(params.chunk_kv, keys))
 
 
-def backward_blocks(params: BwdParams) -> tuple[Blocks, Blocks]:
+def backward_blocks(params: TpuBackward) -> tuple[Blocks, Blocks]:
     """Tiles of the kernel that owns keys, and of the one that owns queries.
 
-    Small tiles have products of all that the kernel visits with `blocksize_k` of what it owns; large ones, which loops
-    go through, of half of what it owns with `blocksize_k` of what it visits. Neither has registers for the other's.
+    Small tiles have products of all that the kernel visits with `chunk` of what it owns; large ones, which loops go
+    through, of half of what it owns with `chunk` of what it visits. Neither has registers for the other's.
     """
-    own = (params.q_blocksize or 1024, params.kv_blocksize or 1024)
-    visited = (params.blocksize_m or 1024, params.blocksize_n or 1024)
-    chunk = params.blocksize_k or 256
+    own, visited = ((tile.block_q, tile.block_kv) for tile in (params.dkv, params.dq))
+    chunk = min(params.chunk, *own, *visited)
     by_key = (own[0], chunk) if own[1] < LARGE else (chunk, LARGE // 2)
     by_query = (chunk, visited[1]) if visited[0] < LARGE else (LARGE // 2, chunk)
     return Blocks(*own, *by_key), Blocks(*visited, *by_query)
@@ -48,7 +97,7 @@ def backward_blocks(params: BwdParams) -> tuple[Blocks, Blocks]:
 
 def heuristic(
     record: TiledAttention, device: Any, direction: Direction, widest: int = 2 * LANES
-) -> FwdParams | BwdParams:
+) -> TpuForward | TpuBackward:
     """Tile sizes for a record on a device, by the static profile of causal attention.
 
     Large tiles hide what a tile costs to begin; a narrow band, a pattern, and arrays of pairs want smaller ones, and of
@@ -72,16 +121,16 @@ def heuristic(
     return _forward(record, LARGE if large else block, (1024 if large and not slow else 512, 256))
 
 
-def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[FwdParams | BwdParams, ...]:
+def candidates(
+    record: TiledAttention, device: Any, direction: Direction
+) -> tuple[TpuForward, ...] | tuple[TpuBackward, ...]:
     """Tile sizes worth measuring for a record on a device."""
     small, large = (512, 1024) if _is_narrow(record) or min(_clamped(record, LONG)) < LONG else (1024, LARGE)
-    made: list[FwdParams | BwdParams] = []
     if direction == "backward":
-        made += [_backward(record, own, visited, 256) for own in (small, large) for visited in (small, large)]
-    else:
-        chunks = ((512, 256), (1024, 256), (512, 512))
-        made += [_forward(record, tile, chunk) for tile in (small, large) for chunk in chunks]
-    return tuple(dict.fromkeys(made))
+        pairs = [(own, visited) for own in (small, large) for visited in (small, large)]
+        return tuple(dict.fromkeys(_backward(record, *pair, 256) for pair in pairs))
+    chunks = ((512, 256), (1024, 256), (512, 512))
+    return tuple(dict.fromkeys(_forward(record, tile, chunk) for tile in (small, large) for chunk in chunks))
 
 
 def kind(record: TiledAttention) -> str | None:
@@ -126,24 +175,17 @@ def _is_long(record: TiledAttention, widest: int) -> bool:
     return min(queries, keys) >= LONG and queries % LARGE == keys % LARGE == 0 and max(size, value_size) <= widest
 
 
-def _forward(record: TiledAttention, tile: int, chunk: Sizes) -> FwdParams:
+def _forward(record: TiledAttention, tile: int, chunk: Sizes) -> TpuForward:
     queries, keys = _clamped(record, tile)
-    return FwdParams(
-        q_blocksize=queries,
-        kv_blocksize=keys,
-        blocksize_m=min(chunk[0], queries),
-        blocksize_n=min(chunk[1], keys),
-    )
+    return TpuForward(block_q=queries, block_kv=keys, chunk_q=min(chunk[0], queries), chunk_kv=min(chunk[1], keys))
 
 
-def _backward(record: TiledAttention, own: int, visited: int, chunk: int) -> BwdParams:
+def _backward(record: TiledAttention, own: int, visited: int, chunk: int) -> TpuBackward:
     (queries, keys), (rows, columns) = _clamped(record, own), _clamped(record, visited)
-    return BwdParams(
-        q_blocksize=queries,
-        kv_blocksize=keys,
-        blocksize_m=rows,
-        blocksize_n=columns,
-        blocksize_k=min(chunk, queries, keys),
+    return TpuBackward(
+        dkv=GradientTile(block_q=queries, block_kv=keys),
+        dq=GradientTile(block_q=rows, block_kv=columns),
+        chunk=min(chunk, queries, keys),
     )
 
 

@@ -59,6 +59,11 @@ def _biases(key: jax.Array, sizes: Sizes) -> Arrays:
     return {**per_head(slopes, "alibi_slopes", sizes), **normal(pairs, jnp.float32, qq_bias=(16, 16))}
 
 
+def _shared(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """A prefix that ends within a page, and sinks."""
+    return {**per_head(key, "softmax_aux", sizes), "shared_prefix": jnp.int32(21)}
+
+
 def _shared_sinks(key: jax.Array) -> dict[str, Any]:
     return {**normal(key, jnp.float32, softmax_aux=(3,)), "logits_soft_cap": 1.5}
 
@@ -85,6 +90,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
     long = Sizes(lens=(129, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
     model = Sizes(lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
     both = ("alibi_slopes", "qq_bias", "logits_soft_cap")
+    common = Sizes(lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), rows=30)
     rows: tuple[Row[Sizes], ...] = (
         ("prefill and decode", MIXED, nothing, (), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
@@ -98,6 +104,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
         ),
         ("biases and soft cap", MIXED, lambda k: {**_biases(k, MIXED), "logits_soft_cap": 1.5}, both, ()),
         ("sinks, bfloat16", _half(MIXED), lambda k: per_head(k, "softmax_aux", MIXED), ("softmax_aux",), ()),
+        ("shared prefix, sinks", common, lambda k: _shared(k, common), ("shared_prefix", "softmax_aux"), ()),
         ("model", model, nothing, (), ("bench",)),
     )
     return table(arguments, packed_inputs, rows)

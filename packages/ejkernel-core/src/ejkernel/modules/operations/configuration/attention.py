@@ -8,7 +8,7 @@ import msgspec
 from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, Direction, FwdParams
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TiledAttentionConfig(BaseOperationConfig):
     """Tiles of both passes of a tiled softmax attention.
 
@@ -35,12 +35,12 @@ class TiledAttentionConfig(BaseOperationConfig):
         return cls(fwd_params=forward, bwd_params=backward)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BlockSparseAttentionConfig(TiledAttentionConfig):
     """Tiles of `blocksparse_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ScaledDotProductAttentionConfig(TiledAttentionConfig):
     """Tiles of `scaled_dot_product_attention`: for both passes at once, or for each.
 
@@ -55,6 +55,8 @@ class ScaledDotProductAttentionConfig(TiledAttentionConfig):
     block_k: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    fwd_params: FwdParams | None = dataclasses.field(default=None, kw_only=True)
+    bwd_params: BwdParams | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +76,7 @@ class ScaledDotProductAttentionConfig(TiledAttentionConfig):
         return None if shared == kind() else shared
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class AttentionConfig(BaseOperationConfig):
     """Tiles of `attention`. `None` lets the heuristics decide.
 

@@ -1,35 +1,40 @@
 """Configurations of latent and of sparse attention; `configs` re-exports them."""
 
 import dataclasses
+from typing import ClassVar
 
 from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig
 from ejkernel.ops.config.params import BaseOperationConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class FlashMLAConfig(ScaledDotProductAttentionConfig):
     """Tiles of `flash_mla`; fields as in `ScaledDotProductAttentionConfig`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MLADecodeConfig(ScaledDotProductAttentionConfig):
     """Tiles of `mla_decode`; fields as in `ScaledDotProductAttentionConfig`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class NativeSparseAttentionConfig(BaseOperationConfig):
-    """Tiles of `native_sparse_attention`, whose `block_size` is an argument. `None` lets the heuristics decide.
+    """Tiles of `native_sparse_attention`. `None` lets the heuristics decide.
 
     Attributes:
-        block_q: Queries whose blocks are looked up together.
-        block_k: Queries that read one block of keys at once.
+        block_q: Queries a tile.
+        block_k: Keys a tile.
         block_d: Channels a tile.
         num_warps: Warps a program.
         num_stages: Software pipeline depth.
+        block_size: The argument of that name; a call whose argument says otherwise is refused.
     """
+
+    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {"block_size"}
 
     block_q: int | None = None
     block_k: int | None = None
     block_d: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    block_size: int | None = None

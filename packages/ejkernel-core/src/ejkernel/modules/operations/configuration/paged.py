@@ -8,7 +8,7 @@ import msgspec
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, FwdParams
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig(BaseOperationConfig):
     """What the operations over paged caches have in common. `None` lets the heuristics decide.
 
@@ -16,46 +16,54 @@ class PagedAttentionConfig(BaseOperationConfig):
         q_blocksize: Query rows of one sequence a tile.
         kv_blocksize: Keys a tile.
         seq_blocksize: Tiles worked on at once.
-        num_warps: Warps a program.
-        num_stages: Software pipeline depth.
     """
 
-    q_blocksize: int | None = None
-    kv_blocksize: int | None = None
-    seq_blocksize: int | None = None
-    num_warps: int | None = None
-    num_stages: int | None = None
+    q_blocksize: int | None = dataclasses.field(default=None, kw_only=True)
+    kv_blocksize: int | None = dataclasses.field(default=None, kw_only=True)
+    seq_blocksize: int | None = dataclasses.field(default=None, kw_only=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class PageAttentionConfig(PagedAttentionConfig):
     """Tiles of `page_attention`.
 
     Attributes:
-        num_splits: Independent partial softmaxes over the keys of a sequence.
+        num_splits: Independent partial softmaxes over the keys of a sequence; 0 is `None`.
         pages_per_compute_block: Pages a tile, for kernels that read whole pages.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
         megacore_mode: What is split over the two cores of a TPU.
         inline_seq_dim: Whether a TPU kernel walks the sequences itself or leaves them to its grid.
     """
 
     num_splits: int | None = None
     pages_per_compute_block: int | None = None
-    megacore_mode: Literal["batch", "kv_head"] | None = None
-    inline_seq_dim: bool | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    megacore_mode: Literal["batch", "kv_head"] | None = dataclasses.field(default=None, kw_only=True)
+    inline_seq_dim: bool | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.num_splits == 0:
+            object.__setattr__(self, "num_splits", None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class PrefillPageAttentionConfig(PagedAttentionConfig):
     """Tiles of `prefill_page_attention`.
 
     Attributes:
         block_k: Keys a tile, for kernels that read whole pages.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
     """
 
     block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class UnifiedAttentionConfig(PagedAttentionConfig):
     """Tiles of `unified_attention`.
 
@@ -63,48 +71,62 @@ class UnifiedAttentionConfig(PagedAttentionConfig):
         seq_threshold_3d: From how many sequences on the keys of a sequence are not split over programs.
         num_par_softmax_segments: Independent partial softmaxes over the keys of a sequence.
         block_dim: Threads a block.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
     """
 
     seq_threshold_3d: int | None = None
     num_par_softmax_segments: int | None = None
     block_dim: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ChunkedPrefillPagedDecodeConfig(PagedAttentionConfig):
     """Tiles of `chunked_prefill_paged_decode`; fields as in `UnifiedAttentionConfig`."""
 
     seq_threshold_3d: int | None = None
     num_par_softmax_segments: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class DecodeAttentionConfig(PagedAttentionConfig):
     """Tiles of `decode_attention`.
 
     Attributes:
         num_kv_splits: Independent partial softmaxes over the keys of a sequence.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
     """
 
     num_kv_splits: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RaggedPageAttentionv2Config(PagedAttentionConfig):
     """Tiles of `ragged_page_attention_v2`.
 
     Attributes:
         num_kv_pages_per_block: Pages a tile, for kernels that read whole pages.
         num_queries_per_block: Query rows a tile, for kernels whose tiles span sequences.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
         vmem_limit_bytes: Memory of a TPU core that a kernel may use.
     """
 
     num_kv_pages_per_block: int | None = None
     num_queries_per_block: int | None = None
-    vmem_limit_bytes: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    vmem_limit_bytes: int | None = dataclasses.field(default=None, kw_only=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RaggedPageAttentionv3Config(RaggedPageAttentionv2Config):
     """Tiles of `ragged_page_attention_v3`; beside those of `RaggedPageAttentionv2Config`:
 
@@ -115,12 +137,12 @@ class RaggedPageAttentionv3Config(RaggedPageAttentionv2Config):
     chunk_prefill_size: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MultiLatentRaggedPageAttentionConfig(RaggedPageAttentionv3Config):
     """Tiles of `multi_latent_ragged_page_attention`; fields as in `RaggedPageAttentionv3Config`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MultiLatentRaggedPageAttentionV2Config(PagedAttentionConfig):
     """Tiles of `multi_latent_ragged_page_attention_v2`.
 
@@ -128,17 +150,21 @@ class MultiLatentRaggedPageAttentionV2Config(PagedAttentionConfig):
         num_kv_pages_per_block: Pages a tile, for kernels that read whole pages; or one for each part of
             `distribution`: decoding, uniform prefill and the rest.
         num_queries_per_block: Query rows a tile, for kernels whose tiles span sequences; or one for each part.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
         chunk_prefill_size: Query rows of a sequence in the uniform prefill part of `distribution`.
         vmem_limit_bytes: Memory of a TPU core that a kernel may use.
     """
 
     num_kv_pages_per_block: int | tuple[int, int, int] | None = None
     num_queries_per_block: int | tuple[int, int, int] | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
     chunk_prefill_size: int | None = None
     vmem_limit_bytes: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RaggedDecodeAttentionConfig(BaseOperationConfig):
     """Tiles of `ragged_decode_attention`.
 

@@ -1,13 +1,14 @@
 """Configurations of the recurrences."""
 
 import dataclasses
+from typing import ClassVar
 
 from ejkernel.ops.config.params import BaseOperationConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _BlockConfig(BaseOperationConfig):
-    """Blocks of a recurrence.
+    """Blocks of a recurrence. `None` lets the heuristics decide.
 
     Attributes:
         block_q: Tokens a chunk.
@@ -17,73 +18,92 @@ class _BlockConfig(BaseOperationConfig):
         num_stages: Software pipeline depth.
     """
 
-    block_q: int = 64
-    block_k: int = 64
-    block_d: int = 64
-    num_warps: int = 4
-    num_stages: int = 1
+    block_q: int | None = None
+    block_k: int | None = None
+    block_d: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RecurrentAttentionConfig(_BlockConfig):
     """Blocks of `recurrent_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GLAttentionConfig(_BlockConfig):
     """Blocks of `gated_linear_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LightningAttentionConfig(_BlockConfig):
     """Blocks of `lightning_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _ChunkConfig(BaseOperationConfig):
-    """Chunks of a recurrence.
+    """Chunks of a recurrence. `None` lets the heuristics decide.
 
     Attributes:
         chunk_size: Tokens a chunk.
     """
 
-    chunk_size: int = 64
+    chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class KernelDeltaAttentionConfig(_ChunkConfig):
     """Chunks of `kernel_delta_attention`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GatedDeltaRuleConfig(_ChunkConfig):
     """Chunks of `gated_delta_rule`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RaggedGatedDeltaRuleConfig(_ChunkConfig):
     """Chunks of `ragged_gated_delta_rule`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateSpaceV2Config(_ChunkConfig):
-    """Chunks of `state_space_v2`.
+@dataclasses.dataclass(frozen=True)
+class StateSpaceV2Config(BaseOperationConfig):
+    """Chunks of `state_space_v2`. `None` lets the heuristics decide.
+
+    The first three fields repeat arguments: a call whose arguments say otherwise is refused.
 
     Attributes:
+        n_groups: The groups of B.
+        use_gated_rmsnorm: As the argument.
+        rmsnorm_eps: As the argument.
         block_e: State channels a block.
+        chunk_size: Tokens a chunk.
     """
 
-    block_e: int = 128
+    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {
+        "n_groups",
+        "use_gated_rmsnorm",
+        "rmsnorm_eps",
+    }
+
+    n_groups: int | None = None
+    use_gated_rmsnorm: bool | None = None
+    rmsnorm_eps: float | None = None
+    block_e: int | None = None
+    chunk_size: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
 
 
 def _check_positive(config: BaseOperationConfig) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{field.name}: got {value}, wants at least 1")

@@ -1,11 +1,12 @@
 """Configurations of pooling, grouped matmul, the selective scan and recurrent networks; `configs` re-exports them."""
 
 import dataclasses
+from typing import ClassVar
 
 from ejkernel.ops.config.params import BaseOperationConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _SequenceConfig(BaseOperationConfig):
     """Sizes that are positive, or left to the heuristics."""
 
@@ -16,7 +17,7 @@ class _SequenceConfig(BaseOperationConfig):
                 raise ValueError(f"{field.name}: got {value}, wants at least 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MeanPoolingConfig(_SequenceConfig):
     """Tiles of `mean_pooling`. `None` lets the heuristics decide.
 
@@ -33,7 +34,7 @@ class MeanPoolingConfig(_SequenceConfig):
     num_stages: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GroupedMatmulConfig(_SequenceConfig):
     """Tiles of `grouped_matmul`. `None` lets the heuristics decide.
 
@@ -43,16 +44,33 @@ class GroupedMatmulConfig(_SequenceConfig):
         block_k: Contracted elements a step.
         num_warps: Warps a program.
         num_stages: Software pipeline depth.
+        bypass_xla_tiling: Changes nothing: rows are never padded, and XLA gets no hint about tiles.
     """
+
+    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {"bypass_xla_tiling"}
 
     block_m: int | None = None
     block_n: int | None = None
     block_k: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    bypass_xla_tiling: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
+class CausalConv1dConfig(_SequenceConfig):
+    """Blocks of `causal_conv1d`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_t: Tokens a block.
+        block_c: Channels a block.
+    """
+
+    block_t: int | None = None
+    block_c: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class StateSpaceV1Config(_SequenceConfig):
     """Blocks of `state_space_v1`. `None` lets the heuristics decide.
 
@@ -67,7 +85,7 @@ class StateSpaceV1Config(_SequenceConfig):
     associative: bool | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _NetworkConfig(_SequenceConfig):
     """How a recurrent network is run. `None` lets the heuristics decide.
 
@@ -80,16 +98,16 @@ class _NetworkConfig(_SequenceConfig):
     unroll: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RNNConfig(_NetworkConfig):
     """How `rnn` is run."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class GRUConfig(_NetworkConfig):
     """How `gru` is run."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LSTMConfig(_NetworkConfig):
     """How `lstm` is run."""

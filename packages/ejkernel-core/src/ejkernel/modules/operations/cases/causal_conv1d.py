@@ -1,0 +1,79 @@
+"""Inputs for `causal_conv1d`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.ops.model import Case
+
+BOUNDS = (0, 1, 1, 30, 33, 60)
+"""Cumulative lengths of a packed case: one token, none, fewer than a state has, and tokens of no sequence behind."""
+
+# name, (rows, tokens, channels, width), optional arrays, further arguments, dtype, record fields it is about, tags
+_Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], dict[str, Any], Any, tuple[str, ...], tuple[str, ...]]
+_SILU = {"activation": "silu"}
+_STATE = {"return_state": True}
+_TABLE: tuple[_Row, ...] = (
+    ("plain", (2, 63, 20, 4), (), {}, jnp.float32, (), ()),
+    ("layer", (2, 65, 24, 4), ("bias",), _SILU, jnp.float32, ("bias", "activation"), ()),
+    ("two weights", (1, 33, 60, 2), ("bias", "initial_state"), _STATE, jnp.float32, ("initial_state",), ()),
+    ("eight weights", (2, 35, 8, 8), ("initial_state",), _SILU | _STATE, jnp.float32, ("initial_state",), ("awkward",)),
+    ("decode", (3, 1, 20, 4), ("bias", "initial_state"), _SILU | _STATE, jnp.float32, ("initial_state",), ()),
+    ("packed", (1, 63, 20, 4), ("cu_seqlens", "bias"), _SILU, jnp.float32, ("cu_seqlens", "bias"), ("awkward",)),
+    (
+        "packed with states",
+        (1, 63, 20, 5),
+        ("cu_seqlens", "initial_state"),
+        _SILU | _STATE,
+        jnp.float32,
+        ("cu_seqlens", "sequence_state"),
+        ("awkward",),
+    ),
+    ("bfloat16", (2, 65, 40, 4), ("bias",), _SILU | _STATE, jnp.bfloat16, ("bias",), ()),
+    ("model", (8, 4096, 4096, 4), ("bias",), _SILU, jnp.bfloat16, (), ("bench",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, row) for row in _TABLE)
+
+
+def _case(arguments: type, row: _Row) -> Case:
+    name, (rows, tokens, channels, width), optional, further, dtype, exercises, tags = row
+    sequences = len(BOUNDS) - 1 if "cu_seqlens" in optional else rows
+    shapes = {
+        "x": (rows, tokens, channels),
+        "weight": (channels, width),
+        "bias": (channels,),
+        "initial_state": (sequences, channels, width - 1),
+    }
+
+    def make(key: jax.Array) -> Any:
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+        kept = {field: shape for field, shape in shapes.items() if field in ("x", "weight", *optional)}
+        made = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in kept.items()}
+        bounds = {"cu_seqlens": jnp.array(BOUNDS, jnp.int32)} if "cu_seqlens" in optional else {}
+        return arguments(**made, **bounds, **further)
+
+    return tagged(name, make, exercises, tags)
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    names: tuple[str, ...] = ("x", "weight", "bias", "initial_state")
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    made = {name: jax.random.normal(keys[name], x.shape, jnp.float32).astype(x.dtype) for name, x in given.items()}
+    if args.cu_seqlens is not None:
+        bounds = jnp.linspace(0, args.x.shape[1], args.cu_seqlens.shape[0])
+        made["cu_seqlens"] = bounds.astype(args.cu_seqlens.dtype)
+    return dataclasses.replace(args, **made)

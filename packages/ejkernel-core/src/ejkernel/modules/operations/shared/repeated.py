@@ -1,0 +1,21 @@
+"""Fields of public configurations that repeat arguments of the call."""
+
+from typing import Any
+
+from ejkernel.ops.config.params import BaseOperationConfig
+
+
+def check_repeated(cfg: BaseOperationConfig | None, **arguments: Any) -> None:
+    """Refuses a configuration that contradicts the call: configurations never change an answer.
+
+    Args:
+        cfg: The call's configuration, or None.
+        **arguments: What the call says, by the configuration's field.
+
+    Raises:
+        ValueError: A field is set to something else.
+    """
+    for name, value in arguments.items():
+        chosen = getattr(cfg, name, None)
+        if chosen is not None and chosen != value:
+            raise ValueError(f"cfg: got {name}={chosen!r}, wants the call's {value!r}; give the argument {name}")

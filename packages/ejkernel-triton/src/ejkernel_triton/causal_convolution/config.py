@@ -1,0 +1,83 @@
+"""Configurations of the causal convolution's kernels."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.causal_convolution import CausalConvolution
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.launch import interpreting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvolutionForward:
+    """Configuration of the forward kernel.
+
+    Attributes:
+        block_t: Tokens of a program.
+        block_c: Channels of a program.
+        num_warps: Warps a program.
+    """
+
+    block_t: int
+    block_c: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvolutionBackward:
+    """Configuration of the backward kernel.
+
+    Attributes:
+        block_t: Tokens of a block.
+        block_c: Channels of a program.
+        blocks: Blocks of a program, over which it adds up the gradients of the weights.
+        num_warps: Warps a program.
+    """
+
+    block_t: int
+    block_c: int
+    blocks: int
+    num_warps: int
+
+
+FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
+"""Fields of the public configuration and what they set here."""
+
+
+def heuristic(
+    record: CausalConvolution, device: DeviceInfo, direction: Direction
+) -> ConvolutionForward | ConvolutionBackward:
+    """Tiles for a record on a device, by rule: a thread has four channels side by side, two of float32."""
+    most = 1 << (record.x.shape[2] - 1).bit_length()
+    lanes = 64 if device.vendor == "amd" else 32
+    warps = 4 if most >= 16 * lanes else 1
+    each = 2 if record.x.dtype.itemsize > 2 else 4
+    block_c = max(16, min(most, each * lanes * warps))
+    tokens = record.x.shape[1]
+    if direction == "backward":
+        block_t = 4 if interpreting() else _fitting(tokens, 8)
+        return ConvolutionBackward(
+            block_t=block_t, block_c=block_c, blocks=2 if interpreting() else 16, num_warps=warps
+        )
+    return ConvolutionForward(block_t=8 if interpreting() else _fitting(tokens, 16), block_c=block_c, num_warps=warps)
+
+
+def candidates(
+    record: CausalConvolution, device: DeviceInfo, direction: Direction
+) -> tuple[ConvolutionForward | ConvolutionBackward, ...]:
+    """Tiles worth measuring for a record on a device."""
+    first = heuristic(record, device, direction)
+    sizes = [(first.block_c, first.num_warps), (2 * first.block_c, first.num_warps), (first.block_c // 2, 2)]
+    shapes = [
+        {"block_c": max(16, c), "num_warps": warps, "block_t": t}
+        for c, warps in sizes
+        for t in (first.block_t, 2 * first.block_t)
+    ]
+    found: list[Any] = [dataclasses.replace(first, **shape) for shape in shapes]
+    return tuple(dict.fromkeys((first, *found)))
+
+
+def _fitting(tokens: int, most: int) -> int:
+    """The tokens of a block: no more than there are."""
+    return min(most, 1 << (tokens - 1).bit_length())

@@ -1,0 +1,52 @@
+"""A common prefix read once for the whole batch: two calls of the kernels, joined by their log-sum-exps.
+
+    prefix   0 ........... S        all query rows of the batch as those of one sequence: tiles of many rows
+    own                    S ... n  each sequence's rows against its own keys: tiles of few rows
+
+Source: Ye et al. 2025, arXiv:2501.01005 (FlashInfer: composable formats for shared prefixes).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel_triton.paged_attention.config import SCORE_ROWS, PagedForward
+from ejkernel_triton.paged_attention.groups import group_of
+
+
+def split(record: PagedAttention) -> tuple[PagedAttention, PagedAttention]:
+    """The record of the prefix and that of the keys behind it."""
+    assert record.shared_prefix is not None
+    assert record.block_tables is not None
+    assert record.query_start is not None
+    sequences = record.kv_lens.shape[0]
+    live = sequences if record.num_seqs is None else record.num_seqs
+    prefix = dataclasses.replace(
+        record,
+        block_tables=record.block_tables[:1],
+        kv_lens=record.shared_prefix[None],
+        query_start=jnp.stack((record.query_start[0], record.query_start[live])),
+        num_seqs=None,
+        softmax_aux=None,  # a sink joins the denominator once
+        qq_bias=None,  # and pairs of queries are behind the prefix
+        causal=False,
+        shared_prefix=None,
+    )
+    own = dataclasses.replace(record, kv_starts=jnp.full(sequences, record.shared_prefix), shared_prefix=None)
+    return prefix, own
+
+
+def many_rows(record: PagedAttention, config: PagedForward) -> PagedForward:
+    """The configuration with tiles of as many query rows as a tile of scores has room for."""
+    wanted = max(config.block_q, min(record.query.shape[0], SCORE_ROWS // group_of(record)))
+    return dataclasses.replace(config, block_q=1 << (max(1, wanted) - 1).bit_length())
+
+
+def joined(prefix: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, Dv] and lse [T, H] over the keys of both."""
+    parts = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, own)]
+    output, lse = merge(*parts)
+    return output[0].astype(own[0].dtype), lse[0].T

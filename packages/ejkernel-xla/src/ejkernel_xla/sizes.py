@@ -1,0 +1,16 @@
+"""What the configurations of all families have in common."""
+
+import dataclasses
+from typing import Any
+
+
+def check_positive(config: Any) -> None:
+    """Refuses a configuration with a size that is none.
+
+    Raises:
+        ValueError: A field is a number below 1.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value < 1:
+            raise ValueError(f"cfg: got {field.name}={value}, the XLA kernels want at least 1")
