@@ -10,7 +10,7 @@ from ejkernel_triton.linear_recurrence import config
 HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
 """Optional fields that the kernels honour."""
 
-DELTA_HANDLES = (HANDLES - {"dt", "skip"}) | {"beta"}
+DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision"}) | {"beta"}
 """Those of the delta rule's."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})

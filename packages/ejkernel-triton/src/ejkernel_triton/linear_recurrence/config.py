@@ -148,9 +148,11 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     made = heuristic(record, device, direction)
     walks, block = record.query.shape[0] * head_count(record), made.state_block_v
     # A walk has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
-    columns, most = record.value.shape[3], chip_of(device).multiprocessors
-    while not interpreting() and block > LEAST and walks * -(-columns // block) < most:
+    columns, enough = record.value.shape[3], 3 * chip_of(device).multiprocessors // 4
+    while not interpreting() and block > LEAST and walks * -(-columns // block) < enough:
         block //= 2
+    if _by_channel(record) and chip_of(device).architecture not in ("hopper", "blackwell"):
+        block = min(block, 2 * LEAST)  # decayed keys lie in registers there, for there is no WGMMA
     return dataclasses.replace(made, splits=1, state_block_v=block)
 
 

@@ -11,7 +11,7 @@ from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states
-from ejkernel_triton.linear_recurrence.spec import Call, canonical, state_dtype
+from ejkernel_triton.linear_recurrence.spec import Call, state_dtype
 
 
 def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -25,7 +25,6 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals.
     """
     assert record.beta is not None  # `Requires` saw to it
-    dtype, record = record.query.dtype, canonical(record)
     # A correction is no decay: what a segment does to its first state is a matrix, so rows are not split.
     config = dataclasses.replace(config, splits=1)
     call = stages.make_call(record, config, config.chunk)
@@ -36,9 +35,9 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
     )
     output = stages.make_outputs(dataclasses.replace(call, value=value), states)
     if record.cu_seqlens is None:
-        return (output.astype(dtype), final[:, -1]), ()
+        return (output, final[:, -1]), ()
     owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
-    return (jnp.where(owned[None, :, None, None], output, 0).astype(dtype), final[0]), ()
+    return (jnp.where(owned[None, :, None, None], output, 0), final[0]), ()
 
 
 def corrections(call: Call, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
