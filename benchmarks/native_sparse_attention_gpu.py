@@ -37,6 +37,8 @@ COLUMNS = ("shape", "side", "forward ms", "rate", "with gradients ms", "rate", "
 Passes = tuple[Callable[[], Any] | None, Callable[[], Any] | None, str]
 BLOCK, BLOCKS, WINDOW = 64, 16, 512
 GATES = ("g_cmp", "g_slc", "g_swa")
+SLOW = 0.2
+"""Seconds from which on one call is timed."""
 XLA_MOST = 8192
 """Tokens up to which XLA's side is timed; it takes a second there, and 16 times as long for 4 times as many."""
 
@@ -252,13 +254,16 @@ def check(branches: str, candidates: bool) -> None:
 
 
 def median(call: Callable[[], Any], rounds: int) -> float:
-    """Seconds a call."""
-    jax.block_until_ready(call()) if not _is_torch(call()) else _synchronize()
-    times = []
-    for _ in range(rounds):
+    """Seconds a call; of one that takes long, a single one."""
+    _wait(call())
+    times: list[float] = []
+    while len(times) < rounds:
         start = time.perf_counter()
         _wait(call())
-        calls = max(1, min(20, round(0.02 / (time.perf_counter() - start))))
+        first = time.perf_counter() - start
+        if first > SLOW:
+            return first
+        calls = max(1, min(20, round(0.02 / first)))
         start = time.perf_counter()
         made = [call() for _ in range(calls)][-1]  # one after the other, so that starting them costs nothing
         _wait(made)
@@ -270,15 +275,11 @@ def _is_torch(made: Any) -> bool:
     return any(type(x).__module__.startswith("torch") for x in jax.tree.leaves(made))
 
 
-def _synchronize() -> None:
-    import torch
-
-    torch.cuda.synchronize()
-
-
 def _wait(made: Any) -> None:
     if _is_torch(made):
-        _synchronize()
+        import torch
+
+        torch.cuda.synchronize()
     else:
         jax.block_until_ready(made)
 

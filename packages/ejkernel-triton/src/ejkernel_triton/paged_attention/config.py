@@ -44,9 +44,12 @@ FACES = {
 SCORE_ROWS = 64
 """Rows of a tile of scores where sequences have many query rows."""
 
-LATENT_FEW = ((32, 4, 3, 2), (64, 4, 3, 1), (32, 4, 6, 1), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
+SMALL_LATENT = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
+LATENT_FEW = ((64, 4, 3, 1), *SMALL_LATENT)
+LATENT_SOME = ((64, 8, 3, 1), *SMALL_LATENT)
 LATENT_MANY = ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1), (64, 8, 1, 1), (16, 8, 2, 1), (16, 8, 1, 1))
-"""Key tile, warps, stages and programs a multiprocessor for few and for many rows of scores in a latent cache."""
+"""Key tile, warps, stages and programs a multiprocessor for at most 16, at most 32 and more rows of scores in a latent
+cache, the fastest on an H200 first."""
 
 PROGRAMS_PER_SM = 2
 """As many as registers have room for."""
@@ -77,13 +80,13 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
 
 def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Tile sizes for latent caches: key tile, warps, stages and programs of a multiprocessor, the best guess first."""
-    few = _query_rows(record) * group_of(record) <= 32
-    options = LATENT_FEW if few else LATENT_MANY
+    rows = _query_rows(record) * group_of(record)
+    options = LATENT_FEW if rows <= 16 else LATENT_SOME if rows <= 32 else LATENT_MANY
     chip, size = chip_of(device), record.query.shape[-1] * max(2, record.query.dtype.itemsize)
     splits = record.query.shape[1] // group_of(record)
     fitting: list[PagedForward] = []
     for block_kv, warps, stages, per_sm in options:
-        queries = 0 if few else SCORE_ROWS  # of 16 and 32 rows, registers hold the queries
+        queries = 0 if rows <= 32 else SCORE_ROWS  # of few rows, registers hold the queries
         taken = (queries + block_kv * stages) * size + 2 * SCORE_ROWS * block_kv
         if per_sm * taken <= chip.shared_memory or (block_kv, stages) == (16, 1):
             made = _sized(record, device, block_kv, warps, stages)

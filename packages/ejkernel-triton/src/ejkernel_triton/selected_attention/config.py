@@ -145,7 +145,7 @@ def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, i
     if interpreting():
         return min(padded(record.block_size), 16), 4
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
-    keys = min(padded(record.block_size), 32 if wide and row > 256 else 64)
+    keys = min(padded(record.block_size), 64 if not wide or row <= 256 else 32 if row <= 512 else 16)
     if wide or row > 256 or group_size(record) > 16:
         return keys, 4
     return keys, 1 if direction == "forward" else 2

@@ -1,0 +1,51 @@
+"""Passes of one operation inside of another's kernels."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pocketed
+import pytest
+import toy
+
+from ejkernel.ops import NoImplementationError, Pullback
+from ejkernel.ops.nested import Nested
+
+
+def passes(x):
+    """Output and gradient of a record of the toy operation."""
+    record = toy.OP.lower(toy.OP.arguments(x=x, power=3))
+    output, residuals = Nested("toy").forward(record)
+    pullback = Pullback(
+        record=record, residuals=residuals, output=output, cotangent=jnp.ones_like(output), wanted=frozenset({"x"})
+    )
+    return output, Nested("toy").backward(pullback)["x"]
+
+
+def kernels(x):
+    text = jax.jit(lambda x: passes(x)).lower(x).as_text(debug_info=True)
+    return sorted(set(re.findall(r"ejkernel\.toy\.(forward|backward)\.(\w+)", text)))
+
+
+def test_both_passes_go_to_the_best_implementation(use, x):
+    use(toy.plugin(toy.implementation("first", priority=1), toy.implementation("other")))
+
+    assert kernels(x) == [("backward", "first"), ("forward", "first")]
+    output, gradient = passes(x)
+    np.testing.assert_allclose(output, x**3, rtol=1e-6)
+    np.testing.assert_allclose(gradient, 3 * x**2, rtol=1e-6)
+
+
+def test_paired_implementations_are_passed_over(use, x):
+    """They need a pocket, which has no place in another kernel's residuals."""
+    use(toy.plugin(pocketed.implementation(paired=True, priority=1), toy.implementation("other")))
+
+    assert kernels(x) == [("backward", "other"), ("forward", "other")]
+
+
+def test_nobody_left_is_an_error_with_the_table(use, x):
+    use(toy.plugin(pocketed.implementation(paired=True, priority=1)))
+
+    with pytest.raises(NoImplementationError, match="paired, and the passes of this call are chosen apart"):
+        passes(x)
