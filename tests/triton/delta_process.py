@@ -16,7 +16,12 @@ key = jnp.broadcast_to(jax.random.normal(keys[0], (1, 1, 1, 16)), (1, 40, 1, 16)
 value = jax.random.normal(keys[1], (1, 40, 1, 16))
 beta = jax.random.uniform(keys[2], (1, 40, 1), minval=0.8)
 record = LinearRecurrence(
-    query=key, key=key / jnp.linalg.norm(key, axis=-1, keepdims=True), value=value, softmax_scale=1.0, beta=beta
+    query=key,
+    key=key / jnp.linalg.norm(key, axis=-1, keepdims=True),
+    value=value,
+    softmax_scale=1.0,
+    beta=beta,
+    decay=jnp.zeros((1, 40, 1, 1)),
 )
 chosen = dataclasses.replace(config.delta_heuristic(record, current_device(), "forward"), chunk=32)
 (output, state), _ = jax.jit(lambda record: forward(record, chosen))(record)

@@ -25,6 +25,8 @@ def _reasons(record: Any) -> Iterable[str]:
 def _delta_reasons(record: Any) -> Iterable[str]:
     if record.beta is None:
         yield "beta is not given: that is served by 'triton'"
+    if record.decay is None or record.decay.shape[3] > 1:
+        yield "decay: the delta rule wants one gate a head here"
     yield from _reasons(record)
 
 

@@ -91,11 +91,12 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     default = heuristic(record, device, direction)
     if interpreting():
         return (default, dataclasses.replace(default, chunk=LEAST, keep_states=False, splits=1))
-    lengths = (64,) if _by_channel(record) else (64, 128)
-    made = [sized(record, device, n) for n in lengths]
-    made += [dataclasses.replace(x, state_block_k=32) for x in made]
-    made += [dataclasses.replace(x, output_warps=8, gradient_warps=8) for x in made]
-    return tuple(dict.fromkeys((default, *made)))
+    same = dataclasses.replace(default, chunk=default.backward_chunk)
+    made = [default, same]
+    made += [dataclasses.replace(x, gradient_block_k=64, gradient_stages=1) for x in made]
+    made += [dataclasses.replace(x, gradient_block_k=32, gradient_stages=1) for x in made]
+    made += [dataclasses.replace(same, state_block_k=32, splits=2 * same.splits)]
+    return tuple(dict.fromkeys(made))
 
 
 def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
@@ -116,9 +117,12 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     backward_chunk = chunk
     if interpreting():
         chunk, backward_chunk = (LEAST if _by_channel(record) else 2 * LEAST), LEAST
+    elif chunk == 64 and not small and not _by_channel(record) and not _shares_keys(record):
+        # Half as many states to write and read: more than making them again for the backward pass costs.
+        chunk = 128
     half = 32 if small else most
-    warps = 8 if chunk > 64 else 4
-    gradient_block_k, gradient_warps = _gradient_tile(record, chip.architecture in ("hopper", "blackwell"), warps)
+    warps = 8 if backward_chunk > 64 else 4
+    gradient_block_k, gradient_warps = _gradient_tile(record, warps)
     return ChunkPasses(
         chunk=chunk,
         backward_chunk=backward_chunk,
@@ -133,7 +137,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         score_stages=1,
         output_block_t=LEAST if interpreting() else 64,
         output_block_k=min(keys, half, most),
-        output_block_v=min(values, 2 * most if _by_channel(record) and not small else most),
+        output_block_v=min(values, most if small else 2 * most),
         output_warps=warps,
         output_stages=1 if small else 2,
         gradient_block_k=min(keys, half, most, gradient_block_k),
@@ -145,15 +149,19 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
 
 def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
     """Chunks and tiles for a record with beta on a device, not measured."""
-    made = heuristic(record, device, direction)
+    made = sized(record, device, 64)
     walks, block = record.query.shape[0] * head_count(record), made.state_block_v
     # A walk has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
     columns, enough = record.value.shape[3], 3 * chip_of(device).multiprocessors // 4
     while not interpreting() and block > LEAST and walks * -(-columns // block) < enough:
         block //= 2
-    if _by_channel(record) and chip_of(device).architecture not in ("hopper", "blackwell"):
-        block = min(block, 2 * LEAST)  # decayed keys lie in registers there, for there is no WGMMA
-    return dataclasses.replace(made, splits=1, state_block_v=block)
+    return dataclasses.replace(
+        made,
+        chunk=min(made.chunk, 64),  # the triangular matrices of 128 tokens do not fit the registers
+        splits=1,
+        state_block_v=block,
+        output_block_v=min(made.output_block_v, 64),
+    )
 
 
 def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
@@ -166,11 +174,15 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
     return tuple(dict.fromkeys((default, *made)))
 
 
-def _gradient_tile(record: LinearRecurrence, wide_products: bool, warps: int) -> tuple[int, int]:
+def _gradient_tile(record: LinearRecurrence, warps: int) -> tuple[int, int]:
     """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
     if _by_channel(record):
-        return (32, 8) if wide_products else (16, 4)
-    return (32, 4) if head_count(record) > record.key.shape[2] else (64, warps)
+        return 16, 4
+    return (32, 4) if _shares_keys(record) else (64, warps)
+
+
+def _shares_keys(record: LinearRecurrence) -> bool:
+    return head_count(record) > record.key.shape[2]
 
 
 def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
@@ -184,7 +196,7 @@ def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k:
     walks = rows * head_count(record) * tiles
     if walks >= multiprocessors:
         return 1
-    return max(1, min(2 * multiprocessors // walks, tokens // (16 * chunk)))
+    return max(1, min(4 * multiprocessors // walks, tokens // (16 * chunk)))
 
 
 def _by_channel(record: LinearRecurrence) -> bool:

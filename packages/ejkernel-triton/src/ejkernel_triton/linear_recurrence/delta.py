@@ -15,7 +15,7 @@ from ejkernel_triton.linear_recurrence.spec import Call, state_dtype
 
 
 def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record with beta.
+    """Output and final states of a record with beta and a gate a head.
 
     Args:
         record: The canonical arguments.
@@ -28,7 +28,6 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
     # A correction is no decay: what a segment does to its first state is a matrix, so rows are not split.
     config = dataclasses.replace(config, splits=1)
     call = stages.make_call(record, config, config.chunk)
-    call = dataclasses.replace(call, scores=stages.channel_scores(call))
     written, correction = corrections(call, record.beta)
     states, final, value = stages.pass_states(
         call, record.key, written, initial_states(record), dtype=state_dtype(record), correction=correction

@@ -6,12 +6,12 @@ A token writes u_i = beta_i (v_i - S'_i^T k_i), where S'_i, the state that it co
 tokens wrote. With S_0 before the chunk and cumulative gates G that is one triangular system (WY representation, Yang
 et al. 2024, arXiv:2406.06484; with gates arXiv:2412.06464):
 
-    L_ij = beta_i sum_k k_ik exp2(G_ik - G_jk) k_jk   for j < i
-    u    = (I + L)^-1 diag(beta) (V - (K exp2(G)) S_0)  =  U - W S_0
+    L_ij = beta_i exp2(G_i - G_j) <k_i, k_j>   for j < i
+    u    = (I + L)^-1 diag(beta) (V - (exp2(G) K) S_0)  =  U - W S_0
 
 k, g   -> pairs [CHUNK, CHUNK]             in a loop over key channels
 L      -> (I + L)^-1                       16 rows at a time, then by blocks
-V      -> U,  K exp2(G) -> W               two products, in loops over value and over key channels
+V      -> U,  exp2(G) K -> W               two products, in loops over value and over key channels
 
 U and W do not depend on the state, so all chunks make theirs at the same time.
 """
@@ -21,12 +21,10 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.tile import (
-    channel_scores,
     chunk_base,
     chunk_span,
     gates_base,
     load_dt,
-    load_gates,
     load_rows,
     pair_weights,
     store_rows,
@@ -113,29 +111,17 @@ def corrections_kernel(
     pairs = tl.zeros([C, C], tl.float32)
     for k in tl.range(0, spec.K, BLOCK_K):
         a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
-        if spec.WIDTH > 1:
-            g = load_gates(g_base, k, BLOCK_K, spec)
-            pairs = channel_scores(pairs, a, a, g, g_base, k, BLOCK_K, spec)
-        else:
-            pairs = add_dot(pairs, a, tl.trans(a), spec)
-    since = 0.0
-    if spec.WIDTH == 1:
-        g = tl.load(g_base + rows)
-        pairs *= pair_weights(g)
-        since = tl.exp2(g)
+        pairs = add_dot(pairs, a, tl.trans(a), spec)
+    g = tl.load(g_base + rows)
+    pairs *= pair_weights(g)
     lower = tl.where(rows[:, None] > rows[None, :], pairs * strength[:, None], 0.0)
     solved = unit_inverse(lower, spec) * strength[None, :]
     for v in tl.range(0, spec.V, BLOCK_V):
         b = load_rows(v_base, start, end, v, spec.HV, spec.V, BLOCK_V, spec)
         to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
         store_rows(to, dot(solved.to(b.dtype), b, spec), start, end, v, spec.H, spec.V, spec)
+    since = solved * tl.exp2(g)[None, :]
     for k in tl.range(0, spec.K, BLOCK_K):
         a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
-        if spec.WIDTH > 1:
-            g = load_gates(g_base, k, BLOCK_K, spec)
-            a = (a.to(tl.float32) * tl.exp2(g)).to(a.dtype)
-        factors = solved
-        if spec.WIDTH == 1:
-            factors = solved * since[None, :]
         to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
-        store_rows(to, dot(factors.to(a.dtype), a, spec), start, end, k, spec.H, spec.K, spec)
+        store_rows(to, dot(since.to(a.dtype), a, spec), start, end, k, spec.H, spec.K, spec)

@@ -201,6 +201,36 @@ def channel_gradients(
 
 
 @triton.jit
+def through_states(
+    values,
+    k,
+    GATES: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """dS v_j of a chunk's tokens, [CHUNK, BLOCK_K], and <dS, S_0> of each key channel if GATES.
+
+    Args:
+        values: Where values, S_0 and dS lie, the chunk's first token and its sequence's end.
+        k: First key channel.
+    """
+    v_base, s_base, d_base, start, end = values
+    C: tl.constexpr = spec.CHUNK
+    dk = tl.zeros([C, BLOCK_K], tl.float32)
+    kept = tl.zeros([BLOCK_K], tl.float32)
+    for v in tl.range(0, spec.V, BLOCK_V):
+        b = load_rows(v_base, start, end, v, VALUE_HEADS, spec.V, BLOCK_V, spec)
+        ds = load_state(d_base, k, v, BLOCK_K, BLOCK_V, spec)
+        dk = add_dot(dk, b.to(ds.dtype), tl.trans(ds), spec)
+        if GATES:
+            s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
+            kept += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+    return dk, kept
+
+
+@triton.jit
 def key_gradients_kernel(
     query,
     key,
@@ -253,18 +283,13 @@ def key_gradients_kernel(
         g_base = gates_base(gates, row, head, chunk, spec, per)
         pairs = tl.zeros([C, C], tl.float32)
         dq = tl.zeros([C, BLOCK_K], tl.float32)
-        dk = tl.zeros([C, BLOCK_K], tl.float32)
-        kept = tl.zeros([BLOCK_K], tl.float32)  # <dS, S_0>, channel by channel
         for v in tl.range(0, spec.V, BLOCK_V):
             do = load_rows(o_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
             b = load_rows(v_base, start, end, v, VALUE_HEADS, spec.V, BLOCK_V, spec)
             s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
-            ds = load_state(d_base, k, v, BLOCK_K, BLOCK_V, spec)
             pairs = add_dot(pairs, do, tl.trans(b), spec)
             dq = add_dot(dq, do.to(s.dtype), tl.trans(s), spec)
-            dk = add_dot(dk, b.to(s.dtype), tl.trans(ds), spec)
-            if GATES:
-                kept += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+        values = (v_base, s_base, d_base, start, end)
         q_head = head // (spec.H // spec.HQ)
         a_head = head // (spec.H // spec.HK)
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
@@ -276,8 +301,10 @@ def key_gradients_kernel(
         if spec.DT:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
             pairs *= factors[None, :]
-            dk *= factors[:, None]
         if spec.WIDTH > 1:
+            dk, kept = through_states(values, k, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
+            if spec.DT:
+                dk *= factors[:, None]
             g = load_gates(g_base, k, BLOCK_K, spec)
             last = load_last_gates(g_base, k, BLOCK_K, spec)
             dq *= tl.exp2(g)
@@ -298,30 +325,43 @@ def key_gradients_kernel(
         else:
             if spec.WIDTH == 1:
                 g = tl.load(g_base + rows)
-                last = tl.load(g_base + (C - 1))
                 dq *= tl.exp2(g)[:, None]
-                dk *= tl.exp2(last - g)[:, None]
-                kept *= tl.exp2(last)
                 pairs *= pair_weights(g)
             else:
                 pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
-            if GATES:
-                kept_sum = tl.sum(kept, 0) + tl.sum(tl.sum(dk * a.to(tl.float32), 1), 0)
             low = pairs.to(q.dtype)
             dq = add_dot(dq, low, a, spec)
+            # The queries are done with before the keys begin: registers have no room for both.
+            if GATES:
+                change = tl.sum(dq * q.to(tl.float32), 1)
+            if spec.HQ == spec.H:
+                at = chunk_base(dquery, row, start, head, spec.T, Q_HEADS, spec.K)
+                store_rows(at, dq, start, end, k, Q_HEADS, spec.K, spec)
+            else:
+                sum_q += dq
+            dk, kept = through_states(values, k, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
+            if spec.DT:
+                dk *= factors[:, None]
+            if spec.WIDTH == 1:
+                last = tl.load(g_base + (C - 1))
+                dk *= tl.exp2(last - g)[:, None]
+                kept *= tl.exp2(last)
+            if GATES:
+                kept_sum = tl.sum(kept, 0) + tl.sum(tl.sum(dk * a.to(tl.float32), 1), 0)
             dk = add_dot(dk, tl.trans(low), q, spec)
             if GATES:
-                change = tl.sum(dq * q.to(tl.float32) - dk * a.to(tl.float32), 1)
+                change -= tl.sum(dk * a.to(tl.float32), 1)
                 change = tl.sum(change, 0) + kept_sum - (tl.cumsum(change, 0) - change)
                 if spec.WIDTH == 1:
                     before = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
                     change = tl.where(g - before < STRONG, 0.0, change)
                 store_tokens(dgates, change, row, start, end, tile, K_TILES, head, spec)
-        if spec.HQ == spec.H:
-            at = chunk_base(dquery, row, start, head, spec.T, Q_HEADS, spec.K)
-            store_rows(at, dq, start, end, k, Q_HEADS, spec.K, spec)
-        else:
-            sum_q += dq
+        if spec.WIDTH > 1:
+            if spec.HQ == spec.H:
+                at = chunk_base(dquery, row, start, head, spec.T, Q_HEADS, spec.K)
+                store_rows(at, dq, start, end, k, Q_HEADS, spec.K, spec)
+            else:
+                sum_q += dq
         if spec.HK == spec.H:
             at = chunk_base(dkey, row, start, head, spec.T, A_HEADS, spec.K)
             store_rows(at, dk, start, end, k, A_HEADS, spec.K, spec)
