@@ -215,6 +215,8 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
 def _medians(sides: dict[str, tuple[Side, Side]], rounds: int) -> dict[str, list[float]]:
     """Seconds of both passes of each side, interleaved."""
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
+    for pair in sides.values():
+        sample(pair[0], 0.3)  # a GPU that was idle has yet to raise its clocks
     for _ in range(rounds):
         for name, pair in sides.items():
             for side, record in zip(pair, times[name], strict=True):
@@ -226,7 +228,7 @@ def sample(side: Side, seconds: float = 0.03) -> float:
     """Seconds of a call, as the mean of calls one after the other."""
     start = time.perf_counter()
     _wait(side())
-    calls = max(1, min(40, round(seconds / (time.perf_counter() - start))))
+    calls = max(1, min(200, round(seconds / (time.perf_counter() - start))))
     start = time.perf_counter()
     made = [side() for _ in range(calls)][-1]
     _wait(made)

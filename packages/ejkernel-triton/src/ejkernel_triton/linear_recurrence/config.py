@@ -99,6 +99,18 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     return tuple(dict.fromkeys(made))
 
 
+def kind_of_large(record: LinearRecurrence) -> str | None:
+    """What calls have in common that share an entry of a table: those with work for a large GPU without splits."""
+    rows, tokens, _, keys = record.query.shape
+    if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
+        return None
+    gates = "no" if record.decay is None else "channel" if _by_channel(record) else "head"
+    bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 move and multiply alike
+    words = [f"{bits} bits", f"{_padded(keys)}x{_padded(record.value.shape[3])}", f"{gates} gates"]
+    words += ["shared keys"] if _shares_keys(record) else []
+    return " ".join(words if record.precision is None else [*words, str(record.precision)])
+
+
 def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
     """The configuration for chunks of a length.
 
