@@ -227,10 +227,12 @@ def _medians(sides: dict[str, tuple[Side, Side]], rounds: int) -> dict[str, list
 def sample(side: Side, seconds: float = 0.03) -> float:
     """Seconds of a call, as the mean of calls one after the other."""
     start = time.perf_counter()
-    _wait(side())
-    calls = max(1, min(200, round(seconds / (time.perf_counter() - start))))
+    made = side()
+    _wait(made)
+    calls = max(1, min(100, round(seconds / (time.perf_counter() - start))))
     start = time.perf_counter()
-    made = [side() for _ in range(calls)][-1]
+    for _ in range(calls):
+        made = side()
     _wait(made)
     return (time.perf_counter() - start) / calls
 
