@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
+from ejkernel.ops import ConfigSelectorChain
+from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 
@@ -178,12 +180,25 @@ def _xla(record: LinearRecurrence) -> Callable[[LinearRecurrence], Any]:
     return _differentiable(chosen.function("forward"), chosen.function("backward"), config)
 
 
+def configuration(record: LinearRecurrence) -> Any:
+    """What a call gets: of a shipped table, or by the rule."""
+    op = "gated_linear_attention" if record.dt is None else "state_space_v2"
+    request = Request(
+        op=registry().ops[op],
+        implementation=implementation("triton"),
+        direction="both",
+        device=current_device(),
+        record=record,
+    )
+    return ConfigSelectorChain().choose(request).part
+
+
 def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
     """Everything of ours that can compute a cell, by name."""
     found: dict[str, Callable[[Any], Any]] = {}
     space = implementation("triton").config
     if options.only in "triton":
-        found["ejkernel triton"] = kernel("triton", space.heuristic(record, current_device(), "forward"))
+        found["ejkernel triton"] = kernel("triton", configuration(record))
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel("triton", config)
