@@ -12,6 +12,7 @@ rate counts 2 M K N products forward and 6 M K N with gradients. `dense` is one 
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
@@ -37,7 +38,9 @@ COLUMNS = ("shape", "pass", "side", "ms", "rate")
 TOLERANCE = 1e-2
 SLOW = 3e12
 """Operations beyond which XLA's sides, of a few TFLOP/s, are left out of a quick run."""
-Side = Callable[[], Any]
+COMPILERS = concurrent.futures.ThreadPoolExecutor(16)
+Side = Callable[..., Any]
+"""Takes the arrays of a cell: lhs, rhs and sizes, and with gradients a cotangent."""
 Sides = tuple[Side, Side]
 """Forward, and forward with gradients."""
 
@@ -124,13 +127,13 @@ def both(call: Callable[..., jax.Array]) -> Callable[..., Any]:
     return run
 
 
-def bound(call: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> Side:
-    """A compiled call of arrays."""
-    compiled = jax.jit(call).lower(*arrays).compile()
-    return lambda: compiled(*arrays)
+def bound(call: Callable[..., Any], shapes: tuple[Any, ...]) -> Side:
+    """A call, which is compiled while others are prepared."""
+    future = COMPILERS.submit(jax.jit(call).lower(*shapes).compile)
+    return lambda *arrays: future.result()(*arrays)
 
 
-def jax_sides(cell: Cell, arrays: tuple[jax.Array, ...], quick: bool, only: str) -> dict[str, Sides]:
+def jax_sides(cell: Cell, quick: bool, only: str) -> dict[str, Sides]:
     """Forward, and forward with gradients, of ours and of JAX's own."""
     calls: dict[str, Any] = {}
     for platform in platforms(cell, quick):
@@ -139,58 +142,73 @@ def jax_sides(cell: Cell, arrays: tuple[jax.Array, ...], quick: bool, only: str)
             calls[f"ejkernel {platform}"] = functools.partial(grouped_matmul, **options)
     if not (quick or only or cell.operations > SLOW / 10):
         calls["jax.lax.ragged_dot"] = functools.partial(jax.lax.ragged_dot, preferred_element_type=jnp.bfloat16)
-    found = {}
+    found, shapes = {}, jax.eval_shape(cell.inputs)
     for name, call in calls.items():
         try:
-            found[name] = bound(call, arrays[:3]), bound(both(call), arrays)
+            found[name] = bound(call, shapes[:3]), bound(both(call), shapes)
         except NotImplementedError:
             continue
     return found
 
 
-def torch_sides(arrays: tuple[jax.Array, ...]) -> dict[str, Sides]:
+def torch_sides() -> dict[str, Sides]:
     """PyTorch's grouped product, where it is installed."""
     if not importlib.util.find_spec("torch"):
         return {}
     import torch
 
-    lhs, rhs, sizes, cotangent = (torch.from_dlpack(x) for x in arrays)
-    ends = torch.cumsum(sizes, 0, dtype=torch.int32)
-    leaves = [x.detach().requires_grad_() for x in (lhs, rhs)]
+    taken: dict[int, Any] = {}
 
-    def forward() -> Any:
+    def tensors(arrays: tuple[jax.Array, ...]) -> Any:
+        if id(arrays[0]) not in taken:
+            taken.clear()
+            taken[id(arrays[0])] = [torch.from_dlpack(x) for x in arrays]
+            sizes = taken[id(arrays[0])][2]
+            taken[id(arrays[0])].append(torch.cumsum(sizes, 0, dtype=torch.int32))
+        return taken[id(arrays[0])]
+
+    def forward(*arrays: Any) -> Any:
+        lhs, rhs, *_, ends = tensors(arrays)
         with torch.no_grad():
             return torch._grouped_mm(lhs, rhs, offs=ends)
 
-    def passes() -> Any:
+    def passes(*arrays: Any) -> Any:
+        lhs, rhs, _, cotangent, ends = tensors(arrays)
+        leaves = [x.detach().requires_grad_() for x in (lhs, rhs)]
         output = torch._grouped_mm(*leaves, offs=ends)
         return (output, *torch.autograd.grad(output, leaves, cotangent))
 
     return {"torch._grouped_mm": (forward, passes)}
 
 
-def configured(arrays: tuple[jax.Array, ...], direction: Any, only: str) -> Iterator[tuple[str, Side]]:
+def configured(cell: Cell, direction: Any, only: str) -> Iterator[tuple[str, Side]]:
     """Our kernels with every configuration worth measuring: a forward pass, or both gradients alone."""
     op = registry().ops["grouped_matmul"]
-    lhs, rhs, sizes, cotangent = arrays
-    args = op.arguments(lhs=lhs, rhs=rhs, group_sizes=sizes, preferred_element_type=jnp.bfloat16)
-    record = op.lower(args)
+    shapes = jax.eval_shape(cell.inputs)
+    fields = dict(zip(("lhs", "rhs", "group_sizes"), shapes, strict=False))
+    args = op.arguments(**fields, preferred_element_type=jnp.bfloat16)
+    record = jax.eval_shape(op.lower, args)  # of shapes
     for implementation in registry().implementations[op.name]:
         if implementation.backend != "gpu" or only not in implementation.platform:
             continue
         function = implementation.function(direction)
 
-        def forward(r: Any, _: Any, f: Any, c: Any) -> Any:
-            return f(r, c)[0]
+        def forward(*arrays: Any, f: Any, c: Any) -> Any:
+            return f(_record(op, *arrays[:3]), c)[0]
 
-        def gradients(r: Any, do: Any, f: Any, c: Any) -> Any:
-            wanted = frozenset({"lhs", "rhs"})
-            return f(Pullback(record=r, residuals=(), output=None, cotangent=do, wanted=wanted), c)
+        def gradients(*arrays: Any, f: Any, c: Any) -> Any:
+            wanted, (*given, do) = frozenset({"lhs", "rhs"}), arrays
+            saved = Pullback(record=_record(op, *given), residuals=(), output=None, cotangent=do, wanted=wanted)
+            return f(saved, c)
 
         run = forward if direction == "forward" else gradients
         for config in implementation.config.candidates(record, current_device(), direction):
             call = functools.partial(run, f=function, c=config)
-            yield f"{implementation.name} {_short(config)}", bound(call, (record, cotangent))
+            yield f"{implementation.name} {_short(config)}", bound(call, shapes)
+
+
+def _record(op: Any, lhs: Any, rhs: Any, sizes: Any) -> Any:
+    return op.lower(op.arguments(lhs=lhs, rhs=rhs, group_sizes=sizes, preferred_element_type=jnp.bfloat16))
 
 
 def _short(config: Any) -> str:
@@ -231,21 +249,29 @@ def truth(cell: Cell, arrays: tuple[jax.Array, ...]) -> Callable[[Any], float]:
 
 
 def dense(cell: Cell) -> Side:
-    """One product with as many operations."""
-    one, other = jnp.ones((cell.m, cell.k), jnp.bfloat16), jnp.ones((cell.k, cell.n), jnp.bfloat16)
-    return bound(jnp.matmul, (one, other))
+    """One product with as many operations, by the first of the matrices."""
+    lhs, rhs, *_ = jax.eval_shape(cell.inputs)
+    side = bound(jnp.matmul, (lhs, jax.ShapeDtypeStruct(rhs.shape[1:], rhs.dtype)))
+    first: dict[int, jax.Array] = {}
+
+    def run(*arrays: Any) -> Any:
+        if id(arrays[1]) not in first:
+            first[id(arrays[1])] = arrays[1][0]
+        return side(arrays[0], first[id(arrays[1])])
+
+    return run
 
 
-def measured(sides: dict[str, Side], rounds: int) -> dict[str, float]:
+def measured(sides: dict[str, Side], arrays: tuple[Any, ...], rounds: int) -> dict[str, float]:
     """Medians of interleaved samples, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
             start = time.perf_counter()
-            _ready(side())
+            _ready(side(*arrays))
             calls = max(1, min(40, round(0.02 / (time.perf_counter() - start))))
             start = time.perf_counter()
-            made = [side() for _ in range(calls)][-1]  # one after the other, so that starting them costs nothing
+            made = [side(*arrays) for _ in range(calls)][-1]  # one after the other, so that starting them costs nothing
             _ready(made)
             times[name].append((time.perf_counter() - start) / calls)
             del made
@@ -266,7 +292,7 @@ def right(cell: Cell, arrays: tuple[jax.Array, ...], sides: dict[str, Sides]) ->
     error, found = truth(cell, arrays), dict[str, Sides]()
     for name, pair in sides.items():
         try:
-            off = error(pair[1]())
+            off = error(pair[1](*arrays))
         except RuntimeError as failure:
             print(f"<!-- {name} failed on {cell}: {str(failure)[:200]} -->", flush=True)
             continue
@@ -277,23 +303,43 @@ def right(cell: Cell, arrays: tuple[jax.Array, ...], sides: dict[str, Sides]) ->
     return found
 
 
-def timed(cell: Cell, options: argparse.Namespace) -> Iterator[list[str]]:
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A cell's sides, by pass."""
+
+    sides: dict[str, Sides]
+    dense: Side
+    forward: dict[str, Side]
+    backward: dict[str, Side]
+
+
+def prepare(cell: Cell, options: argparse.Namespace) -> Prepared:
+    """Begins to compile what a cell needs."""
+    sides = jax_sides(cell, options.quick or options.decoding, options.only)
+    sides |= {} if options.only else torch_sides()
+    chosen = [
+        dict(configured(cell, direction, options.only)) if options.candidates else {}
+        for direction in ("forward", "backward")
+    ]
+    return Prepared(sides, dense(cell), *chosen)
+
+
+def timed(cell: Cell, prepared: Prepared, options: argparse.Namespace) -> Iterator[list[str]]:
     """One line for each side and pass."""
     arrays, rounds = cell.inputs(), 3 if options.quick else 7
-    sides = jax_sides(cell, arrays, options.quick or options.decoding, options.only)
-    sides = right(cell, arrays, sides | ({} if options.only else torch_sides(arrays)))
-    forward = {name: pair[0] for name, pair in sides.items()} | {"dense": dense(cell)}
+    sides = right(cell, arrays, prepared.sides)
+    forward = {name: pair[0] for name, pair in sides.items()} | {"dense": prepared.dense}
     both = {name: pair[1] for name, pair in sides.items()}
-    backward: dict[str, Side] = {}
-    if options.candidates:
-        chosen = dict(configured(arrays, "forward", options.only))
-        forward |= chosen
-        backward = dict(configured(arrays, "backward", options.only))
-    passes = {"forward": (forward, 1), "with gradients": (both, 3), "gradients alone": (backward, 2)}
-    for label, (these, products) in passes.items():
-        if label != "forward" and options.decoding:
+    passes = {
+        "forward": (forward, 1, arrays[:3]),
+        "forward alone": (prepared.forward, 1, arrays),
+        "with gradients": (both, 3, arrays),
+        "gradients alone": (prepared.backward, 2, arrays),
+    }
+    for label, (these, products, given) in passes.items():
+        if "gradients" in label and options.decoding:
             continue
-        for name, seconds in measured(these, rounds).items():
+        for name, seconds in measured(these, given, rounds).items():
             rate = f"{products * cell.operations / seconds / 1e12:.0f} TFLOP/s"
             rate = f"{cell.bytes / seconds / 1e9:.0f} GB/s" if options.decoding else rate
             yield [str(cell), label, name, f"{seconds * 1e3:.3f}", rate]
@@ -315,8 +361,9 @@ def main() -> None:
     print(_report.markdown_table(COLUMNS, ()), flush=True)
     cells = DECODING if options.decoding else CELLS
     chosen = [cells[int(n)] for n in options.cells.split(",")] if options.cells else cells
-    for cell in chosen:
-        for row in timed(cell, options):
+    prepared = [prepare(cell, options) for cell in chosen]
+    for cell, sides in zip(chosen, prepared, strict=True):
+        for row in timed(cell, sides, options):
             print("| " + " | ".join(row) + " |", flush=True)
 
 

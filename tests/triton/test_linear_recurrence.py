@@ -11,10 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.ops import ConfigSelectorChain
-from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton import ahead, chips, launch
 from ejkernel_triton.linear_recurrence import config
@@ -122,15 +119,3 @@ def test_few_rows_and_heads_are_walked_in_segments():
     many = jax.ShapeDtypeStruct((8, 8192, 16, 128), jnp.bfloat16)
     record = LinearRecurrence(query=many, key=many, value=many, softmax_scale=1.0)
     assert config.heuristic(record, H200, "forward").splits == 1
-
-
-@pytest.mark.parametrize(("op", "gates"), [("gated_linear_attention", "channels"), ("state_space_v2", "state space")])
-def test_calls_find_what_was_measured_for_their_kind(op, gates):
-    record = record_of(gates, jnp.bfloat16)
-    implementation = next(x for x in registry().implementations[op] if x.name == "triton")
-    request = Request(
-        op=registry().ops[op], implementation=implementation, direction="both", device=H200, record=record
-    )
-    selection = ConfigSelectorChain().choose(request)
-    assert selection.trail[-1] == "persistent: shipped table"
-    assert selection.part == request.completed(selection.part)

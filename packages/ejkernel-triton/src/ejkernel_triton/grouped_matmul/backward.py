@@ -5,6 +5,8 @@ is summed over its rows by kernels whose programs own tiles of matrices. Where t
 scaled matrices is made in float32, and those of matrices and scales from it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -60,7 +62,7 @@ def _of_matrices(
     return found
 
 
-def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, dtype: object) -> jax.Array:
+def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, dtype: Any) -> jax.Array:
     """Sums of lhs_i^T do_i over the rows of each group, as the matrices lie."""
     from ejkernel_triton.grouped_matmul.matrices_kernel import matrices_kernel
 

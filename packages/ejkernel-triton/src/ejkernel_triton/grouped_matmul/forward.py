@@ -1,6 +1,7 @@
 """Forward pass of a grouped matmul in Triton."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: Grouped
     return multiply(record, cotangent, spec, config, record.lhs.dtype)
 
 
-def _spec(record: GroupedMatmul, config: GroupedForward, operand: object) -> RowsSpec:
+def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> RowsSpec:
     """The constants of the forward kernel."""
     (rows, contracted), width, scale = record.lhs.shape, columns(record), record.rhs_scale
     blocks = 1 if scale is None else scale.shape[1]
@@ -80,9 +81,7 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: object) -> Row
     )
 
 
-def multiply(
-    record: GroupedMatmul, rows: jax.Array, spec: RowsSpec, config: GroupedForward, dtype: object
-) -> jax.Array:
+def multiply(record: GroupedMatmul, rows: jax.Array, spec: RowsSpec, config: GroupedForward, dtype: Any) -> jax.Array:
     """The rows times the matrices of their groups, as a spec has them.
 
     Args:

@@ -189,7 +189,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
         lax.fori_loop(0, tile.steps, step, done)
         return acc[...]
 
-    made = pl.run_scoped(multiply, plgpu.ACC((ROWS, spec.tile.block_n), jnp.float32))
+    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
     done = done + tile.steps
     last = lax.rem(done + (stages - 1), I32(stages))
     pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))

@@ -231,7 +231,7 @@ def _product(call: Call, tile: Tile, done: Any, size: int, start: Any) -> None:
         lax.fori_loop(0, spec.steps, step, done)
         return acc[...]
 
-    made = pl.run_scoped(multiply, plgpu.ACC((ROWS, size), jnp.float32))
+    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, size), jnp.float32))
     plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(stages))])
     _write(call, tile.first(warpgroup), tile.column + start, tile.end, made)
 

@@ -49,21 +49,24 @@ FACES = {"block_n": "block_n", "num_stages": "stages"}
 BLOCK_M = WARPGROUPS * ROWS
 """Rows of a tile: 64 for each warpgroup that multiplies."""
 
-CANDIDATES = tuple(
-    HopperGrouped(block_n=n, stages=stages, band=band, cluster=cluster)
-    for n, stages, band, cluster in ((256, 4, 16, 1), (256, 4, 8, 2), (256, 4, 8, 1), (256, 4, 16, 2))
-)
-"""The best first."""
+FORWARD = ((256, 4, 16, 1), (256, 4, 8, 1), (256, 4, 8, 2), (256, 4, 16, 2))
+BACKWARD = ((256, 4, 8, 1), (256, 4, 16, 1), (256, 4, 8, 2))
+"""Columns, stages, band and cluster, the best first.
+
+On an H200, M65536 K2048 N1536 G128: 570 TFLOP/s with a band of 16 instead of 547 forward, and both gradients at 522
+with a band of 8 instead of 495.
+"""
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
     """The configuration when nobody chose one."""
-    return CANDIDATES[0]
+    return candidates(record, device, direction)[0]
 
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGrouped, ...]:
     """The configurations worth measuring."""
-    return CANDIDATES
+    chosen = BACKWARD if direction == "backward" else FORWARD
+    return tuple(HopperGrouped(block_n=n, stages=stages, band=band, cluster=size) for n, stages, band, size in chosen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
