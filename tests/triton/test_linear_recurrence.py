@@ -49,8 +49,8 @@ def test_conformance(part):
     assert " passed" in ran.stdout
 
 
-def launches(device, gates, dtype=jnp.bfloat16):
-    """What both passes launch for a call with gates of a kind."""
+def record_of(gates, dtype):
+    """A call with gates of a kind."""
     batch, tokens, heads, size = 4, 4096, 16, 128
 
     def array(*sizes, of=jnp.float32):
@@ -65,7 +65,12 @@ def launches(device, gates, dtype=jnp.bfloat16):
         "skip": jax.ShapeDtypeStruct((1, 1, heads), jnp.float32),
     }
     value = array(heads, 64 if shared else size, of=dtype)
-    record = LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, **fields[gates])
+    return LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, **fields[gates])
+
+
+def launches(device, gates, dtype=jnp.bfloat16):
+    """What both passes launch for such a call."""
+    record = record_of(gates, dtype)
     names = ("query", "key", "value", "decay", "dt", "skip")
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
     chosen = config.heuristic(record, device, "forward")

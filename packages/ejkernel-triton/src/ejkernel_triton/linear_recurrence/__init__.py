@@ -46,6 +46,7 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=config.FACES,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
+                kind=config.kind_of_large,
             ),
             priority=10,
             tuned="ejkernel_triton:tuned",
