@@ -51,7 +51,7 @@ def heuristic(
     """Tiles for a record on a device, by rule: a thread has four channels side by side, two of float32."""
     most = 1 << (record.x.shape[2] - 1).bit_length()
     lanes = 64 if device.vendor == "amd" else 32
-    warps = 4 if most >= 16 * lanes else 1
+    warps = 2 if most >= 8 * lanes else 1
     each = 2 if record.x.dtype.itemsize > 2 else 4
     block_c = max(16, min(most, each * lanes * warps))
     tokens = record.x.shape[1]

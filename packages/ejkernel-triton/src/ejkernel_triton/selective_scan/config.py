@@ -35,11 +35,13 @@ class ScanBackward:
         block_e: Channels of a program.
         block_t: Tokens whose states are held in registers.
         splits: Parts of the sequence that are walked at the same time; more than one costs a pass more.
+        prefetch: Whether a block's tokens are loaded while the one before is worked on, which takes registers.
     """
 
     block_e: int
     block_t: int
     splits: int
+    prefetch: bool
 
 
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
@@ -56,8 +58,8 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     size = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
         # A thread has 255 registers, and five tiles of states beside those it holds for a block.
-        held = 2 if interpreting() else 4 if size <= 16 else 1
-        return ScanBackward(block_e=lanes, block_t=held, splits=splits)
+        held = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
+        return ScanBackward(block_e=lanes, block_t=held, splits=splits, prefetch=interpreting())
     warps = 1 if record.x.shape[2] <= lanes or interpreting() else 4
     block_t = 4 if interpreting() else max(2, min(16, 256 // size))
     return ScanForward(block_e=lanes * warps, block_t=block_t, splits=splits, num_warps=warps)
@@ -70,7 +72,8 @@ def candidates(
     first = heuristic(record, device, direction)
     found: list[Any] = [dataclasses.replace(first, splits=n) for n in (first.splits, 2 * first.splits)]
     if isinstance(first, ScanBackward):
-        found += [dataclasses.replace(first, block_t=n) for n in (4, 8)]
+        found += [dataclasses.replace(first, block_t=n) for n in (2, 4)]
+        found += [dataclasses.replace(first, prefetch=not first.prefetch)]
     else:
         lanes = first.block_e // first.num_warps
         shapes = ((1, 8), (1, 16), (2, 8), (4, 8), (4, 16))

@@ -130,6 +130,13 @@ def keep_states(x, step, rates, write, state, scratch, begin, count, channels, s
 
 
 @triton.jit
+def load_inputs(x, step, cotangent, token, channels, spec: tl.constexpr):
+    """x, dt and dy of a block of tokens."""
+    xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
+    return xs, steps, load_tokens(cotangent, token, channels, spec)
+
+
+@triton.jit
 def load_block(base, token, spec: tl.constexpr):
     """The columns of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
@@ -213,13 +220,17 @@ def gradient_kernel(
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
         keep_states(x, step, rates, write, state, scratch, begin, count, channels, spec)
         tl.debug_barrier()  # the scratch may be read by other threads than those that wrote
+        tokens = load_inputs(x, step, cotangent, begin + (count - 1) * BLOCK_T, channels, spec)
         for last in tl.range(0, count):
             block = count - 1 - last
             token = begin + block * spec.BLOCK_T
             # All loads of a block before its first use, which the barrier keeps the compiler from undoing: one wait.
             state = load_own(scratch, block, channels, spec)
-            xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
-            given = load_tokens(cotangent, token, channels, spec)
+            if spec.PREFETCH:
+                xs, steps, given = tokens
+                tokens = load_inputs(x, step, cotangent, token - BLOCK_T, channels, spec)
+            else:
+                xs, steps, given = load_inputs(x, step, cotangent, token, channels, spec)
             columns = load_block(write, token, spec)
             tl.debug_barrier()
             held = (state,)

@@ -21,6 +21,7 @@ class ScanSpec:
         SPLITS: Parts of the sequence that programs walk at the same time.
         PART: Intervals of a part.
         BLOCK_T: Tokens that are loaded, worked on and stored together.
+        PREFETCH: Whether the backward walk loads a block's tokens while the one before is worked on.
     """
 
     T: int
@@ -34,9 +35,10 @@ class ScanSpec:
     SPLITS: int
     PART: int
     BLOCK_T: int
+    PREFETCH: bool
 
 
-def make_spec(record: SelectiveScan, block_e: int, block_t: int, splits: int) -> ScanSpec:
+def make_spec(record: SelectiveScan, block_e: int, block_t: int, splits: int, *, prefetch: bool = True) -> ScanSpec:
     """The constants of a record's kernels.
 
     Args:
@@ -44,6 +46,7 @@ def make_spec(record: SelectiveScan, block_e: int, block_t: int, splits: int) ->
         block_e: Channels of a program.
         block_t: Tokens of a block, a divisor of `INTERVAL`.
         splits: Parts of the sequence that are wanted; a part has whole intervals, so there may be fewer.
+        prefetch: Whether the backward walk loads a block's tokens while the one before is worked on.
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
     chunks = -(-tokens // INTERVAL)
@@ -60,4 +63,5 @@ def make_spec(record: SelectiveScan, block_e: int, block_t: int, splits: int) ->
         SPLITS=-(-chunks // part),
         PART=part,
         BLOCK_T=block_t,
+        PREFETCH=prefetch,
     )
