@@ -7,8 +7,9 @@ from typing import Any
 from ejkernel.families.ring_attention import FAMILY, RingAttention
 from ejkernel.ops.arguments import given_fields
 from ejkernel.ops.config.params import Direction
+from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.model import ConfigSpace, Implementation, Requires
+from ejkernel.ops.model import Implementation, Requires
 from ejkernel.planning.ring_steps import abstract_steps
 
 

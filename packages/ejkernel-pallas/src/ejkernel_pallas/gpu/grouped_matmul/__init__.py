@@ -48,7 +48,8 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=spec.FACES,
                 kind=kind_of,
             ),
-            priority=20,
+            # Below Triton's: this form of the rows kernel has been lowered, and not yet run through the suite on a GPU.
+            priority=5,
             cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases",
         ),
     )
