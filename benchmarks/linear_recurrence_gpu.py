@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
+from ejkernel.ops import ConfigSelectorChain
+from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 
@@ -178,12 +180,25 @@ def _xla(record: LinearRecurrence) -> Callable[[LinearRecurrence], Any]:
     return _differentiable(chosen.function("forward"), chosen.function("backward"), config)
 
 
+def configuration(record: LinearRecurrence) -> Any:
+    """What a call gets: of a shipped table, or by the rule."""
+    op = "gated_linear_attention" if record.dt is None else "state_space_v2"
+    request = Request(
+        op=registry().ops[op],
+        implementation=implementation("triton"),
+        direction="both",
+        device=current_device(),
+        record=record,
+    )
+    return ConfigSelectorChain().choose(request).part
+
+
 def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
     """Everything of ours that can compute a cell, by name."""
     found: dict[str, Callable[[Any], Any]] = {}
     space = implementation("triton").config
     if options.only in "triton":
-        found["ejkernel triton"] = kernel("triton", space.heuristic(record, current_device(), "forward"))
+        found["ejkernel triton"] = kernel("triton", configuration(record))
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel("triton", config)
@@ -215,6 +230,8 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
 def _medians(sides: dict[str, tuple[Side, Side]], rounds: int) -> dict[str, list[float]]:
     """Seconds of both passes of each side, interleaved."""
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
+    for pair in sides.values():
+        sample(pair[0], 0.3)  # a GPU that was idle has yet to raise its clocks
     for _ in range(rounds):
         for name, pair in sides.items():
             for side, record in zip(pair, times[name], strict=True):
@@ -225,10 +242,12 @@ def _medians(sides: dict[str, tuple[Side, Side]], rounds: int) -> dict[str, list
 def sample(side: Side, seconds: float = 0.03) -> float:
     """Seconds of a call, as the mean of calls one after the other."""
     start = time.perf_counter()
-    _wait(side())
-    calls = max(1, min(40, round(seconds / (time.perf_counter() - start))))
+    made = side()
+    _wait(made)
+    calls = max(1, min(100, round(seconds / (time.perf_counter() - start))))
     start = time.perf_counter()
-    made = [side() for _ in range(calls)][-1]
+    for _ in range(calls):
+        made = side()
     _wait(made)
     return (time.perf_counter() - start) / calls
 

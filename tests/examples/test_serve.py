@@ -17,7 +17,9 @@ def serve():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    precision = jax.config.jax_default_matmul_precision
     yield module
+    jax.config.update("jax_default_matmul_precision", precision)  # the example sets it
     del sys.modules[spec.name]
 
 

@@ -115,14 +115,14 @@ def test_wrong_optional_arrays(name):
 
 
 def test_tuning_arguments_are_short_for_the_configuration():
-    cfg = configs.PageAttentionConfig(kv_blocksize=8, num_splits=2)
+    cfg = configs.PageAttentionConfig(kv_blocksize=8)
     args = ARRAYS["page_attention"]
     said = str(ejkernel.explain(ej.page_attention, *args, num_splits=2, pages_per_compute_block=3, cfg=cfg).forward)
     assert "override: cfg= gives" in said
     for part in ("kv_blocksize=8", "num_splits=2", "pages_per_compute_block=3"):
         assert part in said
     with pytest.raises(ValueError, match="num_splits: got 4, wants cfg's 2"):
-        ej.page_attention(*args, num_splits=4, cfg=cfg)
+        ej.page_attention(*args, num_splits=4, cfg=configs.PageAttentionConfig(num_splits=2))
     # Zero is the word for leaving it to the heuristics.
     assert "override: none given" in str(ejkernel.explain(ej.page_attention, *args, num_splits=0).forward)
 

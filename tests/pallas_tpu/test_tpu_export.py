@@ -7,8 +7,8 @@ import tpu_paged_records
 
 from ejkernel.modules import flash_attention
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_pallas.tpu.paged_attention import tiles
 from ejkernel_pallas.tpu.paged_attention.forward import forward
-from ejkernel_pallas.tpu.tiled_attention.tiles import TpuForward
 
 CHIP = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
 
@@ -40,7 +40,8 @@ def test_an_artefact_of_paged_attention_is_loaded_and_lowered_again(version, nam
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
     def attend(*leaves):
-        return forward(jax.tree.unflatten(structure, leaves), TpuForward())[0]
+        record = jax.tree.unflatten(structure, leaves)
+        return forward(record, tiles.heuristic(record, CHIP, "forward"))[0]
 
     with target_device(CHIP):
         made = jax.export.export(jax.jit(attend), platforms=["tpu"])(*shapes)

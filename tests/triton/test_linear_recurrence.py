@@ -16,6 +16,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel_triton import ahead, chips, launch
 from ejkernel_triton.linear_recurrence import config
 from ejkernel_triton.linear_recurrence.backward import backward
+from ejkernel_triton.linear_recurrence.delta import forward as delta_forward
 from ejkernel_triton.linear_recurrence.forward import forward
 
 VALUES = "(test_value and not shapes and not residuals and not eager)"
@@ -40,8 +41,18 @@ CHIPS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     ops, tests = PARTS[part]
+    conforms("triton", ops, tests)
+
+
+def test_conformance_of_the_delta_rule():
+    ops = ("gated_delta_rule", "ragged_gated_delta_rule")
+    conforms("triton_delta", ops, f"test_capabilities or ({VALUES} and not bfloat16)")
+
+
+def conforms(implementation, ops, tests):
+    """Runs the suite on operations in a process that interprets kernels."""
     command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton", "-k", tests, *(f"--ejk-op={op}" for op in ops)]
+    command += ["--ejk-impl", implementation, "-k", tests, *(f"--ejk-op={op}" for op in ops)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTEST_ADDOPTS", None)
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
@@ -49,8 +60,8 @@ def test_conformance(part):
     assert " passed" in ran.stdout
 
 
-def launches(device, gates, dtype=jnp.bfloat16):
-    """What both passes launch for a call with gates of a kind."""
+def record_of(gates, dtype):
+    """A call with gates of a kind."""
     batch, tokens, heads, size = 4, 4096, 16, 128
 
     def array(*sizes, of=jnp.float32):
@@ -65,7 +76,12 @@ def launches(device, gates, dtype=jnp.bfloat16):
         "skip": jax.ShapeDtypeStruct((1, 1, heads), jnp.float32),
     }
     value = array(heads, 64 if shared else size, of=dtype)
-    record = LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, **fields[gates])
+    return LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, **fields[gates])
+
+
+def launches(device, gates, dtype=jnp.bfloat16):
+    """What both passes launch for such a call."""
+    record = record_of(gates, dtype)
     names = ("query", "key", "value", "decay", "dt", "skip")
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
     chosen = config.heuristic(record, device, "forward")
@@ -94,6 +110,33 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
         took = ahead.compile_for(call, chip)
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
         assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip):
+    query, decay, beta = (
+        jax.ShapeDtypeStruct((4, 4096, 16, *rest), dtype)
+        for rest, dtype in (((128,), jnp.bfloat16), ((1,), jnp.float32), ((), jnp.bfloat16))
+    )
+    record = LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.1, decay=decay, beta=beta)
+    chosen = config.delta_heuristic(record, CHIPS[chip], "forward")
+    with target_device(CHIPS[chip]), launch.collected() as calls:
+        jax.eval_shape(lambda record: delta_forward(record, chosen), record)
+    assert {"corrections_kernel", "states_kernel", "outputs_kernel"} <= {call.kernel.__name__ for call in calls}
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+
+
+def test_keys_that_repeat_are_solved_without_loss():
+    """Powers of the triangular matrix would grow beyond all digits: all keys are the same, and nothing decays."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    script = os.path.join(os.path.dirname(__file__), "delta_process.py")
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 def test_float32_fits_the_chip():

@@ -97,8 +97,8 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     """
     if cfg is not None and not isinstance(cfg, op.config):
         raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
-    check_read(op, cfg)
     given, cfg = cfg, op.configure(args, cfg)
+    check_read(op, given)
     chosen = platform or (cfg.platform if cfg is not None else "auto")
     _check_platform(op, chosen)
     return Plan(op=op, device=_device_of(args), platform=chosen, cfg=cfg, chain=chain, hints=hints(given, cfg))

@@ -1,6 +1,6 @@
 """Chunked linear recurrences in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
@@ -9,6 +9,9 @@ from ejkernel_triton.linear_recurrence import config
 
 HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
 """Optional fields that the kernels honour."""
+
+DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision"}) | {"beta"}
+"""Those of the delta rule's."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
 
@@ -19,9 +22,29 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
 
 
-def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+def _delta_reasons(record: Any) -> Iterable[str]:
+    if record.beta is None:
+        yield "beta is not given: that is served by 'triton'"
+    if record.decay is None or record.decay.shape[3] > 1:
+        yield "decay: the delta rule wants one gate a head here"
+    yield from _reasons(record)
+
+
+def _requires(handles: frozenset[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
     interpreted = interpreting()
+    return Requires(
+        devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+        modules=("triton",) if interpreted else ("triton", "jax_triton"),
+        min_compute_capability=8.0,
+        dtypes=frozenset({"float16", "bfloat16", "float32"}),
+        head_dims=range(1, 257),
+        handles=handles,
+        extra=extra,
+    )
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Recurrences in both passes, and the delta rule forwards; for the CPU too where Triton interprets."""
     return (
         Implementation(
             family="linear_recurrence",
@@ -32,20 +55,29 @@ def implementations() -> tuple[Implementation, ...]:
             backward="ejkernel_triton.linear_recurrence.backward:backward",
             gradients=GRADIENTS,
             paired=True,
-            requires=Requires(
-                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-                modules=("triton",) if interpreted else ("triton", "jax_triton"),
-                min_compute_capability=8.0,
-                dtypes=frozenset({"float16", "bfloat16", "float32"}),
-                head_dims=range(1, 257),
-                handles=HANDLES,
-                extra=_reasons,
-            ),
+            requires=_requires(HANDLES, _reasons),
             config=ConfigSpace(
                 forward=config.ChunkPasses,
                 faces=config.FACES,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
+                kind=config.kind_of_large,
+            ),
+            priority=10,
+            tuned="ejkernel_triton:tuned",
+        ),
+        Implementation(
+            family="linear_recurrence",
+            name="triton_delta",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.linear_recurrence.delta:forward",
+            requires=_requires(DELTA_HANDLES, _delta_reasons),
+            config=ConfigSpace(
+                forward=config.ChunkPasses,
+                faces=config.FACES,
+                heuristic=config.delta_heuristic,
+                candidates=config.delta_candidates,
             ),
             priority=10,
             tuned="ejkernel_triton:tuned",

@@ -91,12 +91,25 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     default = heuristic(record, device, direction)
     if interpreting():
         return (default, dataclasses.replace(default, chunk=LEAST, keep_states=False, splits=1))
-    same = dataclasses.replace(default, chunk=default.backward_chunk)
-    made = [default, same]
+    made = [default, dataclasses.replace(default, keep_states=False)]
+    if not _by_channel(record):
+        made += [dataclasses.replace(default, chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
     made += [dataclasses.replace(x, gradient_block_k=64, gradient_stages=1) for x in made]
     made += [dataclasses.replace(x, gradient_block_k=32, gradient_stages=1) for x in made]
-    made += [dataclasses.replace(same, state_block_k=32, splits=2 * same.splits)]
+    made += [dataclasses.replace(default, state_block_k=32, splits=2 * default.splits)]
     return tuple(dict.fromkeys(made))
+
+
+def kind_of_large(record: LinearRecurrence) -> str | None:
+    """What calls have in common that share an entry of a table: those with work for a large GPU without splits."""
+    rows, tokens, _, keys = record.query.shape
+    if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
+        return None
+    gates = "no" if record.decay is None else "channel" if _by_channel(record) else "head"
+    bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 move and multiply alike
+    words = [f"{bits} bits", f"{_padded(keys)}x{_padded(record.value.shape[3])}", f"{gates} gates"]
+    words += ["shared keys"] if _shares_keys(record) else []
+    return " ".join(words if record.precision is None else [*words, str(record.precision)])
 
 
 def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
@@ -117,9 +130,6 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     backward_chunk = chunk
     if interpreting():
         chunk, backward_chunk = (LEAST if _by_channel(record) else 2 * LEAST), LEAST
-    elif chunk == 64 and not small and not _by_channel(record) and not _shares_keys(record):
-        # Half as many states to write and read: more than making them again for the backward pass costs.
-        chunk = 128
     half = 32 if small else most
     warps = 8 if backward_chunk > 64 else 4
     gradient_block_k, gradient_warps = _gradient_tile(record, warps)
@@ -137,7 +147,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         score_stages=1,
         output_block_t=LEAST if interpreting() else 64,
         output_block_k=min(keys, half, most),
-        output_block_v=min(values, most if small else 2 * most),
+        output_block_v=min(values, 2 * most if _by_channel(record) and not small else most),
         output_warps=warps,
         output_stages=1 if small else 2,
         gradient_block_k=min(keys, half, most, gradient_block_k),
@@ -145,6 +155,33 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         gradient_warps=gradient_warps,
         gradient_stages=1 if small else 2,
     )
+
+
+def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
+    """Chunks and tiles for a record with beta on a device, not measured."""
+    made = sized(record, device, 64)
+    walks, block = record.query.shape[0] * head_count(record), made.state_block_v
+    # A walk has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
+    columns, enough = record.value.shape[3], 3 * chip_of(device).multiprocessors // 4
+    while not interpreting() and block > LEAST and walks * -(-columns // block) < enough:
+        block //= 2
+    return dataclasses.replace(
+        made,
+        chunk=min(made.chunk, 64),  # the triangular matrices of 128 tokens do not fit the registers
+        splits=1,
+        state_block_v=block,
+        output_block_v=min(made.output_block_v, 64),
+    )
+
+
+def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
+    """Configurations worth measuring for a record with beta on a device."""
+    default = delta_heuristic(record, device, direction)
+    if interpreting():
+        return (default,)
+    made = [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, state_warps=8), dataclasses.replace(default, state_stages=2)]
+    return tuple(dict.fromkeys((default, *made)))
 
 
 def _gradient_tile(record: LinearRecurrence, warps: int) -> tuple[int, int]:
@@ -169,7 +206,8 @@ def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k:
     walks = rows * head_count(record) * tiles
     if walks >= multiprocessors:
         return 1
-    return max(1, min(4 * multiprocessors // walks, tokens // (16 * chunk)))
+    wanted = (2 if _by_channel(record) else 4) * multiprocessors
+    return max(1, min(wanted // walks, tokens // (16 * chunk)))
 
 
 def _by_channel(record: LinearRecurrence) -> bool:

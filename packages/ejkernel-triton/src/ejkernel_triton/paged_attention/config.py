@@ -61,12 +61,13 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
         return _latent_candidates(record, device)[0]
     wide = record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
     block_kv = 32 if wide else 64
-    whole = paged_cache.page_size(record) % block_kv == 0
+    sized = _sized(record, device, block_kv, 4, 2 if wide else 3)
+    whole = paged_cache.page_size(record) % sized.block_kv == 0
     if _query_rows(record) == 1 and not wide and not whole:
         # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
         # and values are in flight where four warps have one.
         return _sized(record, device, 64, 2, 3)
-    return dataclasses.replace(_sized(record, device, block_kv, 4, 2 if wide else 3), whole_pages=whole)
+    return dataclasses.replace(sized, whole_pages=whole)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:

@@ -86,7 +86,8 @@ def pages_of(tables, sequence, tile, k, present, spec: tl.constexpr):
         column = tile * spec.BLOCK_KV // spec.PAGE_SIZE
         page = tl.load(tables + sequence * spec.TABLE + column, mask=column < spec.TABLE, other=-1)
         inside = (page >= 0) & (page < spec.PAGES)
-        return tl.where(inside, page, 0), present & inside
+        # Triton's interpreter makes integers of a vector of truth values and a single one.
+        return tl.where(inside, page, 0), present & (tl.zeros_like(k) + tl.where(inside, 1, 0) > 0)
     else:
         column = k // spec.PAGE_SIZE
         present = present & (column < spec.TABLE)

@@ -30,7 +30,8 @@ def check_read(op: Op, cfg: BaseOperationConfig | None) -> None:
             continue  # unset, or a kernel's own, which has all of its fields
         unread = given_leaves(part).keys() - cfg.about_call - read_by_any(op, direction, split=bool(cfg.part_types))
         if unread:
-            raise ValueError(f"cfg: {op.name} has no kernel with {', '.join(sorted(unread))} in its {direction} pass")
+            where = f" in its {direction} pass" if cfg.part_types else ""
+            raise ValueError(f"cfg: {op.name} has no kernel with {', '.join(sorted(unread))}{where}")
 
 
 def read_by_any(op: Op, direction: Direction, *, split: bool) -> frozenset[str]:

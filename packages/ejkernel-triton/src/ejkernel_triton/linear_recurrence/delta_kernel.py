@@ -1,0 +1,127 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""The delta rule inside of a chunk: what its tokens write, up to what the state before the chunk already answers.
+
+A token writes u_i = beta_i (v_i - S'_i^T k_i), where S'_i, the state that it comes to, holds what the chunk's earlier
+tokens wrote. With S_0 before the chunk and cumulative gates G that is one triangular system (WY representation, Yang
+et al. 2024, arXiv:2406.06484; with gates arXiv:2412.06464):
+
+    L_ij = beta_i exp2(G_i - G_j) <k_i, k_j>   for j < i
+    u    = (I + L)^-1 diag(beta) (V - (exp2(G) K) S_0)  =  U - W S_0
+
+k, g   -> pairs [CHUNK, CHUNK]             in a loop over key channels
+L      -> (I + L)^-1                       16 rows at a time, then by blocks
+V      -> U,  exp2(G) K -> W               two products, in loops over value and over key channels
+
+U and W do not depend on the state, so all chunks make theirs at the same time.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.linear_recurrence.tile import (
+    chunk_base,
+    chunk_span,
+    gates_base,
+    load_dt,
+    load_rows,
+    pair_weights,
+    store_rows,
+)
+
+SIDE = tl.constexpr(16)
+"""Rows of a diagonal block: those that are solved one after the other."""
+
+
+@triton.jit
+def diagonal_inverses(lower, spec: tl.constexpr):
+    """The inverses of I plus the diagonal blocks of a strictly lower matrix: [CHUNK, CHUNK], 0 outside of the blocks.
+
+    Row n of an inverse is e_n less the earlier rows, weighted with row n of the block. Substitution has no powers of a
+    matrix in it, which grow beyond all digits where keys repeat.
+    """
+    C: tl.constexpr = spec.CHUNK
+    BLOCKS: tl.constexpr = C // SIDE
+    rows = tl.arange(0, C)
+    own = (rows // SIDE)[:, None] == (rows // SIDE)[None, :]
+    blocks = tl.sum(tl.reshape(tl.where(own, lower, 0.0), [BLOCKS, SIDE, BLOCKS, SIDE]), 2)
+    side = tl.arange(0, SIDE)
+    made = tl.zeros([BLOCKS, SIDE, SIDE], tl.float32) + (side[:, None] == side[None, :]).to(tl.float32)[None, :, :]
+    for n in tl.range(1, SIDE):
+        at = (side == n)[None, :, None]
+        row = tl.sum(tl.where(at, blocks, 0.0), 1)
+        change = tl.sum(row[:, :, None] * made, 1)
+        made = tl.where(at, made - change[:, None, :], made)
+    whole = tl.reshape(tl.broadcast_to(made[:, :, None, :], [BLOCKS, SIDE, BLOCKS, SIDE]), [C, C])
+    return tl.where(own, whole, 0.0)
+
+
+@triton.jit
+def unit_inverse(lower, spec: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower [CHUNK, CHUNK] float32.
+
+    With D the inverse of the diagonal blocks and X = D times the blocks below them, it is (I + X)^-1 D. X has no power
+    beyond the number of blocks, so (I + X)^-1 = (I - X)(I + X^2)(I + X^4), of which a chunk of 64 needs two factors.
+    """
+    C: tl.constexpr = spec.CHUNK
+    made = diagonal_inverses(lower, spec)
+    if C > SIDE:
+        rows = tl.arange(0, C)
+        below = tl.where((rows // SIDE)[:, None] > (rows // SIDE)[None, :], lower, 0.0)
+        power = dot(made, below, spec)
+        if C > 2 * SIDE:
+            square = dot(power, power, spec)
+            if C > 4 * SIDE:
+                made += dot(dot(square, square, spec), made, spec)
+            made += dot(square, made, spec)
+        made -= dot(power, made, spec)
+    return made
+
+
+@triton.jit
+def corrections_kernel(
+    key,
+    value,
+    gates,
+    beta,
+    bounds,
+    firsts,
+    owners,
+    written,
+    correction,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """U and W of one head's chunk; see `stages.corrections`."""
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    head = program % spec.H
+    program = program // spec.H
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    rows = tl.arange(0, C)
+    k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+    v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
+    g_base = gates_base(gates, row, head, chunk, spec, per)
+    strength = load_dt(beta, row // per.BETA, start, end, head, spec)
+    pairs = tl.zeros([C, C], tl.float32)
+    for k in tl.range(0, spec.K, BLOCK_K):
+        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+        pairs = add_dot(pairs, a, tl.trans(a), spec)
+    g = tl.load(g_base + rows)
+    pairs *= pair_weights(g)
+    lower = tl.where(rows[:, None] > rows[None, :], pairs * strength[:, None], 0.0)
+    solved = unit_inverse(lower, spec) * strength[None, :]
+    for v in tl.range(0, spec.V, BLOCK_V):
+        b = load_rows(v_base, start, end, v, spec.HV, spec.V, BLOCK_V, spec)
+        to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(to, dot(solved.to(b.dtype), b, spec), start, end, v, spec.H, spec.V, spec)
+    since = solved * tl.exp2(g)[None, :]
+    for k in tl.range(0, spec.K, BLOCK_K):
+        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+        to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
+        store_rows(to, dot(since.to(a.dtype), a, spec), start, end, k, spec.H, spec.K, spec)
