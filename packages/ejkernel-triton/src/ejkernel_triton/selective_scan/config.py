@@ -47,19 +47,20 @@ class ScanBackward:
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
 """Fields of the public configuration and what they set here."""
 
-WARPS_PER_SM = 12
+WARPS_PER_SM = 4
 """Fewer warps a multiprocessor than this leave its schedulers idle, and the sequence is split."""
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanForward | ScanBackward:
-    """Tiles for a record on a device, by rule: two lanes share a channel, so that there are twice as many warps."""
-    block_e = 32 if device.vendor == "amd" else 16
+    """Tiles for a record on a device, by rule: one warp, in which every lane has a channel."""
+    block_e = 64 if device.vendor == "amd" else 32
     splits = _splits(record, device, block_e)
     size = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
-        # Tiles of states, of which those before every token of a block are held, share a thread's registers.
-        return ScanBackward(block_e=block_e, block_t=1 if size > 16 else 2, splits=splits, prefetch=interpreting())
-    block_t = 4 if interpreting() else max(2, min(8, 256 // size))
+        # A thread has 255 registers, and five tiles of states beside those it holds for a block.
+        held = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
+        return ScanBackward(block_e=block_e, block_t=held, splits=splits, prefetch=interpreting())
+    block_t = 4 if interpreting() or size > 16 else 16
     return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1)
 
 
@@ -69,11 +70,11 @@ def candidates(
     """Tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     found: list[Any] = [dataclasses.replace(first, splits=n) for n in (first.splits, 2 * first.splits)]
-    half, whole = first.block_e // 2, 2 * first.block_e
+    half, quarter = first.block_e // 2, first.block_e // 4
     if isinstance(first, ScanBackward):
-        shapes = ((half, 4), (first.block_e, 2), (first.block_e, 4), (whole, 4))
+        shapes = ((half, 2), (half, 4), (quarter, 4), (first.block_e, 2))
     else:
-        shapes = ((half, 8), (first.block_e, 4), (first.block_e, 8), (whole, 8))
+        shapes = ((half, 8), (half, 16), (quarter, 8), (first.block_e, 8))
     found += [dataclasses.replace(first, block_e=e, block_t=t) for e, t in shapes]
     return tuple(dict.fromkeys(found))
 

@@ -122,9 +122,10 @@ def keep_states(x, step, rates, write, state, scratch, begin, count, channels, s
         token = begin + block * BLOCK_T
         after = token + BLOCK_T  # on their way while this block's tokens are worked on
         next_xs, next_steps = load_tokens(x, after, channels, spec), load_tokens(step, after, channels, spec)
+        columns = load_block(write, token, spec)
+        tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
-            b = load_column(write, token + i, spec)
-            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, b)
+            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, columns[i])
         xs, steps = next_xs, next_steps
 
 
@@ -133,6 +134,16 @@ def load_inputs(x, step, cotangent, token, channels, spec: tl.constexpr):
     """x, dt and dy of a block of tokens."""
     xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
     return xs, steps, load_tokens(cotangent, token, channels, spec)
+
+
+@triton.jit
+def load_block(base, token, spec: tl.constexpr):
+    """The columns of a block of tokens."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    columns = ()
+    for i in tl.static_range(BLOCK_T):
+        columns += (load_column(base, token + i, spec),)
+    return columns
 
 
 @triton.jit
@@ -213,16 +224,19 @@ def gradient_kernel(
         for last in tl.range(0, count):
             block = count - 1 - last
             token = begin + block * spec.BLOCK_T
+            # The barrier parts loading from computing for the compiler, which else needs more registers and spills.
             state = load_own(scratch, block, channels, spec)
             if spec.PREFETCH:
                 xs, steps, given = tokens
                 tokens = load_inputs(x, step, cotangent, token - BLOCK_T, channels, spec)
             else:
                 xs, steps, given = load_inputs(x, step, cotangent, token, channels, spec)
+            columns = load_block(write, token, spec)
+            tl.debug_barrier()
             held = (state,)
             for i in tl.static_range(BLOCK_T):
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-                held += (next_state(held[i], now, dt, rates, load_column(write, token + i, spec)),)
+                held += (next_state(held[i], now, dt, rates, columns[i]),)
             dxs, dsteps, sums = (), (), ()
             for j in tl.static_range(BLOCK_T):
                 now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)

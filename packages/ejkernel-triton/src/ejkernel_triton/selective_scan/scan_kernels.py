@@ -6,10 +6,9 @@
     states    s0               s1               s2                       written: what the backward pass begins with
     tiles      [BLOCK_E]  x, dt  ->  h in registers  ->  y               read and written once
 
-A program is one warp. It owns BLOCK_E channels of one row of the batch and walks along the tokens of its part. Fewer
-channels than lanes spread the numbers of a state over lanes too: more warps to hide latencies behind, for a shuffle or
-two in each sum. The exponential of every number of every state is what the kernel spends its time on: the special
-function units make 16 of them a clock and multiprocessor.
+A program owns BLOCK_E channels of one row of the batch and walks along the tokens of its part. A thread holds the
+states of its channels; B and C are the same for all of them. The exponential of every number of every state is what the
+kernel spends its time on: the special function units make 16 of them a clock and multiprocessor.
 
 With one part there is one pass. Where channels are too few for the chip, `ends_kernel` first walks all parts but the
 last from zero, one exponential a number and no output; what a part makes of the states before it is a product with
@@ -24,6 +23,7 @@ import triton.language as tl
 from ejkernel_triton.selective_scan.tile import (
     channels_of,
     load_column,
+    load_columns,
     load_state,
     load_tokens,
     program_of,
@@ -74,14 +74,19 @@ def scan_kernel(
         if token % spec.INTERVAL == 0:
             store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
         # The next block's tokens are on their way while this one's are worked on: carried from turn to turn, because
-        # the compiler moves a load down to where its value is used, which is where it would be waited for.
+        # the compiler moves a load down to where its value is used. Barriers stop it for columns only in part.
         next_xs, next_steps = (
             load_tokens(x, token + BLOCK_T, channels, spec),
             load_tokens(step, token + BLOCK_T, channels, spec),
         )
+        columns = (load_columns(write, read, token, spec), load_columns(write, read, token + 1, spec))
+        tl.debug_barrier()
         made = ()
         for i in tl.static_range(BLOCK_T):
-            b, c = load_column(write, token + i, spec), load_column(read, token + i, spec)
+            if i + 2 < BLOCK_T:
+                columns += (load_columns(write, read, token + i + 2, spec),)
+                tl.debug_barrier()
+            b, c = columns[i]
             now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
             state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
             made += (tl.sum(state * c[:, None], 0) + through * now,)
@@ -133,14 +138,18 @@ def ends_kernel(
     for _ in tl.range(0, blocks):
         ahead = token + toward
         next_added, next_steps = load_tokens(values, ahead, channels, spec), load_tokens(step, ahead, channels, spec)
+        columns = (column_at(column, token, 0, REVERSE, spec), column_at(column, token, 1, REVERSE, spec))
+        tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
-            line = column_at(column, token, i, REVERSE, spec)[:, None]
+            if i + 2 < BLOCK_T:
+                columns += (column_at(column, token, i + 2, REVERSE, spec),)
+                tl.debug_barrier()
             if REVERSE:
                 dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), added[BLOCK_T - 1 - i].to(tl.float32)
-                state = tl.exp2(rates * dt[None, :]) * (state + line * value[None, :])
+                state = tl.exp2(rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
             else:
                 dt, value = steps[i].to(tl.float32), added[i].to(tl.float32)
-                state = tl.exp2(rates * dt[None, :]) * state + line * (dt * value)[None, :]
+                state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
             total += dt
         added, steps, token = next_added, next_steps, ahead
     at = row * spec.SPLITS + part

@@ -2,9 +2,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """Device helpers of the selective scan.
 
-A tile of states is [BN, BLOCK_E], numbers before channels: Triton gives the lanes of a warp to the last axis first.
-With as many channels as lanes a thread holds all numbers of its channel and sums over them without a shuffle; with a
-half of them, half of the numbers and one shuffle a sum.
+A tile of states is [BN, BLOCK_E], numbers before channels: Triton gives the lanes of a warp to the last axis, so a
+thread holds all numbers of its channels and sums over them without a shuffle.
 
 `spec` is the kernels' `ScanSpec`.
 """
@@ -72,6 +71,12 @@ def load_column(base, token, spec: tl.constexpr):
         return tl.load(at)
     else:
         return tl.load(at, mask=(n < spec.N) & (token + 0 * n < spec.T), other=0.0)
+
+
+@triton.jit
+def load_columns(one, other, token, spec: tl.constexpr):
+    """A token's columns of two arrays."""
+    return load_column(one, token, spec), load_column(other, token, spec)
 
 
 @triton.jit
