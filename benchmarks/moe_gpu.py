@@ -6,6 +6,7 @@ bfloat16, tokens and weights normal. The grouped products are those of the same 
 products of M rows, three times with gradients; `share` is the products' time in that of the layer.
 """
 
+import concurrent.futures
 import functools
 import statistics
 import sys
@@ -65,11 +66,18 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> Non
         mesh = jax.make_mesh((jax.device_count(),), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
         sides["all devices"] = (functools.partial(moe.sharded, mesh, "experts"), (layer, x))
     operations = 6.0 * tokens * top_k * size * inner
-    for name, wrap, factor in (("forward", lambda f: f, 1), ("with gradients", graded, 3)):
-        times = {}
-        for side, (call, arrays) in sides.items():
-            compiled = jax.jit(wrap(call)).lower(*arrays).compile()
-            times[side] = median(functools.partial(compiled, *arrays))
+    passes = {"forward": (lambda f: f, 1), "with gradients": (graded, 3)}
+    with concurrent.futures.ThreadPoolExecutor(8) as compilers:
+        compiled = {
+            (name, side): compilers.submit(jax.jit(wrap(call)).lower(*arrays).compile)
+            for name, (wrap, _) in passes.items()
+            for side, (call, arrays) in sides.items()
+        }
+    for name, (_, factor) in passes.items():
+        times = {
+            side: median(functools.partial(compiled[name, side].result(), *arrays))
+            for side, (_, arrays) in sides.items()
+        }
         for side, seconds in times.items():
             label = f"T{tokens} E{experts} D{size} F{inner} k{top_k}"
             rate, share = factor * operations / seconds / 1e12, times["products alone"] / seconds

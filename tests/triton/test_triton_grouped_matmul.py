@@ -12,9 +12,12 @@ from jax import lax
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.ops import ConfigSelectorChain
+from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, chips, grouped_matmul, launch
 from ejkernel_triton.grouped_matmul import config
 from ejkernel_triton.grouped_matmul.backward import backward
 from ejkernel_triton.grouped_matmul.forward import forward
@@ -101,3 +104,17 @@ def test_candidates_are_different_and_the_rule_takes_the_first(direction):
     found = config.candidates(record, CHIPS["sm_90"], direction)
     assert len(set(found)) == len(found) > 4
     assert config.heuristic(record, CHIPS["sm_90"], direction) == found[0]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_call_finds_what_was_measured_for_its_kind_and_others_do_not(direction):
+    op, device = registry().ops["grouped_matmul"], CHIPS["sm_90"]
+    (implementation,) = grouped_matmul.implementations()
+
+    def chosen(record):
+        request = Request(op=op, implementation=implementation, direction=direction, device=device, record=record)
+        return ConfigSelectorChain().choose(request).trail[-1]
+
+    assert chosen(RECORDS["bfloat16"]) == "persistent: shipped table"
+    assert chosen(RECORDS["bias and existing_out"]) != "persistent: shipped table"
+    assert chosen(RECORDS["decoding"]) != "persistent: shipped table"

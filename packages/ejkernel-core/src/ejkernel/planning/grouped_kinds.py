@@ -14,9 +14,12 @@ def average_rows(record: GroupedMatmul) -> int:
 
 
 def kind_of(record: GroupedMatmul) -> str:
-    """What calls that share an entry have in common: dtypes, layout, the size of matrices, and rows of a group."""
+    """What calls that share an entry have in common: dtypes, layout, rows of a group, and what else is computed."""
     rows = average_rows(record)
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"out={jnp.dtype(record.out_dtype)}")
     count = "few" if rows <= 16 else "some" if rows <= 96 else "many"
     size = "large" if record.lhs.shape[1] * columns(record) >= LARGE else "small"
-    return " ".join((*fields, f"transposed={record.transpose_rhs}", f"rows={count}", f"matrices={size}"))
+    given = [
+        name for name in ("existing_out", "rhs_scale", "rhs_bias", "precision") if getattr(record, name) is not None
+    ]
+    return " ".join((*fields, f"transposed={record.transpose_rhs}", f"rows={count}", f"matrices={size}", *given))

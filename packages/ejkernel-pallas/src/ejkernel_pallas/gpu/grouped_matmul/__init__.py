@@ -49,7 +49,6 @@ def implementations() -> tuple[Implementation, ...]:
                 kind=kind_of,
             ),
             priority=20,
-            tuned="ejkernel_pallas:tuned",
             cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases",
         ),
     )

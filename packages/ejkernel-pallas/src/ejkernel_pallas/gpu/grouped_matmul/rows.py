@@ -15,7 +15,7 @@ serve. Only groups of fewer than 64 rows store row by row.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -31,9 +31,9 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     WARPGROUPS,
     Spec,
 )
-from ejkernel_pallas.gpu.hopper import arrays, clusters
+from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
 
 I32 = jnp.int32
 
@@ -67,7 +67,7 @@ class Call:
 
     Attributes:
         spec: Constants.
-        blocks: Clusters of thread blocks.
+        blocks: Thread blocks.
         operands: Arrays in device memory.
         output: Likewise.
         shared: Shared memory and barriers.
@@ -79,27 +79,13 @@ class Call:
     output: Any
     shared: Shared
 
-    @property
-    def members(self) -> int:
-        """Blocks of a cluster."""
-        return self.spec.tile.cluster
 
-    @property
-    def member(self) -> Any:
-        """This block's number in its cluster."""
-        return lax.axis_index(clusters.AXIS) if self.members > 1 else I32(0)
-
-    def turns(self, tiles: Any) -> Any:
-        """What clusters take of so many tiles of rows: a tile for each member, and one tile of columns."""
-        return lax.div(tiles + (self.members - 1), I32(self.members)) * self.spec.across
-
-
-class Tile(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tile:
     """One tile of the output.
 
     Attributes:
         matrix: Number of its matrix.
-        shared: Whether both members of a cluster have it, 0 or 1.
         row: First row, of a whole group's tiles.
         begin: First row of the group.
         end: The row after the group's last.
@@ -107,7 +93,6 @@ class Tile(NamedTuple):
     """
 
     matrix: Any
-    shared: Any
     row: Any
     begin: Any
     end: Any
@@ -124,24 +109,21 @@ def rows_kernel(call: Call) -> None:
     before, count, total = (table[spec.entries, n] for n in range(3))
     first = lax.axis_index("block")
 
-    def every(turn: Any, tiles: Any, *state: Any) -> None:
-        lax.while_loop(lambda carry: carry[0] < call.turns(tiles), turn, (first, I32(0), *state))
+    def every(turn: Any, tiles: Any) -> Any:
+        carry = lax.while_loop(lambda carry: carry[0] < tiles * spec.across, turn, (first, I32(0)))
+        return carry[1]
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
-        every(functools.partial(_fill, call, before, count, total), total - count)
-        begin = _tile(call, before, count, jnp.minimum(first, jnp.maximum(call.turns(count) - 1, 0)))
-        every(functools.partial(_multiply_tile, call, before, count), count, *begin)
+        every(functools.partial(_fill, call, before, count), total - count)
+        every(functools.partial(_multiply_tile, call, before, count), count)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
         every(functools.partial(_fetch_tile, call, before, count), count)
-
-    if call.members > 1:
-        clusters.end()  # the other member's copies and arrivals reach into this one's shared memory
 
 
 def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
@@ -150,18 +132,10 @@ def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
     per_band = spec.tile.band * spec.across
     band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
     start = band * spec.tile.band
-    height = jnp.minimum(lax.div(count + (call.members - 1), I32(call.members)) - start, spec.tile.band)
-    turn, column = start + lax.rem(place, height), lax.div(place, height) * spec.tile.block_n
-    # Without a tile for the last member both have the same one: they store the same bits.
-    entry, other = (before + jnp.minimum(turn * call.members + n, count - 1) for n in _members(call))
+    height = jnp.minimum(count - start, spec.tile.band)
+    entry = before + start + lax.rem(place, height)
     matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
-    shared = jnp.where(table[other, 0] == matrix, 1, 0) if call.members > 1 else I32(0)
-    return Tile(matrix, shared, row, begin, end, column)
-
-
-def _members(call: Call) -> tuple[Any, Any]:
-    """This block's number in its cluster, and the other one's."""
-    return call.member, (1 - call.member if call.members > 1 else call.member)
+    return Tile(matrix, row, begin, end, lax.div(place, height) * spec.tile.block_n)
 
 
 def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
@@ -180,47 +154,23 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
             target = shared.a_lines.at[slot * WARPGROUPS + warpgroup]
             plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, ROWS), inner], target, full)
         part = (across, inner) if spec.transposed else (inner, across)
-        copy = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b.at[slot], full)
-        if call.members == 1:
-            copy()
-        else:
-            # Each member reads half of what both have, for both of them.
-            pl.when(tile.shared > 0)(functools.partial(copy, collective_axes=clusters.AXIS))
-            pl.when(tile.shared == 0)(copy)
+        plgpu.copy_gmem_to_smem(rhs.at[tile.matrix, *part], shared.b.at[slot], full)
         return done + 1
 
     return number + call.blocks, lax.fori_loop(0, spec.steps, step, done)
 
 
 def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """A warpgroup's part of a tile, from its products to memory.
-
-    Of a tile with at most 64 rows both warpgroups have the same ones, and half of the columns each.
-    """
-    number, done, *fields = carry
-    tile, size, warpgroup = Tile(*fields), call.spec.tile.block_n, lax.axis_index("warpgroup")
-    # Read now, so that the entry is there when the next tile begins. After the last tile it is any that there is.
-    after = _tile(call, before, count, jnp.minimum(number + call.blocks, call.turns(count) - 1))
-    few = tile.end - tile.row <= ROWS
-    if size % (2 * PART):
-        _product(call, tile, done, size, 0)
-    else:
-        pl.when(~few)(lambda: _product(call, tile, done, size, 0))
-        pl.when(few)(lambda: _product(call, tile, done, size // 2, warpgroup * (size // 2)))
-    return number + call.blocks, done + call.spec.steps, *after
-
-
-def _product(call: Call, tile: Tile, done: Any, size: int, start: Any) -> None:
-    """`size` columns of a warpgroup's rows, from column `start` of the tile on."""
-    spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    stages = spec.tile.stages
+    """A warpgroup's part of a tile, from its products to memory."""
+    number, done = carry
+    tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
+    warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
 
     def multiply(acc: Any) -> Any:
         def step(index: Any, done: Any) -> Any:
             slot = lax.rem(done, I32(stages))
             plgpu.barrier_wait(shared.full.at[slot])
-            own = (slot,) if size == spec.tile.block_n else _columns(spec, slot, pl.ds(start, size))
-            matrix = shared.b.at[own]
+            matrix = shared.b.at[slot]
             matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
             plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + warpgroup], matrix)
             plgpu.wgmma_wait(1)  # the product before this one has read its operands
@@ -231,24 +181,21 @@ def _product(call: Call, tile: Tile, done: Any, size: int, start: Any) -> None:
         lax.fori_loop(0, spec.steps, step, done)
         return acc[...]
 
-    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, size), jnp.float32))
-    plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(stages))])
-    _write(call, tile.first(warpgroup), tile.column + start, tile.end, made)
+    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
+    done = done + spec.steps
+    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(stages))])
+    _write(call, tile.first(warpgroup), tile.column, tile.end, made)
+    return number + call.blocks, done
 
 
-def _columns(spec: Spec, slot: Any, columns: Any) -> tuple[Any, ...]:
-    """Some columns of a tile of a matrix."""
-    return (slot, columns) if spec.transposed else (slot, slice(None), columns)
-
-
-def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
+def _fill(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """Zeros for a warpgroup's part of a tile of rows of no group: the first entries and the last ones."""
     number, done = carry
     spec, table = call.spec, call.operands["tiles"]
-    entry = jnp.minimum(lax.div(number, I32(spec.across)) * call.members + call.member, total - count - 1)
+    entry = lax.div(number, I32(spec.across))
     entry = jnp.where(entry < before, entry, entry + count)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
-    tile = Tile(I32(0), I32(0), row, begin, end, lax.rem(number, I32(spec.across)) * spec.tile.block_n)
+    tile = Tile(I32(0), row, begin, end, lax.rem(number, I32(spec.across)) * spec.tile.block_n)
     zeros = arrays.full_tile((ROWS, spec.tile.block_n))
     _write(call, tile.first(lax.axis_index("warpgroup")), tile.column, end, zeros)
     return number + call.blocks, done
@@ -266,7 +213,7 @@ def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
     """Writes 64 rows by way of shared memory, part of the columns after part."""
     spec, shared = call.spec, call.shared
     first = lax.axis_index("warpgroup") * SLOTS
-    for number in range(made.shape[1] // spec.part):
+    for number in range(spec.tile.block_n // spec.part):
         start = number * spec.part
 
         def part(number: int = number, start: int = start) -> None:

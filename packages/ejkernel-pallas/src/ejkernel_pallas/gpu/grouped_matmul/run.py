@@ -21,7 +21,6 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     Spec,
     make_spec,
 )
-from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
@@ -74,9 +73,7 @@ def backward(pullback: Pullback, params: HopperGrouped) -> dict[str, jax.Array]:
 
 def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> jax.Array:
     """Rows [M, contracted] times the matrices of their groups."""
-    members = spec.tile.cluster
-    blocks = multiprocessors() // members
-    cluster = {clusters.AXIS: members} if members > 1 else None
+    blocks = multiprocessors()
 
     @sequential_vmap
     def run(lhs: jax.Array, rhs: jax.Array, table: jax.Array) -> jax.Array:
@@ -89,7 +86,7 @@ def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> ja
 
         shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
         operands = {"lhs": lhs, "rhs": rhs, "tiles": table}
-        return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, cluster)[0]
+        return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS)[0]
 
     return run(operand, record.rhs, find_row_tiles(record, BLOCK_M))
 
@@ -131,16 +128,8 @@ def _rows_scratch(spec: Spec) -> dict[str, Any]:
         "b": matrix((tile.stages, *part), spec.dtype),
         "out": _lines((WARPGROUPS * SLOTS, ROWS, spec.part), spec.out),
         "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=tile.stages),
-        "free": _free_barrier(tile),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
     }
-
-
-def _free_barrier(tile: HopperGrouped) -> Any:
-    """What says that a stage has been read, by both members of a cluster where both may write there."""
-    options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": tile.stages}
-    if tile.cluster == 1:
-        return plgpu.Barrier(**options)
-    return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), **options)
 
 
 def _matrices_scratch(spec: Spec) -> dict[str, Any]:
