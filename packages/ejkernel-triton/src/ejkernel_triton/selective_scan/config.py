@@ -15,7 +15,7 @@ class ScanForward:
     """Configuration of the forward walk.
 
     Attributes:
-        block_e: Channels of a program; a lane of a warp has one where there are 32 (AMD: 64) a warp.
+        block_e: Channels of a program; with fewer than lanes, several lanes share the numbers of a channel.
         block_t: Tokens that are loaded together, a divisor of the interval.
         splits: Parts of the sequence that are walked at the same time; more than one costs a pass more.
         num_warps: Warps a program.
@@ -52,17 +52,16 @@ WARPS_PER_SM = 4
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanForward | ScanBackward:
-    """Tiles for a record on a device, by rule."""
-    lanes = 64 if device.vendor == "amd" else 32
-    splits = _splits(record, device, lanes)
+    """Tiles for a record on a device, by rule: one warp, in which every lane has a channel."""
+    block_e = 64 if device.vendor == "amd" else 32
+    splits = _splits(record, device, block_e)
     size = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
         # A thread has 255 registers, and five tiles of states beside those it holds for a block.
         held = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
-        return ScanBackward(block_e=lanes, block_t=held, splits=splits, prefetch=interpreting())
-    warps = 1 if record.x.shape[2] <= lanes or interpreting() else 4
-    block_t = 4 if interpreting() else max(2, min(16, 256 // size))
-    return ScanForward(block_e=lanes * warps, block_t=block_t, splits=splits, num_warps=warps)
+        return ScanBackward(block_e=block_e, block_t=held, splits=splits, prefetch=interpreting())
+    block_t = 4 if interpreting() or size > 16 else 16
+    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1)
 
 
 def candidates(
@@ -71,20 +70,19 @@ def candidates(
     """Tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     found: list[Any] = [dataclasses.replace(first, splits=n) for n in (first.splits, 2 * first.splits)]
+    half, quarter = first.block_e // 2, first.block_e // 4
     if isinstance(first, ScanBackward):
-        found += [dataclasses.replace(first, block_t=n) for n in (2, 4)]
-        found += [dataclasses.replace(first, prefetch=not first.prefetch)]
+        shapes = ((half, 2), (half, 4), (quarter, 4), (first.block_e, 2))
     else:
-        lanes = first.block_e // first.num_warps
-        shapes = ((1, 8), (1, 16), (2, 8), (4, 8), (4, 16))
-        found += [dataclasses.replace(first, block_e=lanes * n, num_warps=n, block_t=t) for n, t in shapes]
+        shapes = ((half, 8), (half, 16), (quarter, 8), (first.block_e, 8))
+    found += [dataclasses.replace(first, block_e=e, block_t=t) for e, t in shapes]
     return tuple(dict.fromkeys(found))
 
 
-def _splits(record: SelectiveScan, device: DeviceInfo, lanes: int) -> int:
+def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
     """As many parts as fill the chip; none shorter than four intervals."""
     rows, tokens, channels = record.x.shape
-    warps = max(1, rows * -(-channels // lanes))
+    warps = max(1, rows * -(-channels // block_e))
     chunks = -(-tokens // INTERVAL)
     if interpreting():
         return min(2, chunks)

@@ -224,7 +224,7 @@ def gradient_kernel(
         for last in tl.range(0, count):
             block = count - 1 - last
             token = begin + block * spec.BLOCK_T
-            # All loads of a block before its first use, which the barrier keeps the compiler from undoing: one wait.
+            # The barrier parts loading from computing for the compiler, which else needs more registers and spills.
             state = load_own(scratch, block, channels, spec)
             if spec.PREFETCH:
                 xs, steps, given = tokens

@@ -73,8 +73,8 @@ def scan_kernel(
     for token in tl.range(begin, end, BLOCK_T):
         if token % spec.INTERVAL == 0:
             store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
-        # The next block's tokens are on their way while this one's are worked on. The barriers keep the compiler from
-        # moving loads down to where their values are used, which is where they would be waited for.
+        # The next block's tokens are on their way while this one's are worked on: carried from turn to turn, because
+        # the compiler moves a load down to where its value is used. Barriers stop it for columns only in part.
         next_xs, next_steps = (
             load_tokens(x, token + BLOCK_T, channels, spec),
             load_tokens(step, token + BLOCK_T, channels, spec),
