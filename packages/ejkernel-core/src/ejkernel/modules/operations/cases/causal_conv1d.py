@@ -70,7 +70,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
         key: PRNG key.
     """
     names: tuple[str, ...] = ("x", "weight", "bias", "initial_state")
-    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    keys: dict[str, jax.Array] = dict(zip(names, jax.random.split(key, len(names)), strict=True))
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     made = {name: jax.random.normal(keys[name], x.shape, jnp.float32).astype(x.dtype) for name, x in given.items()}
     if args.cu_seqlens is not None:
