@@ -62,7 +62,7 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], bend:
 
 def save(figure: Any, name: str, folder: Path) -> None:
     """Writes `name`.svg."""
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.1)
+    figure.savefig(folder / f"{name}.svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), bbox_inches="tight", pad_inches=0.1)
     plt.close(figure)
 
 
