@@ -62,7 +62,8 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], bend:
 
 def save(figure: Any, name: str, folder: Path) -> None:
     """Writes `name`.svg."""
-    figure.savefig(folder / f"{name}.svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), bbox_inches="tight", pad_inches=0.1)
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(folder / f"{name}.svg", metadata=nothing, bbox_inches="tight", pad_inches=0.1)
     plt.close(figure)
 
 

@@ -12,7 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel import Backend, Platform, errors, kernel_registry, xla_utils
 from ejkernel.callib import cdiv, ejit
 from ejkernel.modules import (
+    NativeSparseAttentionConfig,
     RingAttention,
+    StateSpaceV2Config,
     lightning_attn,
     recurrent,
     recurrent_gla,
@@ -23,6 +25,7 @@ from ejkernel.modules.base import create_default_executor
 from ejkernel.modules.operations import (
     FlashAttention,
     FlashAttentionConfig,
+    GroupedMatmulConfig,
     attention,
     flash_attention,
     gated_delta_rule,
@@ -31,14 +34,18 @@ from ejkernel.modules.operations import (
     unified_attention,
 )
 from ejkernel.ops import (
+    AutotunePolicy,
     ConfigCache,
     ConfigSelectorChain,
     Executor,
     Invocation,
+    Kernel,
     Tuner,
     device_fingerprint,
     forward_autotune_only,
     get_device_platform,
+    get_invocations,
+    policy_override,
     record_invocation,
     stable_json,
     vmap_with_config,
@@ -105,6 +112,38 @@ def recurrence_forms() -> None:
     assert gated_delta_rule(*one, state, platform="xla").shape == (4, 1, 4, 8)
 
 
+class Halved(Kernel):
+    """A kernel of the library's own."""
+
+    def run(self, x, *, cfg):
+        return x / cfg
+
+    def heuristic_cfg(self, inv):
+        return 2
+
+
+def chain_forms() -> None:
+    """Chains, policies and configurations with upstream's names, and an own kernel."""
+    events = []
+    chain = ConfigSelectorChain(
+        ConfigCache(),
+        AutotunePolicy(allow_autotune=False, validate_backward=False),
+        persist_autotune=False,
+        on_event=lambda name, operation, **about: events.append(name),
+        forbid_reautotune=True,
+    )
+    executor = Executor(chain, stamp_prefix="library")
+    with policy_override(chain, cache_miss_fallback="heuristics"):
+        close(executor(FlashAttention(), Q, K, V, causal=True), flash_attention(Q, K, V, causal=True))
+    assert "heuristics" in events
+    close(executor(Halved("halved"), Q), Q / 2)
+    tiles = GroupedMatmulConfig("auto", "any", bypass_xla_tiling=True)
+    rows, matrices = jnp.ones((8, 16)), jnp.ones((2, 16, 4))
+    close(grouped_matmul(rows, matrices, jnp.array([3, 5]), cfg=tiles), jnp.full((8, 4), 16.0))
+    assert NativeSparseAttentionConfig(block_size=64).block_size == 64
+    assert StateSpaceV2Config(n_groups=1, use_gated_rmsnorm=False, rmsnorm_eps=1e-5).n_groups == 1
+
+
 def other_forms() -> None:
     rows, matrices = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((2, 16, 4), jnp.float32)
     assert grouped_matmul(rows, matrices, jnp.array([3, 5]), use_v2=True).dtype == jnp.bfloat16
@@ -122,6 +161,7 @@ def other_forms() -> None:
     assert "flash_attention" in kernel_registry.list_algorithms()
     assert issubclass(errors.NoImplementationError, errors.EjkernelRuntimeError)
     record_invocation(Invocation("flash_attention", (Q, K, V)))
+    assert get_invocations()
     with forward_autotune_only():
         assert Tuner(warmup=1, iters=2).timing_iterations == 2
 
@@ -143,6 +183,6 @@ def placed_block() -> None:
 
 if __name__ == "__main__":
     assert jax.device_count() == DEVICES
-    for check in (attention_forms, mesh_forms, recurrence_forms, other_forms, placed_block):
+    for check in (attention_forms, mesh_forms, recurrence_forms, chain_forms, other_forms, placed_block):
         check()
         print(check.__name__)

@@ -23,7 +23,7 @@ def test_every_name_is_imported_and_called_in_the_form_that_models_use(devices):
     script = [sys.executable, HERE / "model_library_process.py", str(devices)]
     found = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-4000:]
-    assert len(found.stdout.split()) == 5
+    assert len(found.stdout.split()) == 6
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt-oss"])
