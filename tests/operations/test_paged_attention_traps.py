@@ -239,7 +239,7 @@ def test_caches_of_8_bits_are_read_with_their_scales(name):
 
 @pytest.mark.parametrize("lens", [(0, 1, 48), (0, 2, 83)])
 def test_an_empty_sequence_and_a_long_chunk_under_a_window_read_only_their_own_slots(lens):
-    """Unused slots are NaN and unused table entries garbage; the chunk crosses pages, and the window ends inside of one."""
+    """Unused slots are NaN and unused table entries garbage; the chunk crosses pages, the window ends inside of one."""
     batch = paged_loop.make(lens, (0, 1, 35), (6, 3), 16)
     sinks = np.random.default_rng(1).normal(size=6)
     got = paged_calls.output("chunked_prefill_paged_decode", Paged(batch, slots=16, entries=9), sinks=sinks, window=47)
