@@ -62,7 +62,11 @@ def of_passes(op: Op, case: Case) -> set[lax.Precision | None]:
     return asked
 
 
-@pytest.mark.parametrize("name", sorted(set(registry().ops) - {"mean_pooling"}))  # which has no products
+# The first two have no products; the last is the record of the operation without `_v2`, and has a case in 16 bits alone.
+OTHERS = {"causal_conv1d", "mean_pooling", "multi_latent_ragged_page_attention_v2"}
+
+
+@pytest.mark.parametrize("name", sorted(set(registry().ops) - OTHERS))
 def test_float32_keeps_its_digits_unless_the_caller_lowers_them(name):
     op = registry().ops[name]
     case = fullest(op)
