@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.causal_convolution import config
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.requirements import triton_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -16,7 +16,6 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
-    interpreted = interpreting()
     return (
         Implementation(
             family="causal_convolution",
@@ -26,14 +25,8 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_triton.causal_convolution.passes:forward",
             backward="ejkernel_triton.causal_convolution.passes:backward",
             gradients=frozenset({"x", "weight", "bias", "initial_state"}),
-            requires=Requires(
-                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-                modules=("triton",) if interpreted else ("triton", "jax_triton"),
-                min_compute_capability=8.0,
-                dtypes=frozenset({"float16", "bfloat16", "float32"}),
-                head_dims=range(2, 9),
-                handles=frozenset({"bias", "initial_state", "cu_seqlens", "activation"}),
-                extra=_reasons,
+            requires=triton_requires(
+                head_dims=range(2, 9), handles={"bias", "initial_state", "cu_seqlens", "activation"}, extra=_reasons
             ),
             config=ConfigSpace(
                 forward=config.ConvolutionForward,

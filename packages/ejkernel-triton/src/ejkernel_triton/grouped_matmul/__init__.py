@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.grouped_matmul import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import current_device
 from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.requirements import triton_requires
 
 OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
@@ -41,7 +41,6 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
-    interpreted = interpreting()
     return (
         Implementation(
             family="grouped_matmul",
@@ -51,14 +50,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_triton.grouped_matmul.forward:forward",
             backward="ejkernel_triton.grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=Requires(
-                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-                modules=("triton",) if interpreted else ("triton", "jax_triton"),
-                min_compute_capability=8.0,
-                dtypes=frozenset(DTYPES),
-                handles=frozenset(OPTIONAL),
-                extra=_reasons,
-            ),
+            requires=triton_requires(handles=OPTIONAL, extra=_reasons),
             config=ConfigSpace(
                 forward=config.GroupedForward,
                 backward=config.GroupedBackward,

@@ -1,11 +1,11 @@
 """Chunked linear recurrences in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_triton.launch import interpreting
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.linear_recurrence import config
+from ejkernel_triton.requirements import triton_requires
 
 HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
 """Optional fields that the kernels honour."""
@@ -30,19 +30,6 @@ def _delta_reasons(record: Any) -> Iterable[str]:
     yield from _reasons(record)
 
 
-def _requires(handles: frozenset[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
-    interpreted = interpreting()
-    return Requires(
-        devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-        modules=("triton",) if interpreted else ("triton", "jax_triton"),
-        min_compute_capability=8.0,
-        dtypes=frozenset({"float16", "bfloat16", "float32"}),
-        head_dims=range(1, 257),
-        handles=handles,
-        extra=extra,
-    )
-
-
 def implementations() -> tuple[Implementation, ...]:
     """Recurrences in both passes, and the delta rule forwards; for the CPU too where Triton interprets."""
     return (
@@ -55,7 +42,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="ejkernel_triton.linear_recurrence.backward:backward",
             gradients=GRADIENTS,
             paired=True,
-            requires=_requires(HANDLES, _reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.ChunkPasses,
                 faces=config.FACES,
@@ -72,7 +59,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="triton",
             backend="gpu",
             forward="ejkernel_triton.linear_recurrence.delta:forward",
-            requires=_requires(DELTA_HANDLES, _delta_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_reasons),
             config=ConfigSpace(
                 forward=config.ChunkPasses,
                 faces=config.FACES,

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
-from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention import config
+from ejkernel_triton.requirements import triton_requires
 
 HANDLES = frozenset(
     {
@@ -65,14 +65,6 @@ def _latent_reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """The family's, and one of the dense latent cache; for the CPU too where Triton's interpreter is switched on."""
-    interpreted = interpreting()
-    common: dict[str, Any] = {
-        "devices": frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-        "modules": ("triton",) if interpreted else ("triton", "jax_triton"),
-        "min_compute_capability": 8.0,
-        "dtypes": frozenset({"float16", "bfloat16", "float32"}),
-        "head_dims": range(1, 641),
-    }
     return (
         Implementation(
             family="paged_attention",
@@ -80,7 +72,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="triton",
             backend="gpu",
             forward="ejkernel_triton.paged_attention.forward:forward",
-            requires=Requires(**common, handles=HANDLES, extra=_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.PagedForward,
                 faces=config.FACES,
@@ -96,7 +88,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="triton",
             backend="gpu",
             forward="ejkernel_triton.paged_attention.latent_decode:forward",
-            requires=Requires(**common, handles=LATENT_HANDLES, extra=_latent_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=LATENT_HANDLES, extra=_latent_reasons),
             config=ConfigSpace(
                 forward=config.PagedForward,
                 faces=config.FACES,

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.selected_attention import FAMILY, slots
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_triton.launch import interpreting
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.requirements import triton_requires
 from ejkernel_triton.selected_attention import config
 
 HANDLES = frozenset(
@@ -40,7 +40,6 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
-    interpreted = interpreting()
     return (
         Implementation(
             family="selected_attention",
@@ -50,15 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_triton.selected_attention.forward:forward",
             backward="ejkernel_triton.selected_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=Requires(
-                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-                modules=("triton",) if interpreted else ("triton", "jax_triton"),
-                min_compute_capability=8.0,
-                dtypes=frozenset({"float16", "bfloat16", "float32"}),
-                head_dims=range(1, 257),
-                handles=HANDLES,
-                extra=_reasons,
-            ),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.SelectedForward,
                 backward=config.SelectedBackward,

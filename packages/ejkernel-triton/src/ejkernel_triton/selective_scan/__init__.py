@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_triton.launch import interpreting
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.requirements import triton_requires
 from ejkernel_triton.selective_scan import config
 
 GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
@@ -24,7 +24,6 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
-    interpreted = interpreting()
     return (
         Implementation(
             family="selective_scan",
@@ -34,15 +33,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_triton.selective_scan.forward:forward",
             backward="ejkernel_triton.selective_scan.backward:backward",
             gradients=GRADIENTS,
-            requires=Requires(
-                devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-                modules=("triton",) if interpreted else ("triton", "jax_triton"),
-                min_compute_capability=8.0,
-                dtypes=frozenset(DTYPES),
-                head_dims=range(1, LARGEST + 1),
-                handles=frozenset({"initial_state"}),
-                extra=_reasons,
-            ),
+            requires=triton_requires(head_dims=range(1, LARGEST + 1), handles={"initial_state"}, extra=_reasons),
             config=ConfigSpace(
                 forward=config.ScanForward,
                 backward=config.ScanBackward,

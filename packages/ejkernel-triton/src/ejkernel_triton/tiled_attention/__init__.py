@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel.planning.block_maps import pattern_reasons
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.requirements import triton_requires
 from ejkernel_triton.tiled_attention import tiles
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern"}
@@ -25,11 +25,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
-    return (_implementation(interpreting()),)
-
-
-def _implementation(interpreted: bool) -> Implementation:
-    return Implementation(
+    implementation = Implementation(
         family="tiled_attention",
         name="triton",
         platform="triton",
@@ -37,15 +33,7 @@ def _implementation(interpreted: bool) -> Implementation:
         forward="ejkernel_triton.tiled_attention.forward:forward",
         backward="ejkernel_triton.tiled_attention.backward:backward",
         gradients=frozenset(FAMILY.differentiable),
-        requires=Requires(
-            devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-            modules=("triton",) if interpreted else ("triton", "jax_triton"),
-            min_compute_capability=8.0,
-            dtypes=frozenset({"float16", "bfloat16", "float32"}),
-            head_dims=range(1, 257),
-            handles=HANDLES,
-            extra=_reasons,
-        ),
+        requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
         config=ConfigSpace(
             heuristic=tiles.heuristic,
             candidates=tiles.candidates,
@@ -57,3 +45,4 @@ def _implementation(interpreted: bool) -> Implementation:
         priority=10,
         tuned="ejkernel_triton:tuned",
     )
+    return (implementation,)

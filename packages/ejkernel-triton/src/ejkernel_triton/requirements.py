@@ -1,0 +1,31 @@
+"""What all implementations in Triton need of device, toolchain and dtypes."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ejkernel.ops import Requires
+from ejkernel_triton.launch import interpreting
+
+DTYPES = frozenset({"float16", "bfloat16", "float32"})
+
+
+def triton_requires(
+    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]], head_dims: range | None = None
+) -> Requires:
+    """GPUs from Ampere on and AMD's; the CPU too where Triton's interpreter is switched on, which needs no jax-triton.
+
+    Args:
+        handles: Optional fields that the kernels honour.
+        extra: Sentences for what data cannot say.
+        head_dims: Head dimensions that the kernels have; None for families without.
+    """
+    interpreted = interpreting()
+    return Requires(
+        devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
+        modules=("triton",) if interpreted else ("triton", "jax_triton"),
+        min_compute_capability=8.0,
+        dtypes=DTYPES,
+        head_dims=head_dims,
+        handles=frozenset(handles),
+        extra=extra,
+    )
