@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.block_maps import EMPTY, BlockMap, block_lists, block_map
+from ejkernel.planning.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
 from ejkernel_pallas.gpu.tiled_attention.masks.tile_masks import SPAN
 
 QUAD = 4
@@ -42,13 +42,8 @@ def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, 
     """
     found = _visited(block_map(record, q_block, kv_block))
     lists = block_lists(found)
-    xp: Any = np if isinstance(lists.count, np.ndarray) else jnp
-    none = xp.zeros_like(lists.count)
     return _arrays(
-        table=xp.stack([none, none, lists.full, lists.count], axis=-1),
-        blocks=lists.blocks,
-        mask_ids=lists.mask_ids,
-        mask_words=_words(found),
+        table=_table(lists), blocks=lists.blocks, mask_ids=lists.mask_ids, mask_words=_words(_tile_masks(found))
     )
 
 
@@ -68,29 +63,43 @@ def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[di
     at the start: were they the first to add, all others would wait for the longest list.
     """
     found = _visited(block_map(record, q_block, kv_block).by_keys())
-    some, every = found.some, found.every
-    xp: Any = np if isinstance(some, np.ndarray) and isinstance(every, np.ndarray) else jnp
-    kind = xp.where(some & every, 0, xp.where(some, 1, 2))
-    longest = max(1, int(found.reachable.sum(axis=-1).max()))
-    queries = some.shape[-1]
-    blocks = queries - 1 - xp.argsort(kind[..., ::-1], axis=-1, stable=True)[..., :longest]
-    full, count = ((kind < limit).sum(axis=-1) for limit in (1, 2))
-    none = xp.zeros_like(count)
-    table = xp.stack([none, none, full, count], axis=-1).astype(np.int32)
+    lists = block_lists(_reversed(found))
+    some, blocks = found.some, found.some.shape[-1] - 1 - lists.blocks
+    xp = _module(some)
     later = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
-
-    def listed(values: Any) -> Any:
-        return xp.take_along_axis(xp.broadcast_to(values, (*blocks.shape[:-1], queries)), blocks, axis=-1)
-
+    later = xp.broadcast_to(later, (*blocks.shape[:-1], some.shape[-1]))
+    table = _table(lists)
     arrays = _arrays(
         table=table,
         blocks=blocks,
-        mask_ids=listed(found.mask_ids),
-        ranks=listed(later),
-        mask_words=_words(found, True),
+        mask_ids=lists.mask_ids,
+        ranks=xp.take_along_axis(later, blocks, axis=-1),
+        mask_words=_words(_tile_masks(found).swapaxes(1, 2)),
         first=xp.where(some.any(axis=2), 0, some.shape[2]),
     )
     return arrays, table
+
+
+def _module(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _table(lists: BlockLists) -> Any:
+    """Int32 [B|1, H|1, tiles, 4]: full blocks are the first of a list."""
+    xp = _module(lists.count)
+    none = xp.zeros_like(lists.count)
+    return xp.stack([none, none, lists.full, lists.count], axis=-1)
+
+
+def _reversed(found: BlockMap) -> BlockMap:
+    """The map with its last axis the other way round: lists of it are visited from their end, the first block first."""
+    return dataclasses.replace(
+        found,
+        some=found.some[..., ::-1],
+        every=found.every[..., ::-1],
+        mask_ids=found.mask_ids[..., ::-1],
+        reachable=found.reachable[..., ::-1],
+    )
 
 
 def _arrays(**given: Any) -> dict[str, jax.Array]:
@@ -101,7 +110,7 @@ def _visited(found: BlockMap) -> BlockMap:
     """The map in which every tile visits something: the first block, of which nothing attends, if there is no other."""
     first = np.arange(found.some.shape[-1]) == 0
     forced = ~found.some.any(axis=-1, keepdims=True) & first
-    xp: Any = np if isinstance(forced, np.ndarray) else jnp
+    xp = _module(forced)
     return dataclasses.replace(
         found,
         some=found.some | forced,
@@ -111,11 +120,13 @@ def _visited(found: BlockMap) -> BlockMap:
     )
 
 
-def _words(found: BlockMap, by_keys: bool = False) -> np.ndarray:
-    """The tile masks of a pattern as words; with rows of keys for the backward kernel."""
-    masks = found.tile_masks
-    assert masks is not None  # the record has a pattern
-    masks = masks.swapaxes(1, 2) if by_keys else masks
+def _tile_masks(found: BlockMap) -> np.ndarray:
+    assert found.tile_masks is not None  # the record has a pattern
+    return found.tile_masks
+
+
+def _words(masks: np.ndarray) -> np.ndarray:
+    """Tile masks [n, rows, columns] as words."""
     count, rows, columns = masks.shape
     masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN)))
     bits = masks.reshape(count, rows, -1, SPAN // 8, QUAD, 2).transpose(0, 1, 2, 4, 3, 5)
