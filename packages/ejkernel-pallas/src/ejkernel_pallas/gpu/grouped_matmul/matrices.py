@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     FETCHING_REGISTERS,
@@ -26,7 +27,6 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     SLOTS,
     STEP,
     WARPGROUPS,
-    Spec,
 )
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
@@ -55,25 +55,6 @@ class Shared:
     full: Any
     free: Any
     raw: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What the kernel is given.
-
-    Attributes:
-        spec: Constants.
-        blocks: Thread blocks.
-        operands: Arrays in device memory.
-        output: Likewise.
-        shared: Shared memory and barriers.
-    """
-
-    spec: Spec
-    blocks: int
-    operands: dict[str, Any]
-    output: Any
-    shared: Shared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning.row_tiles import FIELDS
+from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     FETCHING_REGISTERS,
     REGISTERS,
     SLOTS,
     STEP,
     WARPGROUPS,
-    Spec,
 )
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
@@ -59,25 +59,6 @@ class Shared:
     out_lines: Any
     full: Any
     free: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What the kernel is given.
-
-    Attributes:
-        spec: Constants.
-        blocks: Thread blocks.
-        operands: Arrays in device memory.
-        output: Likewise.
-        shared: Shared memory and barriers.
-    """
-
-    spec: Spec
-    blocks: int
-    operands: dict[str, Any]
-    output: Any
-    shared: Shared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.row_tiles import find_row_tiles
 from ejkernel_pallas.gpu.grouped_matmul import matrices, rows
+from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     SLOTS,
@@ -82,7 +83,7 @@ def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> ja
             out, out_lines = buffers["out"]
             names = {"a": a, "a_lines": a_lines, "out": out, "out_lines": out_lines}
             shared = rows.Shared(**{**buffers, **names})
-            rows.rows_kernel(rows.Call(spec, blocks, given, made[0], shared))
+            rows.rows_kernel(Call(spec, blocks, given, made[0], shared))
 
         shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
         operands = {"lhs": lhs, "rhs": rhs, "tiles": table}
@@ -99,7 +100,7 @@ def _matrix_sums(spec: Spec, left: jax.Array, right: jax.Array, record: GroupedM
     @sequential_vmap
     def run(left: jax.Array, right: jax.Array, bounds: jax.Array) -> jax.Array:
         def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-            matrices.matrices_kernel(matrices.Call(spec, blocks, given, made[0], matrices.Shared(**buffers)))
+            matrices.matrices_kernel(Call(spec, blocks, given, made[0], matrices.Shared(**buffers)))
 
         shape = jax.ShapeDtypeStruct((spec.matrices, spec.contracted, spec.columns), spec.out)
         operands = {"left": left, "right": right, "bounds": bounds}
