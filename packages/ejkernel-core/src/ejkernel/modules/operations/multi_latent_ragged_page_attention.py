@@ -16,12 +16,12 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_mask_value,
     as_newest,
     as_scale,
+    cache_scales,
     check_ints,
     quantised,
     settle,
 )
 from ejkernel.modules.operations.shared.shapes import (
-    as_number,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -57,14 +57,13 @@ class MultiLatentRaggedPageAttentionArguments:
     v_scale: float | None = static(None)
 
     def __post_init__(self) -> None:
-        scales = {name: getattr(self, name) for name in ("q_scale", "k_scale", "v_scale")}
         settle(
             self,
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             sliding_window=as_newest("sliding_window", self.sliding_window),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
             mask_value=as_mask_value("mask_value", self.mask_value),
-            **{name: None if x is None else as_number(name, x, above=0) for name, x in scales.items()},
+            **cache_scales(self),
         )
 
 

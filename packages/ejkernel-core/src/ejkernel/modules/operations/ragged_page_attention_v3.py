@@ -18,6 +18,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_count,
     as_newest,
     as_scale,
+    cache_scales,
     check_groups,
     check_ints,
     check_query,
@@ -26,7 +27,6 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import (
-    as_number,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -66,13 +66,12 @@ class RaggedPageAttentionv3Arguments:
     kv_layout: Layout | None = static(None)
 
     def __post_init__(self) -> None:
-        scales = {name: getattr(self, name) for name in ("q_scale", "k_scale", "v_scale")}
         settle(
             self,
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             sliding_window=as_newest("sliding_window", self.sliding_window),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            **{name: None if x is None else as_number(name, x, above=0) for name, x in scales.items()},
+            **cache_scales(self),
             vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
             kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
         )
