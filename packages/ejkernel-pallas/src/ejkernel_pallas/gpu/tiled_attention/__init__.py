@@ -13,7 +13,11 @@ from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.gpu.tiled_attention import tiles
 
-HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern"}) | SOFTMAX | DROPOUT
+HANDLES = (
+    frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
+    | SOFTMAX
+    | DROPOUT
+)
 """Optional fields that the kernels honour."""
 PATTERN_SIZES = (64, 128)
 """Head sizes whose patterns passed the suite on a chip."""

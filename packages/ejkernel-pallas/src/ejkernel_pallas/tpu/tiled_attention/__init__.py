@@ -11,7 +11,7 @@ from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.tiled_attention import patterns, tiles
 
-HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision"}
+HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
