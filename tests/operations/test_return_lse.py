@@ -140,7 +140,9 @@ def placements():
     return {"flash_attention": (flash_attention, flash), "ring_attention": (ring_attention, around)}
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"sliding_window": (5, 2)}, {}], ids=["causal", "window", "full"])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"sliding_window": (5, 2)}, {}], ids=["causal", "window", "full"]
+)
 @pytest.mark.parametrize("name", ["flash_attention", "ring_attention"])
 def test_over_devices_it_is_that_of_the_whole_call(name, options):
     function, placement = placements()[name]
