@@ -204,6 +204,17 @@ def apart(choice: Choice) -> Choice:
     return dataclasses.replace(choice, verdicts=_with_first_chosen(verdicts))
 
 
+def taking(choice: Choice, piece: str) -> Choice:
+    """A choice of a backward pass among the implementations that honour a piece of the `Pullback`."""
+    verdicts = [
+        v
+        if piece in v.implementation.requires_for(choice.direction).handles
+        else dataclasses.replace(v, status="refused", reasons=(*v.reasons, f"{piece} is not handled"))
+        for v in choice.verdicts
+    ]
+    return dataclasses.replace(choice, verdicts=_with_first_chosen(verdicts))
+
+
 PAIRED = "paired: serves both passes with one configuration"
 
 

@@ -14,7 +14,11 @@ from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.gpu.tiled_attention import tiles
 from ejkernel_pallas.toolchain import JAX
 
-HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern"}) | SOFTMAX | DROPOUT
+HANDLES = (
+    frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
+    | SOFTMAX
+    | DROPOUT
+)
 """Optional fields that the kernels honour."""
 PATTERN_SIZES = (64, 128)
 """Head sizes whose patterns passed the suite on a chip."""

@@ -33,7 +33,7 @@ def implementations() -> tuple[Implementation, ...]:
                 modules=JAX,
                 dtypes=frozenset({"bfloat16", "float32"}),
                 head_dims=range(1, 257),
-                handles=MASKS | SOFTMAX | {"bias"},
+                handles=MASKS | SOFTMAX | {"bias", "lse_cotangent"},
                 extra=_empty,
             ),
             config=ConfigSpace(

@@ -12,7 +12,7 @@ from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.tiled_attention import patterns, tiles
 
-HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision"}
+HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
