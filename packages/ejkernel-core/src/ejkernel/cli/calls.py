@@ -29,6 +29,7 @@ SHAPE_HELP = (
     "required arrays; several are the required arrays in order. Repeatable."
 )
 DTYPE_HELP = "Dtype of the floating arrays whose shape does not name one."
+CASE_HELP = "One of the operation's named cases, instead."
 OPTION_HELP = "Another argument of the operation, such as -o causal=true or -o sliding_window=128. Repeatable."
 
 
@@ -57,6 +58,17 @@ def find_operation(text: str) -> Op:
         return registry().op(text.replace("-", "_"))
     except ValueError:
         raise click.BadParameter(f"no operation {text!r}; there are {', '.join(sorted(registry().ops))}") from None
+
+
+def complete_operation(ctx: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+    """The operations whose names begin as typed, for a shell that completes."""
+    return sorted(name for name in registry().ops if name.startswith(text.replace("-", "_")))
+
+
+def complete_case(ctx: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+    """The cases of the operation on the command line that begin as typed."""
+    op = ctx.params.get("op")
+    return [case.name for case in op.cases if case.name.startswith(text)] if isinstance(op, Op) else []
 
 
 def dtype_name(text: str) -> str:
@@ -199,7 +211,7 @@ def takes_call(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PARAMETERS = (
-    click.argument("op", metavar="OP", type=find_operation),
+    click.argument("op", metavar="OP", type=find_operation, shell_complete=complete_operation),
     click.option("--shape", "shapes", type=parse_shape, metavar="[NAME=]SIZES[:DTYPE]", multiple=True, help=SHAPE_HELP),
     click.option(
         "--kv-shape", type=parse_shape, metavar="SIZES", help="Shape of key and value, where not the query's."
@@ -208,7 +220,7 @@ _PARAMETERS = (
     click.option("--dtype", type=dtype_name, metavar="DTYPE", default="float32", show_default=True, help=DTYPE_HELP),
     click.option("--platform", metavar="NAME", help="Toolchain the call must run on: triton, pallas, cuda or xla."),
     click.option("-o", "--option", "options", metavar="NAME=VALUE", multiple=True, help=OPTION_HELP),
-    click.option("--case", "cases", metavar="NAME", multiple=True, help="One of the operation's named cases, instead."),
+    click.option("--case", "cases", metavar="NAME", multiple=True, help=CASE_HELP, shell_complete=complete_case),
 )
 
 
