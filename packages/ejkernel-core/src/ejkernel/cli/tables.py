@@ -20,10 +20,15 @@ GAP = 3  # columns between the cells of a table
 COLORS = {"chosen": "bold green", "usable": "green", "refused": "red"}
 
 
-def console() -> Console:
-    """Where to print; made anew by each command, because tests and pipes replace the standard output."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", UNLIMITED))
-    return Console(width=width, highlight=False)
+def console(stderr: bool = False) -> Console:
+    """Where to print; made anew by each command, because tests and pipes replace the standard streams.
+
+    Args:
+        stderr: Whether on the standard error, because the standard output is for JSON.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else int(os.environ.get("COLUMNS", UNLIMITED))
+    return Console(width=width, highlight=False, stderr=stderr)
 
 
 def print_table(
@@ -81,9 +86,9 @@ def _print_list(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Te
             out.print(first, soft_wrap=True)
         named = zip(columns[1:], others, strict=True)
         given = [f"{heading} {' '.join(cell.plain.split())}".strip() for heading, cell in named if cell.plain]
-        indents = {"initial_indent": "  ", "subsequent_indent": "    "}
-        width = max(out.width, 20)
-        for line in textwrap.wrap("; ".join(given), width, **indents, break_long_words=False, break_on_hyphens=False):
+        lines = textwrap.wrap("; ".join(given), max(out.width, 20) - 4, break_long_words=False, break_on_hyphens=False)
+        for number, line in enumerate(lines):
+            line = f"{'    ' if number else '  '}{line}"
             out.print(Text(line), soft_wrap=True)
     out.print()
 
