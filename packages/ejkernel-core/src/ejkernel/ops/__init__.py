@@ -31,6 +31,7 @@ from ejkernel.ops.operation import operation
 from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
+from ejkernel.ops.second import second_derivatives
 
 __all__ = [
     "NO_CHOICE",
@@ -87,6 +88,7 @@ __all__ = [
     "record_calls",
     "record_invocation",
     "registry",
+    "second_derivatives",
     "short_hash",
     "stable_json",
     "static",
