@@ -47,7 +47,7 @@ SCORE_ROWS = 64
 MANY_ROWS = 128
 """Rows of a tile of scores where they have more, heads are at most 128 wide and numbers have 16 bits."""
 
-PREFILL = ((64, 8, 3), (64, 8, 2), (64, 4, 3), (128, 8, 2), (32, 8, 4))
+PREFILL = ((64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 2))
 """Key tile, warps and stages for tiles of `MANY_ROWS`, the fastest on an H200 first."""
 
 SMALL_LATENT = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
@@ -108,7 +108,9 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
 
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Tile sizes for sequences with many query rows, the best guess first."""
-    sized = [_sized(record, device, *option) for option in PREFILL]
+    size = record.query.shape[-1] * record.query.dtype.itemsize
+    fits = lambda keys, stages: (MANY_ROWS + 2 * keys * stages) * size <= chip_of(device).shared_memory  # noqa: E731
+    sized = [_sized(record, device, *x) for x in PREFILL if fits(x[0], x[2])] or [_sized(record, device, 32, 8, 1)]
     page = paged_cache.page_size(record)
     return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page % x.block_kv == 0) for x in sized))
 

@@ -132,12 +132,14 @@ def attend(
         of rotary columns, if those are values.
     """
     M: tl.constexpr = spec.M
+    BV: tl.constexpr = spec.BV
+    BR: tl.constexpr = spec.BR
     sequence, position, context = tl.load(work + SEQUENCE), tl.load(work + POSITION), tl.load(work + CONTEXT)
     low, high = tl.load(work + LOW), tl.load(work + HIGH)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, spec.BV], tl.float32)
-    tail = tl.zeros([M, spec.BR], tl.float32)
+    acc = tl.zeros([M, BV], tl.float32)
+    tail = tl.zeros([M, BR], tl.float32)
     begin = low // spec.BLOCK_KV + first
     inside, outside = begin, begin
     if spec.CLEAR:
