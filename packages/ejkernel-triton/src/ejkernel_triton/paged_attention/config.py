@@ -127,7 +127,8 @@ def _average_rows(record: PagedAttention) -> int:
 
 def _score_rows(record: PagedAttention) -> int:
     """Most rows of a tile of scores."""
-    many = _average_rows(record) * group_of(record) >= MANY_ROWS
+    # Twice as many, so that batches of decoding sequences with a few long ones among them keep the smaller tiles.
+    many = _average_rows(record) * group_of(record) >= 2 * MANY_ROWS
     return MANY_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
 
 
