@@ -101,7 +101,15 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     check_read(op, given)
     chosen = platform or (cfg.platform if cfg is not None else "auto")
     _check_platform(op, chosen)
-    return Plan(op=op, device=_device_of(args), platform=chosen, cfg=cfg, chain=chain, hints=hints(given, cfg))
+    return Plan(
+        op=op,
+        device=_device_of(args),
+        platform=chosen,
+        cfg=cfg,
+        chain=chain,
+        hints=hints(given, cfg),
+        returns_lse=op.returns_residual_lse(args),
+    )
 
 
 def decide(op: Op, args: Any, **options: Any) -> Decision:

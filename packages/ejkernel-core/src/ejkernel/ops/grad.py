@@ -19,7 +19,7 @@ from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, together
+from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, taking, together
 from ejkernel.ops.model import Op
 from ejkernel.ops.pullback import Pullback, Results
 
@@ -35,6 +35,7 @@ class Plan:
         cfg: The call's own configuration, or None.
         chain: Who is asked for configurations.
         hints: Fields of `cfg` that arguments of the call have set: a kernel without them serves all the same.
+        returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
     """
 
     op: Op
@@ -43,6 +44,7 @@ class Plan:
     cfg: BaseOperationConfig | None
     chain: ConfigSelectorChain
     hints: frozenset[str] = frozenset()
+    returns_lse: bool = False
 
     @property
     def tunes_on_miss(self) -> bool:
@@ -51,7 +53,8 @@ class Plan:
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
-        return choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg, self.hints)
+        choice = choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg, self.hints)
+        return taking(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
 
     def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, where one serves, its configuration."""
@@ -122,7 +125,8 @@ class _Saved:
 
 
 def _forward_only(plan: Plan, record: Any) -> Any:
-    return plan.forward(record).output
+    made = plan.forward(record)
+    return (made.output, made.residuals.lse) if plan.returns_lse else made.output
 
 
 def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
@@ -141,7 +145,8 @@ def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
     output, residuals, pocket = _named(Results(output, residuals, pocket))
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted, pocket=pocket)
     config = forward.config if forward.implementation.paired else None
-    return output, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
+    result = (output, residuals.lse) if plan.returns_lse else output
+    return result, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
 
 
 OUTPUT, LSE, STATE, POCKET = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_pocket"
@@ -162,7 +167,10 @@ def _named_residual(path: Any, value: Any) -> Any:
 
 
 def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
-    saved = kept.pullback
+    saved, lse_cotangent = kept.pullback, None
+    if plan.returns_lse:
+        cotangent, lse_cotangent = cotangent
+        lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
     _, backward = plan.pick_both(saved.record, saved.wanted)
     own = backward.implementation is not None and backward.implementation.name == kept.owner
@@ -170,7 +178,8 @@ def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
         backward = dataclasses.replace(backward, config=kept.config)
     else:
         backward = plan.configured(backward, saved.record)
-    pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=saved.pocket if own else None)
+    pocket = saved.pocket if own else None
+    pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=pocket, lse_cotangent=lse_cotangent)
     gradients = plan.backward(pullback, backward)
     missing = saved.wanted - set(gradients)
     if missing:

@@ -28,6 +28,7 @@ IMPLEMENTATIONS = (
                     "causal",
                     "sliding_window",
                     "logits_soft_cap",
+                    "lse_cotangent",
                 }
             ),
         ),

@@ -12,8 +12,13 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.gpu.tiled_attention import tiles
+from ejkernel_pallas.toolchain import JAX
 
-HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern"}) | SOFTMAX | DROPOUT
+HANDLES = (
+    frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
+    | SOFTMAX
+    | DROPOUT
+)
 """Optional fields that the kernels honour."""
 
 
@@ -36,6 +41,7 @@ def _reasons(record: Any) -> Iterable[str]:
 def _requires(sizes: tuple[int, ...], extra: Callable[[Any], Iterable[str]]) -> Requires:
     return Requires(
         devices=frozenset({"nvidia"}),
+        modules=JAX,
         min_compute_capability=9.0,
         dtypes=frozenset({"float16", "bfloat16"}),
         head_dims=sizes,
