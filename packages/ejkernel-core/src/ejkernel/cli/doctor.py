@@ -2,7 +2,6 @@
 
 import collections
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.device import DeviceInfo, device_info
 from ejkernel.ops.model import Implementation
 from ejkernel.ops.plugins import Registry, registry
+from ejkernel.ops.toolchain import lacking, split_requirement
 
 
 @click.command()
@@ -90,10 +90,8 @@ def _print_operations(out: Console, found: Registry, here: set[DeviceInfo]) -> N
 def _implementation(implementation: Implementation, here: set[DeviceInfo]) -> tuple[object, ...]:
     requires = implementation.requires
     serves = any(requires.devices & device.names for device in here)
-    missing = [name for name in requires.modules if importlib.util.find_spec(name) is None]
-    toolchain = (
-        ", ".join(f"{name} (missing)" if name in missing else name for name in requires.modules) or "none needed"
-    )
+    missing = any(map(lacking, requires.modules))
+    toolchain = ", ".join(map(_toolchain, requires.modules)) or "none needed"
     return (
         implementation.name,
         implementation.platform,
@@ -102,6 +100,15 @@ def _implementation(implementation: Implementation, here: set[DeviceInfo]) -> tu
         (f"{', '.join(sorted(requires.devices))}{'' if serves else ' (not here)'}", "green" if serves else "red"),
         (toolchain, "red" if missing else "green"),
     )
+
+
+def _toolchain(needed: str) -> str:
+    """A module, and what is wrong with it."""
+    name, versions = split_requirement(needed)
+    sentence = lacking(needed)
+    if sentence is None:
+        return name
+    return f"{name} (missing)" if sentence.startswith(f"module {name} is not") else f"{name} (needs {versions})"
 
 
 def _print_store(out: Console) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from ejkernel.ops.config.selection import foreign_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Family, Implementation, Op, Requires
 from ejkernel.ops.plugins import Plugin, registry
+from ejkernel.ops.toolchain import lacking
 
 Status = Literal["chosen", "usable", "refused"]
 
@@ -304,7 +304,7 @@ def _hardware_refusals(
     reasons = []
     if not devices & device.names:
         reasons.append(f"needs {' or '.join(sorted(devices))}, this is {device.platform}")
-    reasons += [f"module {name} is not installed" for name in modules if importlib.util.find_spec(name) is None]
+    reasons += filter(None, map(lacking, modules))
     if capability is not None and device.compute_capability is not None and device.compute_capability < capability:
         reasons.append(f"needs compute capability {capability}, this is {device.compute_capability}")
     return tuple(reasons)

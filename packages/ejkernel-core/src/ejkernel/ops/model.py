@@ -182,7 +182,7 @@ class Requires:
 
     Attributes:
         devices: Any of `"cpu"`, `"gpu"`, `"nvidia"`, `"amd"`, `"tpu"`.
-        modules: Top-level modules that must be installed.
+        modules: Top-level modules that must be installed, with the versions that will do: `"jax_triton>=0.3.1,<0.5"`.
         min_compute_capability: Lowest NVIDIA compute capability.
         dtypes: Names of the accepted dtypes.
         head_dims: Container of accepted head sizes (a set or a range); None accepts all.
