@@ -247,8 +247,10 @@ def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callabl
         taken = {field.name: given.pop(field.name) for field in dataclasses.fields(CallSpec)}
         return command(None if taken["op"] is None else CallSpec(**taken), **given)
 
-    arguments = {"metavar": "OP" if required else "[OP]", "type": find_operation, "shell_complete": complete_operation}
-    operation = click.argument("op", required=required, **arguments)
+    metavar = "OP" if required else "[OP]"
+    operation = click.argument(
+        "op", required=required, metavar=metavar, type=find_operation, shell_complete=complete_operation
+    )
     for decorate in (*reversed(_PARAMETERS), operation):
         collected = decorate(collected)
     return collected

@@ -81,14 +81,14 @@ def _least_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: C
 
 def _print_list(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
     """Rows as paragraphs: the first cell, where it has changed, and the others with their headings."""
+    wrapper = textwrap.TextWrapper(width=max(out.width, 20), initial_indent="  ", subsequent_indent="    ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
     for first, *others in rows:
         if first.plain:
             out.print(first, soft_wrap=True)
         named = zip(columns[1:], others, strict=True)
         given = [f"{heading} {' '.join(cell.plain.split())}".strip() for heading, cell in named if cell.plain]
-        lines = textwrap.wrap("; ".join(given), max(out.width, 20) - 4, break_long_words=False, break_on_hyphens=False)
-        for number, line in enumerate(lines):
-            line = f"{'    ' if number else '  '}{line}"
+        for line in wrapper.wrap("; ".join(given)):
             out.print(Text(line), soft_wrap=True)
     out.print()
 

@@ -32,6 +32,7 @@ from ejkernel.ops.operation import operation
 from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
+from ejkernel.ops.second import second_derivatives
 
 __all__ = [
     "NO_CHOICE",
@@ -90,6 +91,7 @@ __all__ = [
     "record_invocation",
     "registry",
     "save_recorded",
+    "second_derivatives",
     "short_hash",
     "stable_json",
     "static",
