@@ -179,7 +179,8 @@ def floors(*names: str) -> Iterator[str]:
     for name in names:
         for line in nox.project.load_toml(f"{part(name)}/pyproject.toml")["project"]["dependencies"]:
             requirement = Requirement(line)
-            yield from (f"{requirement.name}=={s.version}" for s in requirement.specifier if s.operator == ">=")
+            if not requirement.name.startswith("ejkernel"):
+                yield from (f"{requirement.name}=={s.version}" for s in requirement.specifier if s.operator == ">=")
 
 
 @nox.session(python=interpreter(PYTHONS[0]) or False)
@@ -274,12 +275,25 @@ def pip_install(session: nox.Session, commands: Path, *args: str) -> None:
 
 
 def check_plain_install(session: nox.Session) -> None:
-    """`pip install ejkernel` runs, and every extra resolves against the wheels just built."""
+    """The distribution `ejkernel` runs, and every extra resolves against the wheels just built."""
     commands = clean_environment(session, "plain")
     pip_install(session, commands, "ejkernel")
     session.run(str(commands / "ejkernel"), "demo", external=True)
     for extra in EXTRAS:
         pip_install(session, commands, "--dry-run", f"ejkernel[{extra}]")
+
+
+@nox.session
+def resolve(session: nox.Session) -> None:
+    """Resolve every extra against the built wheels, with pip and uv, for every Python and JAX; takes minutes."""
+    session.install("uv>=0.5", *group("test"))
+    folder = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(folder, ignore_errors=True)
+    for project in (".", *map(part, PARTS)):
+        # Metadata is all that is looked at: nothing is compiled.
+        build = ("uv", "build", "--wheel", "--quiet", "--out-dir", str(folder), project)
+        session.run(*build, env={"SKBUILD_WHEEL_CMAKE": "false"})
+    session.run("python", "-m", "pytest", "tests/project/test_installing.py", env={"EJKERNEL_WHEELS": str(folder)})
 
 
 def check_backends_alone(session: nox.Session) -> None:

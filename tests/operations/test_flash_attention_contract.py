@@ -43,6 +43,7 @@ def test_positional_arguments_and_options_are_the_promised_ones():
         "normalize_output",
         "precision",
         "logits_dtype",
+        "return_lse",
         *CALL_OPTIONS,
     ]
 

@@ -34,7 +34,9 @@ def test_an_artefact_is_loaded_and_lowered_again(length):
     assert again.count("@tpu_custom_call") == 3  # forward, keys and queries
 
 
-@pytest.mark.parametrize(("version", "name"), [("v2", "sinks, bfloat16"), ("v3", "head size 64 in lanes, bfloat16")])
+@pytest.mark.parametrize(
+    ("version", "name"), [("v2", "sinks, lse, bfloat16"), ("v3", "head size 64 in lanes, bfloat16")]
+)
 def test_an_artefact_of_paged_attention_is_loaded_and_lowered_again(version, name):
     leaves, structure = jax.tree.flatten(tpu_paged_records.case(f"ragged_page_attention_{version}", name))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]

@@ -25,7 +25,7 @@ QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 TILES = TpuPaged(block_q=8, block_kv=128, parts=2)
 SINGLE = TpuPaged(block_q=1, block_kv=128)
 CASES = {
-    "joined heads, sinks": (V2, "sinks, bfloat16", SINGLE),
+    "joined heads, sinks": (V2, "sinks, lse, bfloat16", SINGLE),
     "tiles of prefill and decode, rounded operands": (V2, "rounded operands", TILES),
     "written, window, soft cap": (V3, "window and soft cap", TILES),
     "written in lanes": (V3, "head size 64 in lanes, bfloat16", SINGLE),

@@ -17,15 +17,18 @@ BACKWARD = TpuBackward(
     dkv=GradientTile(block_q=128, block_kv=128), dq=GradientTile(block_q=128, block_kv=128), chunk=128
 )
 FIELDS = ("query", "key", "value", "bias", "softmax_aux")
-SPREAD = {"bias": P(None, None, "sp"), "mask": P(None, None, "sp"), "softmax_aux": P()}
+COTANGENTS = ("cotangent", "lse_cotangent")
+ROWS = P(None, None, "sp")
+SPREAD = {"bias": ROWS, "mask": ROWS, "lse_cotangent": ROWS, "softmax_aux": P()}
 OUTPUTS = P(None, "sp"), P(None, None, "sp")
 
 
 def arrays(shape, **others):
-    """query, key and value of (B, T, H, Hk, D, Dv), a cotangent, and other arrays, of the whole sequence."""
+    """query, key and value of (B, T, H, Hk, D, Dv), cotangents, and other arrays, of the whole sequence."""
     b, t, h, g, d, v = shape
     random = np.random.default_rng(0)
     sizes = {"query": (b, t, h, d), "key": (b, t, g, d), "value": (b, t, g, v), "cotangent": (b, t, h, v)}
+    sizes["lse_cotangent"] = (b, h, t)
     made = {name: jnp.asarray(random.normal(size=size), jnp.float32) for name, size in sizes.items()}
     return made | {name: jnp.asarray(x) for name, x in others.items()}
 
@@ -40,7 +43,7 @@ def spread(function, size, given, outputs):
 
 def record(given, **options):
     """The record of one device's part."""
-    given = {name: x for name, x in given.items() if name != "cotangent"}
+    given = {name: x for name, x in given.items() if name not in COTANGENTS}
     return RingAttention(**given, softmax_scale=given["query"].shape[3] ** -0.5, axis_name="sp", **options)
 
 
@@ -51,9 +54,8 @@ def both(forward, backward, size, given, **options):
     def run(given):
         part = record(given, **options)
         output, residuals = forward(part, FORWARD)
-        pullback = Pullback(
-            record=part, residuals=residuals, output=output, cotangent=given["cotangent"], wanted=frozenset(wanted)
-        )
+        cotangents = {name: given[name] for name in COTANGENTS}
+        pullback = Pullback(record=part, residuals=residuals, output=output, wanted=frozenset(wanted), **cotangents)
         return (output, residuals.lse), _summed(backward(pullback, BACKWARD))
 
     return spread(run, size, given, (OUTPUTS, _specs(wanted)))
@@ -68,8 +70,8 @@ def answers(size, given, **options):
             output, residuals = reference(record({**given, **fields}, **options))
             return output, residuals.lse
 
-        output, pull, lse = jax.vjp(outcome, {name: given[name] for name in wanted}, has_aux=True)
-        return (output, lse), _summed(pull(given["cotangent"])[0])
+        results, pull = jax.vjp(outcome, {name: given[name] for name in wanted})
+        return results, _summed(pull(tuple(given[name] for name in COTANGENTS))[0])
 
     return spread(run, size, given, (OUTPUTS, _specs(wanted)))
 

@@ -14,6 +14,7 @@ from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning.tile_pairs import padding_as_segments
+from ejkernel_triton.requirements import JAX_TRITON
 from ejkernel_triton.tiled_attention import implementations, tiles
 from ejkernel_triton.tiled_attention.block_lists import key_blocks, query_blocks
 
@@ -169,4 +170,4 @@ def test_without_its_toolchain_or_device_it_is_refused_by_name():
     with pytest.raises(NotImplementedError, match=r"triton .* refused .*needs amd or nvidia"):
         jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton", cfg=FlashAttentionConfig()), array)
     (implementation,) = implementations()
-    assert implementation.requires.modules == ("triton", "jax_triton")
+    assert implementation.requires.modules == JAX_TRITON

@@ -18,8 +18,10 @@ from ejkernel.ops.pullback import Pullback, Results
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_same_shapes, close
 from ejkernel_conformance.shards import abstract_last_shard, last_shard
-from ejkernel_conformance.subjects import NONE, abstract_record, lowered, tolerance
+from ejkernel_conformance.subjects import NONE, abstract_args, abstract_record, lowered, tolerance
 
+LSE_COTANGENT = "lse_cotangent"
+"""What `Requires.handles` may name beside record fields, a piece of the `Pullback`."""
 Cases = Iterable[tuple[Op, Case]]
 """Cases of the operations that an implementation is registered for."""
 
@@ -38,10 +40,15 @@ def check_serves_some_case(implementation: Implementation, cases: Cases) -> None
 def check_claim(implementation: Implementation, name: str, cases: Cases) -> None:
     """Some case that it serves gives the named argument, and would have another answer without it.
 
-    The case's other tests then show that the implementation honours the argument. `lax.Precision` arguments are advice
-    on rounding, which the reference always does best: for them, being given is enough.
+    That it honours the cotangent of lse is shown by the gradients of a case that returns lse. The case's other tests
+    then show that the implementation honours the argument. `lax.Precision` arguments are advice on rounding, which the
+    reference always does best: for them, being given is enough.
     """
     for op, case in cases:
+        if name == LSE_COTANGENT:
+            if _returns_lse(op, implementation, case):
+                return
+            continue
         for record in evidence(op, case, name):
             if not record_refusals(op, implementation, record) and matters(op, case, name):
                 return
@@ -49,6 +56,14 @@ def check_claim(implementation: Implementation, name: str, cases: Cases) -> None
         f"{implementation.name} claims to handle {name}, and no case of {implementation.family} that it serves has "
         f"another answer without it: the claim is untested"
     )
+
+
+def _returns_lse(op: Op, implementation: Implementation, case: Case) -> bool:
+    """Whether a call returns lse and is differentiated by the implementation: the case's gradients show the claim."""
+    record = abstract_record(op, case)
+    wanted = claimed_gradients(implementation, record)
+    refused = record_refusals(op, implementation, record, "backward", wanted)
+    return op.returns_residual_lse(abstract_args(case)) and not refused
 
 
 def check_sharding_fields(op: Op, implementation: Implementation, case: Case) -> None:

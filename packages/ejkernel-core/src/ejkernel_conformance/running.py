@@ -1,5 +1,6 @@
 """Running subjects and references, compiled once a case."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Container
 from typing import Any
@@ -24,6 +25,7 @@ Gradients = dict[str, jax.Array]
 def call(plan: Plan, args: Any) -> Any:
     """What the public function does with an argument record, with the given plan."""
     plan.op.validate(args)
+    plan = dataclasses.replace(plan, returns_lse=plan.op.returns_residual_lse(args))
     return plan.op.finish(args, differentiable_call(plan, plan.op.lower(args)))
 
 

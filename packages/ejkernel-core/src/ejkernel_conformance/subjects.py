@@ -135,7 +135,8 @@ def refusal(subject: Subject, direction: Direction, record: Any = None, wanted: 
     record = abstract_record(subject.op, subject.case) if record is None else record
     if wanted is None:
         wanted = differentiable_fields(subject.op.family, record) if direction == "backward" else NONE
-    plan = pinned_plan(subject.op, subject.implementation)
+    returns_lse = subject.op.returns_residual_lse(abstract_args(subject.case))
+    plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), returns_lse=returns_lse)
     choice = plan.pick_both(record, wanted)[1] if direction == "backward" else plan.pick(record, direction)
     if choice.implementation is not None:
         return ""

@@ -6,6 +6,9 @@ from typing import Any
 from ejkernel.ops import Requires
 from ejkernel_triton.launch import interpreting
 
+JAX_TRITON = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
+"""The toolchain on devices. jax-triton reaches into JAX, so both are refused in versions that nobody has tried."""
+
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
 
 
@@ -22,7 +25,7 @@ def triton_requires(
     interpreted = interpreting()
     return Requires(
         devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-        modules=("triton",) if interpreted else ("triton", "jax_triton"),
+        modules=("triton",) if interpreted else JAX_TRITON,
         min_compute_capability=8.0,
         dtypes=DTYPES,
         head_dims=head_dims,

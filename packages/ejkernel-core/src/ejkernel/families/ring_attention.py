@@ -131,4 +131,5 @@ FAMILY = Family(
     aligned=(("h", "g"), ("t", "s")),
     localise=localise,
     reference=reference,
+    lse="b h t",
 )

@@ -2,19 +2,19 @@
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.arguments import array_fields, given_fields
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.config.selection import foreign_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Family, Implementation, Op, Requires
 from ejkernel.ops.plugins import Plugin, registry
+from ejkernel.ops.toolchain import lacking
 
 Status = Literal["chosen", "usable", "refused"]
 
@@ -204,6 +204,17 @@ def apart(choice: Choice) -> Choice:
     return dataclasses.replace(choice, verdicts=_with_first_chosen(verdicts))
 
 
+def taking(choice: Choice, piece: str) -> Choice:
+    """A choice of a backward pass among the implementations that honour a piece of the `Pullback`."""
+    verdicts = [
+        v
+        if piece in v.implementation.requires_for(choice.direction).handles
+        else dataclasses.replace(v, status="refused", reasons=(*v.reasons, f"{piece} is not handled"))
+        for v in choice.verdicts
+    ]
+    return dataclasses.replace(choice, verdicts=_with_first_chosen(verdicts))
+
+
 PAIRED = "paired: serves both passes with one configuration"
 
 
@@ -293,7 +304,7 @@ def _hardware_refusals(
     reasons = []
     if not devices & device.names:
         reasons.append(f"needs {' or '.join(sorted(devices))}, this is {device.platform}")
-    reasons += [f"module {name} is not installed" for name in modules if importlib.util.find_spec(name) is None]
+    reasons += filter(None, map(lacking, modules))
     if capability is not None and device.compute_capability is not None and device.compute_capability < capability:
         reasons.append(f"needs compute capability {capability}, this is {device.compute_capability}")
     return tuple(reasons)
@@ -310,4 +321,12 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
     for name in given_fields(record):
         if name not in requires.handles:
             yield f"{name} is not handled"
+    symbolic = {name: x.shape for name, x in array_fields(record).items() if _is_symbolic(x)}
+    if symbolic and not requires.symbolic:
+        yield f"sizes of {', '.join(symbolic)} are symbolic"
+        return
     yield from requires.extra(record)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return not all(isinstance(size, int) for size in getattr(value, "shape", ()))

@@ -19,9 +19,10 @@ from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, together
+from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, taking, together
 from ejkernel.ops.model import Op
 from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.ops.second import backward_pass, forward_pass, refusing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Plan:
         cfg: The call's own configuration, or None.
         chain: Who is asked for configurations.
         hints: Fields of `cfg` that arguments of the call have set: a kernel without them serves all the same.
+        returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
+        differentiable_twice: Whether the call was made in a `second_derivatives` block.
     """
 
     op: Op
@@ -43,6 +46,8 @@ class Plan:
     cfg: BaseOperationConfig | None
     chain: ConfigSelectorChain
     hints: frozenset[str] = frozenset()
+    returns_lse: bool = False
+    differentiable_twice: bool = False
 
     @property
     def tunes_on_miss(self) -> bool:
@@ -51,7 +56,8 @@ class Plan:
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
-        return choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg, self.hints)
+        choice = choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg, self.hints)
+        return taking(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
 
     def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, where one serves, its configuration."""
@@ -93,6 +99,19 @@ class Plan:
         choice = self.choose(record, "forward") if choice is None else choice
         return Results(*self._apply(choice, record))
 
+    def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
+        """`run(argument)`, the forward pass of a record or the backward pass of a pullback, for a second derivative.
+
+        Raises:
+            NotImplementedError: Later, where it is taken outside of a `second_derivatives` block.
+        """
+        if choice.implementation is None:
+            raise NoImplementationError(choice)
+        if not self.differentiable_twice:
+            return refusing(self.op.name, choice.implementation, run, argument)
+        rule = forward_pass if choice.direction == "forward" else backward_pass
+        return rule(self.op.family, run, argument)
+
     def _apply(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
@@ -122,7 +141,8 @@ class _Saved:
 
 
 def _forward_only(plan: Plan, record: Any) -> Any:
-    return plan.forward(record).output
+    made = plan.forward(record)
+    return (made.output, made.residuals.lse) if plan.returns_lse else made.output
 
 
 def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
@@ -133,15 +153,16 @@ def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
     if backward.implementation is None:
         raise NoImplementationError(backward)
     forward = plan.configured(forward, record)
-    output, residuals, pocket = plan.forward(record, forward)
-    assert forward.implementation is not None  # `plan.forward` has run it
+    output, residuals, pocket = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
+    assert forward.implementation is not None  # it has run
     if backward.implementation is not forward.implementation:
         pocket = None  # nobody else's backward may read it, so that it is not kept either
     # The caller gets the named output: a layer that read another would have the kernel run again.
     output, residuals, pocket = _named(Results(output, residuals, pocket))
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted, pocket=pocket)
     config = forward.config if forward.implementation.paired else None
-    return output, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
+    result = (output, residuals.lse) if plan.returns_lse else output
+    return result, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
 
 
 OUTPUT, LSE, STATE, POCKET = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_pocket"
@@ -162,7 +183,10 @@ def _named_residual(path: Any, value: Any) -> Any:
 
 
 def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
-    saved = kept.pullback
+    saved, lse_cotangent = kept.pullback, None
+    if plan.returns_lse:
+        cotangent, lse_cotangent = cotangent
+        lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
     _, backward = plan.pick_both(saved.record, saved.wanted)
     own = backward.implementation is not None and backward.implementation.name == kept.owner
@@ -170,14 +194,20 @@ def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
         backward = dataclasses.replace(backward, config=kept.config)
     else:
         backward = plan.configured(backward, saved.record)
-    pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=saved.pocket if own else None)
-    gradients = plan.backward(pullback, backward)
-    missing = saved.wanted - set(gradients)
-    if missing:
-        raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")
+    pocket = saved.pocket if own else None
+    pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=pocket, lse_cotangent=lse_cotangent)
+    gradients = plan.differentiated(functools.partial(_wanted_gradients, plan, backward), backward, pullback)
     # None is JAX's word for a cotangent that is zero, whatever the dtype.
     cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
+
+
+def _wanted_gradients(plan: Plan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
+    gradients = plan.backward(pullback, choice)
+    missing = pullback.wanted - set(gradients)
+    if missing:
+        raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")
+    return {name: gradients[name] for name in sorted(pullback.wanted)}
 
 
 def _wanted(op: Op, marked: Any) -> frozenset[str]:

@@ -32,6 +32,8 @@ class Family:
         localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
             `offsets` maps each letter to the global index of the shard's first element.
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
+        lse: Axis letters of the residuals' lse, which operations with `return_lse` return beside the output; None
+            where the residuals have none, or the output has it already.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Family:
     aligned: tuple[tuple[str, str], ...]
     localise: Callable[[Any, Mapping[str, Any]], Any]
     reference: Callable[[Any], tuple[Any, Any]]
+    lse: str | None = None
 
     def axes_of(self, record: Any) -> Mapping[str, Any]:
         """The axis letters of a record's fields and of `"output"`."""
@@ -110,6 +113,7 @@ class Op:
             where they never do.
         finish: (argument record, family output) -> what the public function returns.
         output: Axis letters of what the public function returns; None where they are the family's.
+        lse: Axis letters of what `return_lse=True` puts behind the first result; None where there is no such argument.
         configure: (argument record, `cfg=` or None) -> the call's own configuration, with what arguments that only
             tune the call ask for. Raises ValueError where the two disagree.
         route: (argument record, call options) -> the operation, the record and the options that carry the call out,
@@ -131,6 +135,7 @@ class Op:
     axes: Mapping[str, str]
     finish: Callable[[Any, Any], Any] = _as_it_is
     output: str | tuple[str, ...] | None = None
+    lse: str | None = None
     configure: Callable[[Any, Any], Any] = _as_it_is
     route: "Callable[[Any, dict[str, Any]], tuple[Op, Any, dict[str, Any]]] | None" = None
     axes_of: Callable[[Any], Mapping[str, Any]] | None = None
@@ -140,6 +145,10 @@ class Op:
     def signature(self) -> inspect.Signature:
         """Of the public function."""
         return inspect.signature(self.function)
+
+    def returns_residual_lse(self, args: Any) -> bool:
+        """Whether a call returns the lse among its family's residuals, and may be differentiated through it."""
+        return self.family.lse is not None and getattr(args, "return_lse", False)
 
     def letters(self, args: Any) -> tuple[dict[str, str], str | tuple[str, ...] | None]:
         """Axis letters of a call's positional arguments, and of what it returns where they are not the family's."""
@@ -173,12 +182,15 @@ class Requires:
 
     Attributes:
         devices: Any of `"cpu"`, `"gpu"`, `"nvidia"`, `"amd"`, `"tpu"`.
-        modules: Top-level modules that must be installed.
+        modules: Top-level modules that must be installed, with the versions that will do: `"jax_triton>=0.3.1,<0.5"`.
         min_compute_capability: Lowest NVIDIA compute capability.
         dtypes: Names of the accepted dtypes.
         head_dims: Container of accepted head sizes (a set or a range); None accepts all.
-        handles: Optional record fields it honours. A call that gives any other is refused by that name.
-        extra: Record -> sentences saying why it cannot be served; empty if it can. Never raises.
+        handles: Optional record fields it honours. A call that gives any other is refused by that name. And
+            `"lse_cotangent"`, where its backward pass honours that of the `Pullback`.
+        symbolic: Whether sizes may be symbolic, as they can be in `jax.export`.
+        extra: Record -> sentences saying why it cannot be served; empty if it can. Never raises, and is not asked
+            about symbolic sizes that are not accepted.
     """
 
     devices: frozenset[str]
@@ -187,6 +199,7 @@ class Requires:
     modules: tuple[str, ...] = ()
     min_compute_capability: float | None = None
     head_dims: Container[int] | None = None
+    symbolic: bool = False
     extra: Callable[[Any], Iterable[str]] = _no_reasons
 
 

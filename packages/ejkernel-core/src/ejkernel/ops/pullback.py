@@ -35,6 +35,8 @@ class Pullback:
             `{name: gradient}` for at least these, each with the field's shape and dtype.
         pocket: What the forward function of the same implementation returned after its residuals. None where it
             returned nothing more, or another implementation ran the forward pass.
+        lse_cotangent: Cotangent of the residuals' lse, where the call returned it; None for zero. Only an
+            implementation whose `Requires.handles` has `"lse_cotangent"` is given one.
     """
 
     record: Any
@@ -43,6 +45,7 @@ class Pullback:
     cotangent: Any
     wanted: frozenset[str] = static()
     pocket: Any = None
+    lse_cotangent: Any = None
 
 
 def both_passes(

@@ -29,6 +29,7 @@ class Letters:
         arguments: Letters of the positional arguments, in public order.
         record: Letters of the lowered record's fields and of the family's `"output"`.
         outputs: Letters of what the public function returns.
+        results: Letters of what the family's call returns: its output, or that and the residuals' lse.
         shardable: Letters that may be split.
         aligned: Pairs of letters that must be split alike.
         sizes: Size of each letter in the positional arguments.
@@ -38,6 +39,7 @@ class Letters:
     arguments: Mapping[str, str]
     record: Mapping[str, Any]
     outputs: tuple[str, ...]
+    results: Any
     shardable: str
     aligned: tuple[tuple[str, str], ...]
     sizes: Mapping[str, int]
@@ -50,11 +52,15 @@ def letters_of(op: Op, args: Any) -> Letters:
     axes = op.family.axes_of(record)
     arguments, output = op.letters(args)
     outputs = axes["output"] if output is None else output
+    first, *others = (outputs,) if isinstance(outputs, str) else outputs
+    lse = (op.lse,) if op.lse is not None and args.return_lse else ()
+    results = (axes["output"], op.family.lse) if op.returns_residual_lse(args) else axes["output"]
     return Letters(
         op=op,
         arguments=arguments,
         record=axes,
-        outputs=(outputs,) if isinstance(outputs, str) else outputs,
+        outputs=(first, *lse, *others),
+        results=results,
         shardable=op.family.shardable_of(record),
         aligned=op.family.aligned_of(record),
         sizes=_sizes(arguments, args),
@@ -170,7 +176,7 @@ def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: 
     """
     letters = letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
-    parts = jax.tree.map(lambda own: _spec(own, split), letters.record["output"])
+    parts = jax.tree.map(lambda own: _spec(own, split), letters.results)
 
     def whole(mesh: Any, args: Any) -> Any:
         return op.finish(args, _mapped(letters, op.lower(args), mesh, split, parts, run))

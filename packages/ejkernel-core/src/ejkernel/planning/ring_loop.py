@@ -115,6 +115,7 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
             residuals=SoftmaxResiduals(lse=ring.stripe(pullback.residuals.lse, 2)),
             output=ring.stripe(pullback.output, 1),
             cotangent=ring.stripe(pullback.cotangent, 1),
+            lse_cotangent=None if pullback.lse_cotangent is None else ring.stripe(pullback.lse_cotangent, 2),
             wanted=wanted - {"softmax_aux"},
         )
         grads = _step_gradients(local, config, kernel, ring)
@@ -204,11 +205,13 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
 
     def grads_of(step: Step | ZigzagStep, load: Load) -> Gradients:
         lse, output, cotangent = pullback.residuals.lse, pullback.output, pullback.cotangent
+        of_lse = pullback.lse_cotangent
         part = Pullback(
             record=step.record,
             residuals=SoftmaxResiduals(lse=step.take(lse, 2)),
             output=step.take(output, 1),
             cotangent=step.take(cotangent, 1),
+            lse_cotangent=None if of_lse is None else step.take(of_lse, 2),
             wanted=pullback.wanted,
         )
         made = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
@@ -244,7 +247,7 @@ def _kept(grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, lo
 
 
 def _of_sinks(pullback: Pullback) -> jax.Array:
-    """`-sum_i exp(sink - lse_i) <cotangent_i, output_i>`, [H]."""
+    """`-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`, [H]."""
     dtype = accumulator(pullback.record)
     output = pullback.output.astype(dtype)
     # An output of nothing, as padding has, gives nothing, whatever its cotangent holds.

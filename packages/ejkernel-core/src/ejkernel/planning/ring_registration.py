@@ -42,7 +42,7 @@ def _requires(tiled: Requires) -> Requires:
     def extra(record: RingAttention) -> Iterator[str]:
         yield from dict.fromkeys(_step_refusals(record, tiled))
 
-    fields = frozenset(field.name for field in dataclasses.fields(RingAttention))
+    fields = {field.name for field in dataclasses.fields(RingAttention)} | {"lse_cotangent"}
     return dataclasses.replace(tiled, handles=tiled.handles & fields, extra=extra)
 
 

@@ -44,6 +44,12 @@ FACES = {
 SCORE_ROWS = 64
 """Rows of a tile of scores where sequences have many query rows."""
 
+MANY_ROWS = 128
+"""Rows of a tile of scores where they have more, heads are at most 128 wide and numbers have 16 bits."""
+
+PREFILL = ((64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 2))
+"""Key tile, warps and stages for tiles of `MANY_ROWS`, the fastest on an H200 first."""
+
 SMALL_LATENT = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
 LATENT_FEW = ((64, 4, 3, 1), *SMALL_LATENT)
 LATENT_SOME = ((64, 8, 3, 1), *SMALL_LATENT)
@@ -59,7 +65,9 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     """Tile sizes for a record on a device: many rows a tile where sequences have many, else as few as can be."""
     if record.latent is not None:
         return _latent_candidates(record, device)[0]
-    wide = record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
+    if _score_rows(record) == MANY_ROWS:
+        return _prefill_candidates(record, device)[0]
+    wide = _is_wide(record)
     block_kv = 32 if wide else 64
     sized = _sized(record, device, block_kv, 4, 2 if wide else 3)
     whole = paged_cache.page_size(record) % sized.block_kv == 0
@@ -74,6 +82,8 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     """Tile sizes worth measuring for a record on a device."""
     if record.latent is not None:
         return _latent_candidates(record, device)
+    if _score_rows(record) == MANY_ROWS:
+        return _prefill_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
     sized = [_sized(record, device, *option) for option in options]
     return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=whole) for x in sized for whole in (False, True)))
@@ -96,11 +106,35 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     return tuple(dict.fromkeys(fitting))
 
 
+def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
+    """Tile sizes for sequences with many query rows, the best guess first."""
+    size = record.query.shape[-1] * record.query.dtype.itemsize
+    fits = lambda keys, stages: (MANY_ROWS + 2 * keys * stages) * size <= chip_of(device).shared_memory  # noqa: E731
+    sized = [_sized(record, device, *x) for x in PREFILL if fits(x[0], x[2])] or [_sized(record, device, 32, 8, 1)]
+    page = paged_cache.page_size(record)
+    return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page % x.block_kv == 0) for x in sized))
+
+
+def _is_wide(record: PagedAttention) -> bool:
+    """Whether tiles of 64 keys are too large for the pipeline."""
+    return record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
+
+
+def _average_rows(record: PagedAttention) -> int:
+    """Query rows of a sequence."""
+    return 1 if record.query_start is None else -(-record.query.shape[0] // max(1, record.kv_lens.shape[0]))
+
+
+def _score_rows(record: PagedAttention) -> int:
+    """Most rows of a tile of scores."""
+    # Twice as many, so that batches of decoding sequences with a few long ones among them keep the smaller tiles.
+    many = _average_rows(record) * group_of(record) >= 2 * MANY_ROWS
+    return MANY_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
+
+
 def _query_rows(record: PagedAttention) -> int:
     """Query rows of a tile."""
-    rows, group = record.query.shape[0], group_of(record)
-    average = 1 if record.query_start is None else -(-rows // max(1, record.kv_lens.shape[0]))
-    wanted = min(average, max(1, SCORE_ROWS // group))
+    wanted = min(_average_rows(record), max(1, _score_rows(record) // group_of(record)))
     return 1 << (wanted - 1).bit_length()
 
 

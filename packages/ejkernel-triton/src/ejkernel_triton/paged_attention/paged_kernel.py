@@ -47,6 +47,70 @@ from ejkernel_triton.paged_attention.paged_tile import (
 
 
 @triton.jit
+def attend_tile(
+    acc,
+    tail,
+    row_max,
+    row_sum,
+    q,
+    q_rotary,
+    keys,
+    values,
+    tables,
+    sequence,
+    position,
+    context,
+    low,
+    high,
+    head,
+    tile,
+    slopes,
+    qq_bias,
+    CUT: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """One step of the online softmax: the keys and values of a tile. Without CUT, every row sees all keys there are."""
+    M: tl.constexpr = spec.M
+    m = tl.arange(0, M)
+    d = tl.arange(0, spec.BD)
+    dv = tl.arange(0, spec.BV)
+    r = tl.arange(0, spec.BR)
+    k_head = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
+    v_head = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
+    k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
+    # Pages outside of the sequence are never read: whatever lies there, NaN too, is not of this call.
+    page, there = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
+    k_tile = load_rows(k_head, page, tile, k, there, d, d < spec.D - spec.ROTARY, False, spec)
+    products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
+    if spec.ROTARY > 0:
+        r_tile = load_rows(v_head, page, tile, k, there, r, r < spec.ROTARY, True, spec)
+        products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
+    scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
+    allowed = there[None, :] & (m < spec.M)[:, None]
+    if CUT:
+        if spec.RIGHT is not None:
+            allowed = allowed & (k[None, :] <= (position + m // spec.G + spec.RIGHT)[:, None])
+        if spec.LEFT is not None:
+            allowed = allowed & (k[None, :] >= (position + m // spec.G - spec.LEFT)[:, None])
+    scores = tl.where(allowed, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = finite(new_max)
+    p = tl.exp2(scores - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    if spec.LATENT > 0:
+        # The tile in shared memory is both operands: a latent vector is read once.
+        v_tile = value_operand(k_tile, spec)
+    else:
+        v_tile = load_rows(v_head, page, tile, k, there, dv, dv < spec.DV, True, spec)
+        v_tile = value_operand(v_tile, spec)
+    acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
+    if spec.TAIL:
+        tail = add_dot(tail * alpha[:, None], p.to(v_tile.dtype), value_operand(r_tile, spec), spec)
+    return acc, tail, new_max, row_sum
+
+
+@triton.jit
 def attend(
     q,
     q_rotary,
@@ -67,53 +131,42 @@ def attend(
         acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in powers of two. `tail` holds values
         of rotary columns, if those are values.
     """
-    sequence, position, context = tl.load(work + SEQUENCE), tl.load(work + POSITION), tl.load(work + CONTEXT)
-    low, high = tl.load(work + LOW), tl.load(work + HIGH)
     M: tl.constexpr = spec.M
     BV: tl.constexpr = spec.BV
     BR: tl.constexpr = spec.BR
-    m = tl.arange(0, M)
-    d = tl.arange(0, spec.BD)
-    dv = tl.arange(0, BV)
+    sequence, position, context = tl.load(work + SEQUENCE), tl.load(work + POSITION), tl.load(work + CONTEXT)
+    low, high = tl.load(work + LOW), tl.load(work + HIGH)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
     tail = tl.zeros([M, BR], tl.float32)
-    r = tl.arange(0, BR)
-    k_head = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
-    v_head = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
     begin = low // spec.BLOCK_KV + first
-    for tile in tl.range(begin, begin + count):
-        k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
-        # Pages outside of the sequence are never read: whatever lies there, NaN too, is not of this call.
-        page, there = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
-        k_tile = load_rows(k_head, page, tile, k, there, d, d < spec.D - spec.ROTARY, False, spec)
-        products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
-        if spec.ROTARY > 0:
-            r_tile = load_rows(v_head, page, tile, k, there, r, r < spec.ROTARY, True, spec)
-            products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
-        scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
-        allowed = there[None, :] & (m < spec.M)[:, None]
-        if spec.RIGHT is not None:
-            allowed = allowed & (k[None, :] <= (position + m // spec.G + spec.RIGHT)[:, None])
+    inside, outside = begin, begin
+    if spec.CLEAR:
+        # Tiles of which every row sees every key come first, without comparisons of rows and keys; the others, at the
+        # ends of the range, follow. The order of tiles is free.
+        from_all, to_all = low, high
         if spec.LEFT is not None:
-            allowed = allowed & (k[None, :] >= (position + m // spec.G - spec.LEFT)[:, None])
-        scores = tl.where(allowed, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = finite(new_max)
-        p = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(row_max - shift)
-        row_sum = row_sum * alpha + tl.sum(p, 1)
-        if spec.LATENT > 0:
-            # The tile in shared memory is both operands: a latent vector is read once.
-            v_tile = value_operand(k_tile, spec)
-        else:
-            v_tile = load_rows(v_head, page, tile, k, there, dv, dv < spec.DV, True, spec)
-            v_tile = value_operand(v_tile, spec)
-        acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
-        if spec.TAIL:
-            tail = add_dot(tail * alpha[:, None], p.to(v_tile.dtype), value_operand(r_tile, spec), spec)
-        row_max = new_max
+            from_all = tl.maximum(low, position + spec.BLOCK_Q - 1 - spec.LEFT)
+        if spec.RIGHT is not None:
+            to_all = tl.minimum(high, position + spec.RIGHT + 1)
+        inside = tl.minimum(tl.maximum((from_all + spec.BLOCK_KV - 1) // spec.BLOCK_KV, begin), begin + count)
+        outside = tl.minimum(tl.maximum(to_all // spec.BLOCK_KV, inside), begin + count)
+        for tile in tl.range(inside, outside):
+            acc, tail, row_max, row_sum = attend_tile(
+                acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
+                low, high, head, tile, slopes, qq_bias,
+                False, spec,
+            )  # fmt: skip
+    for number in tl.range(begin, begin + count - (outside - inside)):
+        tile = number
+        if spec.CLEAR:
+            tile = tl.where(number < inside, number, number + (outside - inside))
+        acc, tail, row_max, row_sum = attend_tile(
+            acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
+            low, high, head, tile, slopes, qq_bias,
+            True, spec,
+        )  # fmt: skip
     return acc, tail, row_max, row_sum
 
 

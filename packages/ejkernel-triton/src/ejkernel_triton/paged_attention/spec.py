@@ -11,7 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.paged_attention.config import PagedForward
+from ejkernel_triton.paged_attention.config import MANY_ROWS, PagedForward
 from ejkernel_triton.paged_attention.groups import group_of
 
 LOG2E = math.log2(math.e)
@@ -50,6 +50,7 @@ class PagedSpec:
         M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
         BLOCK_KV: Keys of a tile.
         WHOLE: Whether a tile lies in one page, of which it reads the number once.
+        CLEAR: Whether key tiles that every row of a tile sees have a loop of their own.
         ENTRIES: Entries of the work list.
         CAPACITY: Tokens of the longest sequence that the tables describe.
         PACKED: Whether sequences have any number of query rows, not one each.
@@ -100,6 +101,7 @@ class PagedSpec:
     M: int
     BLOCK_KV: int
     WHOLE: bool
+    CLEAR: bool
     ENTRIES: int
     CAPACITY: int
     PACKED: bool
@@ -192,6 +194,8 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         M=padded(config.block_q * group),
         BLOCK_KV=config.block_kv,
         WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
+        # A tile of few rows waits for memory, whatever it compares.
+        CLEAR=config.block_q * group >= (16 if interpreting() else MANY_ROWS),
         ENTRIES=entries,
         CAPACITY=paged_cache.capacity(record),
         PACKED=record.query_start is not None,

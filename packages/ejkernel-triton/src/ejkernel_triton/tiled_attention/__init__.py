@@ -10,7 +10,7 @@ from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_triton.requirements import triton_requires
 from ejkernel_triton.tiled_attention import tiles
 
-HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern"}
+HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 

@@ -1,6 +1,6 @@
 """Backward pass of tiled softmax attention in Triton, without atomic additions.
 
-With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i = <do_i, o_i> - dlse_i:
 
     dv_j    = sum_i dropout_ij p_ij do_i
     ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i)
@@ -10,7 +10,8 @@ With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 
 An output that is not normalised has p = exp(s - row_max) instead, ds_ij = p_ij dp_ij - [j = argmax_i] delta_i and no
-gradient of the sink. Delta and the sink's gradient are sums over rows that XLA is left to do.
+gradient of the sink; its lse is differentiated in a pass of its own. Delta and the sink's gradient are sums over rows
+that XLA is left to do.
 """
 
 import math
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
+from ejkernel.families.tiled_attention import TiledAttention, added_up, less_lse_cotangent, sinks_gradient
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
@@ -44,8 +45,11 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
+    if pullback.lse_cotangent is not None and not pullback.record.normalize_output:
+        return added_up(backward, pullback, params)
     (keys, queries), record, wanted = backward_tiles(params), padding_as_segments(pullback.record), pullback.wanted
-    rows = _rows(pullback, record)
+    delta = _products(pullback, record)
+    rows = _rows(pullback, record, delta)
     gradients: Gradients = {}
     if wanted & {"key", "value"}:
         gradients |= _of_keys(record, rows, keys, wanted & {"key", "value"})
@@ -54,19 +58,30 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
     if "bias" in wanted:
         gradients["bias"] = _of_bias(record, rows, queries)
     if "softmax_aux" in wanted:
-        gradients["softmax_aux"] = sinks_gradient(pullback, rows[2])
+        gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     return {name: gradients[name] for name in sorted(wanted)}
 
 
-def _rows(pullback: Pullback, record: TiledAttention) -> tuple[Any, ...]:
+def _products(pullback: Pullback, record: TiledAttention) -> jax.Array:
+    """<do, o> of every row, [B, H, T]."""
+    cotangent = pullback.cotangent.astype(record.query.dtype)
+    products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    return _without_padding(products, record)
+
+
+def _without_padding(x: jax.Array, record: TiledAttention) -> jax.Array:
+    """[B, H, T] with zeros for padding, whose cotangents may be anything."""
+    return x if record.q_segment_ids is None else jnp.where(record.q_segment_ids[:, None] >= 0, x, 0)
+
+
+def _rows(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple[Any, ...]:
     """What the kernels read of every query beside itself: cotangent, shift of its scores in powers of 2, delta, argmax.
 
     All but the cotangent are [B, H, T].
     """
     residuals, cotangent = pullback.residuals, pullback.cotangent.astype(record.query.dtype)
-    delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    if record.q_segment_ids is not None:  # padding's cotangent may be anything
-        delta = jnp.where(record.q_segment_ids[:, None] >= 0, delta, 0)
+    if pullback.lse_cotangent is not None:
+        delta = _without_padding(less_lse_cotangent(delta, pullback), record)
     shift = residuals.lse if record.normalize_output else residuals.row_max
     # What a bias hides altogether has the least number there is.
     shift = jnp.maximum(jnp.where(shift == -jnp.inf, 0, shift) * LOG2E, LOWEST)

@@ -16,6 +16,7 @@ IMPLEMENTATIONS = (
         gradients=frozenset({"lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias"}),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
+            symbolic=True,
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset(OPTIONAL),
         ),

@@ -15,6 +15,7 @@ IMPLEMENTATIONS = (
         gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
+            symbolic=True,
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset(
                 {
@@ -28,6 +29,7 @@ IMPLEMENTATIONS = (
                     "causal",
                     "sliding_window",
                     "logits_soft_cap",
+                    "lse_cotangent",
                 }
             ),
         ),

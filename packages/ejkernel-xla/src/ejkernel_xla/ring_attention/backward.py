@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.tiled_attention import SoftmaxResiduals
+from ejkernel.families.tiled_attention import SoftmaxResiduals, less_lse_cotangent
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import (
     Load,
@@ -52,6 +52,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
         residuals=SoftmaxResiduals(lse=ring.stripe(pullback.residuals.lse, 2)),
         output=ring.stripe(pullback.output, 1),
         cotangent=ring.stripe(pullback.cotangent, 1),
+        lse_cotangent=None if pullback.lse_cotangent is None else ring.stripe(pullback.lse_cotangent, 2),
     )
     grads = _around(local, params, ring)
     if "softmax_aux" in pullback.wanted:
@@ -94,7 +95,7 @@ def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> 
 
 
 def _sink_gradient(pullback: Pullback) -> jax.Array:
-    """`-sum_i exp(sink - lse_i) <cotangent_i, output_i>`, [H]."""
+    """`-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`, [H]."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
     output = pullback.output.astype(dtype)
     # An output of nothing, as padding has, gives nothing, whatever its cotangent holds.
@@ -102,4 +103,4 @@ def _sink_gradient(pullback: Pullback) -> jax.Array:
     lse = pullback.residuals.lse
     sinks = record.softmax_aux.astype(dtype)[:, None]
     share = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
-    return -jnp.sum(share * delta, axis=(0, 2))
+    return -jnp.sum(share * less_lse_cotangent(delta, pullback), axis=(0, 2))

@@ -1,6 +1,6 @@
 """Backward pass of tiled softmax attention, by recomputation of the scores (Dao et al. 2022).
 
-With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i = <do_i, o_i> - dlse_i:
 
     dv_j    = sum_i dropout_ij p_ij do_i
     dp_ij   = dropout_ij <do_i, v_j>
@@ -11,7 +11,7 @@ With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 
 An output that is not normalised has p = exp(s - row_max) instead, ds_ij = p_ij dp_ij - [j = argmax_i] delta_i and no
-gradient of the sink: subtracting the maximum is part of its meaning.
+gradient of the sink: subtracting the maximum is part of its meaning. Its lse is differentiated in a pass of its own.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _compat
-from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.tiled_attention import TiledAttention, added_up
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, add, make_plan
 from ejkernel_xla.tiled_attention.forward import finite
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         query: [b, h, g, t, d], as `load_query` gives it.
         cotangent: [b, h, g, t, v] of the output.
         shift: [b, h, g, t], subtracted from the scores: lse, or the maximum of outputs that are not normalised.
-        delta: [b, h, g, t], <cotangent, output>.
+        delta: [b, h, g, t], <cotangent, output>, less the cotangent of lse.
         argpeak: [b, h, g, t] int32, key of the maximum; None for normalised outputs.
         dropout: uint32 [b, h, g, t] row keys, or None.
     """
@@ -78,6 +78,8 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     record = pullback.record
+    if pullback.lse_cotangent is not None and not record.normalize_output:
+        return added_up(backward, pullback, params)
     fields = {name: getattr(record, name) for name in sorted(pullback.wanted)}
     # The query's gradient is complete after its tile; the others are sums over query tiles.
     grads = {
@@ -126,9 +128,18 @@ def _load(pullback: Pullback, plan: Plan, at: Cursor) -> Rows:
     if plan.queries.ragged:  # rows that an earlier tile had contribute nothing again
         cotangent = jnp.where(plan.queries.fresh(at.tile)[:, None], cotangent, 0)
     delta = jnp.sum(cotangent.astype(dtype) * output.astype(dtype), axis=-1)
+    if pullback.lse_cotangent is not None:
+        delta = delta - _load_lse_cotangent(pullback, plan, at)
     shift = load_heads(residuals.lse if record.normalize_output else residuals.row_max, plan, at)
     argpeak = None if record.normalize_output else load_heads(residuals.row_argmax, plan, at)
     return Rows(query, cotangent, finite(shift), delta, argpeak, dropout_rows(record, plan, at))
+
+
+def _load_lse_cotangent(pullback: Pullback, plan: Plan, at: Cursor) -> jax.Array:
+    """[b, h, g, t]; 0 for rows with nothing to attend, and for those that an earlier tile had."""
+    cotangent, lse = (load_heads(x, plan, at) for x in (pullback.lse_cotangent, pullback.residuals.lse))
+    counted = lse > -jnp.inf
+    return jnp.where(counted & plan.queries.fresh(at.tile) if plan.queries.ragged else counted, cotangent, 0)
 
 
 def _key_tile(

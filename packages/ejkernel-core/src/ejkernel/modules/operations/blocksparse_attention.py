@@ -15,6 +15,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import blocksparse_attention as cases
 from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -55,11 +56,13 @@ class BlockSparseAttentionArguments:
     causal: bool = static(True)
     fused_backward: bool = static(False)
     purify: bool = static(False)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         _refuse(self.qkv_layouts, self.sequence_parallelism_mesh_axis_name)
         scale, cap, chunk = self.softmax_scale, self.logits_soft_cap, self.chunk_size
         canonical = {
+            "return_lse": as_flag("return_lse", self.return_lse),
             "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "mask_builder": _built(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
@@ -131,12 +134,13 @@ def blocksparse_attention(
     causal: bool = True,
     fused_backward: bool = False,
     purify: bool = False,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: BlockSparseAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b h t v"]:
+) -> Float[Array, "b h t v"] | WithLse:
     """Softmax attention over a pattern that is known when the call is traced; tiles without a pair are not visited.
 
     Shape letters: B batch, H query heads, Hk KV heads, T queries, S keys, D head size, V value size: heads come before
@@ -172,9 +176,12 @@ def blocksparse_attention(
             first token of each side (top-left), unless `mask_info` gives them; then indices restrict nothing.
         fused_backward: Whether one sweep computes all gradients. Every implementation here does so either way.
         purify: Whether rows of padding are set to 0. They are either way.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [B, H, T, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -288,14 +295,16 @@ def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: i
     return packing.both_ids((record.q_segment_ids, record.kv_segment_ids), (q, k))
 
 
-def finish(args: BlockSparseAttentionArguments, output: jax.Array) -> jax.Array:
+def finish(args: BlockSparseAttentionArguments, value: Any) -> Any:
     """What the public function returns: the output with heads before tokens."""
-    return output.swapaxes(1, 2)
+    output, lse = lse_of(args, value)
+    return beside_lse(args, output.swapaxes(1, 2), lse)
 
 
-def reference(args: BlockSparseAttentionArguments) -> jax.Array:
+def reference(args: BlockSparseAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return finish(args, tiled_attention.reference(lower(args))[0])
+    output, residuals = tiled_attention.reference(lower(args))
+    return finish(args, beside_lse(args, output, residuals.lse))
 
 
 class BlockSparseAttention(Kernel[BlockSparseAttentionConfig, Array]):
@@ -323,5 +332,6 @@ OP = Op(
     },
     finish=finish,
     output="b h t v",
+    lse="b h t",
 )
 BlockSparseAttention.op = OP

@@ -10,6 +10,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import ChunkedPrefillPagedDecodeConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -52,10 +53,12 @@ class ChunkedPrefillPagedDecodeArguments:
     logits_soft_cap: float | None = static(None)
     seq_threshold_3d: int | None = static(None)
     num_par_softmax_segments: int | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             causal=as_flag("causal", self.causal),
             sliding_window=as_newest("sliding_window", self.sliding_window),
@@ -84,12 +87,13 @@ def chunked_prefill_paged_decode(
     logits_soft_cap: float | None = None,
     seq_threshold_3d: int | None = None,
     num_par_softmax_segments: int | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: ChunkedPrefillPagedDecodeConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "t h v"], Float[Array, "p s g d"], Float[Array, "p s g v"]]:
+) -> tuple[Float[Array, "t h v"], Float[Array, "p s g d"], Float[Array, "p s g v"]] | WithLse:
     """Writes the new tokens of many sequences into their pages, then attends (Kwon et al. 2023, arXiv:2309.06180).
 
     `unified_attention` after a write: row i of q of sequence n, `query_start_loc[n] + i`, is the token at position
@@ -119,9 +123,12 @@ def chunked_prefill_paged_decode(
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
         num_par_softmax_segments: Independent partial softmaxes a sequence (tuning); likewise.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, Dv] in queries' dtype, where rows that belong to no sequence are 0; the key cache and the value cache.
+        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -180,9 +187,9 @@ def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
     )
 
 
-def finish(args: ChunkedPrefillPagedDecodeArguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def finish(args: ChunkedPrefillPagedDecodeArguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns: the output and the caches."""
-    return output[0], output[2], output[3]
+    return beside_lse(args, output[0], output[1], output[2], output[3])
 
 
 def configure(
@@ -193,7 +200,7 @@ def configure(
     return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
-def reference(args: ChunkedPrefillPagedDecodeArguments) -> tuple[jax.Array, ...]:
+def reference(args: ChunkedPrefillPagedDecodeArguments) -> Any:
     """The operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
@@ -228,6 +235,7 @@ OP = Op(
     },
     finish=finish,
     output=("t h v", "p s g d", "p s g v"),
+    lse="t h",
     configure=configure,
 )
 ChunkedPrefillPagedDecode.op = OP

@@ -10,6 +10,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_keys import paged_call
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
@@ -56,11 +57,13 @@ class FlashAttentionArguments:
     normalize_output: bool = static(True)
     precision: Any = static(None)
     logits_dtype: Any = static(jnp.float32)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
         dropout = as_number("dropout_prob", self.dropout_prob, least=0, below=1)
         canonical = {
+            "return_lse": as_flag("return_lse", self.return_lse),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "dropout_prob": dropout,
             "causal": as_flag("causal", self.causal),
@@ -101,12 +104,13 @@ def flash_attention(
     normalize_output: bool = True,
     precision: Any = None,
     logits_dtype: Any = jnp.float32,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: FlashAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t h v"]:
+) -> Float[Array, "b t h v"] | WithLse:
     """Softmax attention, computed tile by tile (Dao et al. 2022, arXiv:2205.14135).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
@@ -142,9 +146,12 @@ def flash_attention(
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
         logits_dtype: Floating dtype that scores are rounded to before the softmax; float32 and wider round nothing.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -279,9 +286,10 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
     return (*ids, *(places if bounded else (None, None)))
 
 
-def reference(args: FlashAttentionArguments) -> jax.Array:
+def reference(args: FlashAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return tiled_attention.reference(lower(args))[0]
+    output, residuals = tiled_attention.reference(lower(args))
+    return beside_lse(args, output, residuals.lse)
 
 
 def _route(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
@@ -344,6 +352,7 @@ OP = Op(
     },
     make_inputs=cases.make_inputs,
     route=_route,
+    lse="b h t",
     axes={
         "query": "b t h d",
         "key": "b s g d",

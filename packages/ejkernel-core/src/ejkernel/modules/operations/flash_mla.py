@@ -21,6 +21,7 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     settle,
     widened,
 )
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
     as_flag,
@@ -60,11 +61,13 @@ class FlashMLAArguments:
     dropout_prob: float = static(0.0)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     softmax_dtype: Any = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
             causal=as_flag("causal", self.causal),
             logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
@@ -105,12 +108,13 @@ def flash_mla(
     dropout_prob: float = 0.0,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_dtype: Any = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: FlashMLAConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t h v"]:
+) -> Float[Array, "b t h v"] | WithLse:
     """Self-attention whose keys and values are projections of a latent vector (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     Shape letters: B batch, T tokens, H query heads, Hk KV heads, R latent size, Dn and Dr sizes of a key without and
@@ -156,9 +160,12 @@ def flash_mla(
             None on a side leaves it open.
         softmax_dtype: Floating dtype that scores are rounded to before the softmax; None, float32 and wider ones round
             nothing.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [B, T, H, Dv] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -253,10 +260,11 @@ def _for_heads(x: jax.Array, heads: int) -> jax.Array:
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], heads, x.shape[2]))
 
 
-def reference(args: FlashMLAArguments) -> jax.Array:
+def reference(args: FlashMLAArguments) -> Any:
     """The operation's meaning in plain jnp; keys and values are not rounded to the arguments' dtype."""
     with jax.default_matmul_precision("highest"):
-        return tiled_attention.reference(lower(widened(args)))[0].astype(args.query.dtype)
+        output, residuals = tiled_attention.reference(lower(widened(args)))
+    return beside_lse(args, output.astype(args.query.dtype), residuals.lse)
 
 
 class FlashMLA(Kernel[FlashMLAConfig, Array]):
@@ -275,6 +283,7 @@ OP = Op(
     cases=cases.cases(FlashMLAArguments),
     tolerance=flash_attention.OP.tolerance,
     make_inputs=cases.make_inputs,
+    lse="b h t",
     axes={
         "query": "b t h d",
         "key_value": "b s r",

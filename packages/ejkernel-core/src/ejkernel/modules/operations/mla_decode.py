@@ -19,7 +19,8 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     settle,
     widened,
 )
-from ejkernel.modules.operations.shared.shapes import as_number, as_window, check_dtype, check_shape
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
+from ejkernel.modules.operations.shared.shapes import as_flag, as_number, as_window, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -42,11 +43,13 @@ class MLADecodeArguments:
     softmax_aux: jax.Array | None = None
     logits_soft_cap: float | None = static(None)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
             logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
             sliding_window=as_window("sliding_window", self.sliding_window),
@@ -69,12 +72,13 @@ def mla_decode(
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: MLADecodeConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b h v"]:
+) -> Float[Array, "b h v"] | WithLse:
     """One query a row against a cache of latent vectors, absorbed (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     The last row of a causal `flash_mla` of form (b), up to rounding, without its keys and values: with the query
@@ -107,9 +111,12 @@ def mla_decode(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`, inclusive, as in `flash_mla`: keys from
             `q - left` on.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [B, H, Dv] in query's dtype. Rows of length 0 are 0.
+        With `return_lse`, lse [B, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -181,22 +188,26 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
     )
 
 
-def finish(args: MLADecodeArguments, output: jax.Array) -> jax.Array:
+def finish(args: MLADecodeArguments, value: Any) -> Any:
     """What the public function returns, from latent outputs [B, 1, H, R or R + Dr]."""
+    output, lse = lse_of(args, value)
     batch, _, heads, _ = output.shape
     size, kv_heads, values = args.w_vc.shape
     wide = jnp.promote_types(output.dtype, jnp.float32)
     latent = output[..., :size].reshape(batch, kv_heads, -1, size)
     exact: Any = {"precision": product_precision(output.dtype), "preferred_element_type": wide}
     expanded = jnp.einsum("bghr,rgv->bghv", latent, args.w_vc, **exact)
-    return expanded.reshape(batch, heads, values).astype(args.query.dtype)
+    output = expanded.reshape(batch, heads, values).astype(args.query.dtype)
+    return beside_lse(args, output, None if lse is None else lse[:, :, 0])
 
 
-def reference(args: MLADecodeArguments) -> jax.Array:
+def reference(args: MLADecodeArguments) -> Any:
     """The operation's meaning in plain jnp; absorbed queries and latent outputs are not rounded to their dtype."""
     wide = widened(args)
     with jax.default_matmul_precision("highest"):
-        return finish(wide, tiled_attention.reference(lower(wide))[0]).astype(args.query.dtype)
+        output, residuals = tiled_attention.reference(lower(wide))
+        output, lse = lse_of(args, finish(wide, beside_lse(args, output, residuals.lse)))
+    return beside_lse(args, output.astype(args.query.dtype), lse)
 
 
 class MLADecode(Kernel[MLADecodeConfig, Array]):
@@ -225,5 +236,6 @@ OP = Op(
     },
     finish=finish,
     output="b h v",
+    lse="b h",
 )
 MLADecode.op = OP

@@ -10,6 +10,7 @@ from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -22,6 +23,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     settle,
 )
 from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -55,10 +57,12 @@ class MultiLatentRaggedPageAttentionArguments:
     q_scale: float | None = static(None)
     k_scale: float | None = static(None)
     v_scale: float | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             sliding_window=as_newest("sliding_window", self.sliding_window),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
@@ -86,12 +90,13 @@ def multi_latent_ragged_page_attention(
     q_scale: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: MultiLatentRaggedPageAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]]:
+) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]] | WithLse:
     """Absorbed latent attention over a cache of pages, after writing new tokens (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     A token has one row in the cache, which all query heads share: its latent vector, from which a model reads keys and
@@ -135,9 +140,12 @@ def multi_latent_ragged_page_attention(
             scores are multiplied by it.
         k_scale: Factor on the scores, by which rows were divided before they were stored.
         v_scale: Factor on the output, by which rows were divided.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, R] in the queries' dtype, where rows that belong to no sequence are 0, and the cache.
+        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -224,12 +232,12 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
     )
 
 
-def finish(args: MultiLatentRaggedPageAttentionArguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+def finish(args: MultiLatentRaggedPageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns: the output, and the cache in its own shape."""
-    return output[0], output[2].reshape(args.kv_cache.shape)
+    return beside_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
 
 
-def reference(args: MultiLatentRaggedPageAttentionArguments) -> tuple[jax.Array, jax.Array]:
+def reference(args: MultiLatentRaggedPageAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
@@ -266,5 +274,6 @@ OP = Op(
     axes=AXES,
     finish=finish,
     output=("t h v", "p s k d"),
+    lse="t h",
 )
 MultiLatentRaggedPageAttention.op = OP

@@ -9,6 +9,7 @@ import ejkernel.modules.operations.multi_latent_ragged_page_attention as first
 from ejkernel.families import paged_attention
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionV2Config
+from ejkernel.modules.operations.shared.lse import WithLse
 from ejkernel.modules.operations.shared.paged_arguments import TOLERANCE
 from ejkernel.ops.arguments import arguments
 from ejkernel.ops.execution.kernel import Kernel
@@ -40,12 +41,13 @@ def multi_latent_ragged_page_attention_v2(
     q_scale: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: MultiLatentRaggedPageAttentionV2Config | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]]:
+) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]] | WithLse:
     """`multi_latent_ragged_page_attention` (DeepSeek-V2, 2024, arXiv:2405.04434) with its own configuration class.
 
     It computes the same from the same arguments, with the same kernels. The configuration can name tiles for each part
@@ -68,9 +70,12 @@ def multi_latent_ragged_page_attention_v2(
         q_scale: Queries are divided by it and rounded to the cache's dtype.
         k_scale: Factor on the scores.
         v_scale: Factor on the output.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, R] in the queries' dtype, and the cache.
+        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -110,5 +115,6 @@ OP = Op(
     axes=first.AXES,
     finish=first.finish,
     output=first.OP.output,
+    lse=first.OP.lse,
 )
 MultiLatentRaggedPageAttentionV2.op = OP

@@ -10,6 +10,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -54,10 +55,12 @@ class PageAttentionArguments:
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     softmax_aux: jax.Array | None = None
     kv_layout: str = static("pshd")
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             attn_scale=as_scale("attn_scale", self.attn_scale),
             max_context_len=as_count("max_context_len", self.max_context_len),
             num_splits=as_count("num_splits", self.num_splits, least=0) or None,
@@ -90,12 +93,13 @@ def page_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] = "pshd",
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"]:
+) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"] | WithLse:
     """Attention of the newest token of every sequence over its cached keys (Kwon et al. 2023, arXiv:2309.06180).
 
     Shape letters: N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size. The token at
@@ -124,9 +128,12 @@ def page_attention(
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [N, H, Dv] in query's dtype; [N, 1, H, Dv] for a query of rank 4.
+        With `return_lse`, lse [N, H] (or [N, 1, H]) behind the output: float32 (float64 for float64),
+        natural logarithm, -inf where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -181,9 +188,10 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
     )
 
 
-def finish(args: PageAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+def finish(args: PageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns: the output, with the query's axes."""
-    return output[0][:, None] if args.query.ndim == 4 else output[0]
+    found = (x[:, None] if args.query.ndim == 4 else x for x in output[:2])
+    return beside_lse(args, *found)
 
 
 def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> PageAttentionConfig | None:
@@ -198,7 +206,7 @@ def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> 
     )
 
 
-def reference(args: PageAttentionArguments) -> jax.Array:
+def reference(args: PageAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
@@ -229,6 +237,7 @@ OP = Op(
     finish=finish,
     axes_of=lambda args: cache_axes(args.kv_layout),
     output="r h v",
+    lse="r h",
     configure=configure,
 )
 PageAttention.op = OP

@@ -11,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -24,6 +25,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_query,
     settle,
 )
+from ejkernel.modules.operations.shared.shapes import as_flag
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -46,10 +48,12 @@ class PrefillPageAttentionArguments:
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     softmax_aux: jax.Array | None = None
     kv_layout: str = static("hpsd")
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             mask_value=as_mask_value("mask_value", self.mask_value),
             attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
@@ -72,12 +76,13 @@ def prefill_page_attention(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] = "hpsd",
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: PrefillPageAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "t h v"]:
+) -> Float[Array, "t h v"] | WithLse:
     """Causal attention of a sequence's newest C tokens over its cached keys (Kwon et al. 2023, arXiv:2309.06180).
 
     Shape letters: C tokens of the chunk, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size.
@@ -99,9 +104,12 @@ def prefill_page_attention(
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [C, H, Dv] in query's dtype.
+        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -151,14 +159,14 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
     )
 
 
-def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns."""
-    return output[0]
+    return beside_lse(args, output[0], output[1])
 
 
-def reference(args: PrefillPageAttentionArguments) -> jax.Array:
+def reference(args: PrefillPageAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return paged_attention.reference(lower(args))[0][0]
+    return finish(args, paged_attention.reference(lower(args))[0])
 
 
 class PrefillPageAttention(Kernel[PrefillPageAttentionConfig, Array]):
@@ -187,5 +195,6 @@ OP = Op(
     finish=finish,
     axes_of=lambda args: cache_axes(args.kv_layout),
     output="t h v",
+    lse="t h",
 )
 PrefillPageAttention.op = OP

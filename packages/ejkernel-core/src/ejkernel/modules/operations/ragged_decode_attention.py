@@ -10,6 +10,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedDecodeAttentionConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -19,7 +20,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_query,
     settle,
 )
-from ejkernel.modules.operations.shared.shapes import as_window, check_not_empty, got
+from ejkernel.modules.operations.shared.shapes import as_flag, as_window, check_not_empty, got
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -40,6 +41,7 @@ class RaggedDecodeAttentionArguments:
     softmax_scale: float | None = static(None)
     sliding_window: tuple[int | None, int | None] | None = static(None)
     logits_soft_cap: float | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         window: Any = self.sliding_window
@@ -50,6 +52,7 @@ class RaggedDecodeAttentionArguments:
             )
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             sliding_window=as_window("sliding_window", window),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
@@ -68,12 +71,13 @@ def ragged_decode_attention(
     softmax_scale: float | None = None,
     sliding_window: tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedDecodeAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"]:
+) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"] | WithLse:
     """Attention of the newest token of every batch row over keys `start` to `end - 1` (Milakov & Gimelshein 2018).
 
     Shape letters: B batch rows, S keys, H query heads, Hk KV heads, D head size, Dv value size. The query's position is
@@ -93,9 +97,12 @@ def ragged_decode_attention(
         sliding_window: (left, right): keys from `end - 1 - left` to `end - 1 + right`, inclusive; None on a side leaves
             it open.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [B, H, Dv] in query's dtype; [B, 1, H, Dv] for a query of rank 4.
+        With `return_lse`, lse [B, H] (or [B, 1, H]) behind the output: float32 (float64 for float64),
+        natural logarithm, -inf where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -148,12 +155,13 @@ def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
     )
 
 
-def finish(args: RaggedDecodeAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+def finish(args: RaggedDecodeAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns: the output, with the query's axes."""
-    return output[0][:, None] if args.query.ndim == 4 else output[0]
+    found = (x[:, None] if args.query.ndim == 4 else x for x in output[:2])
+    return beside_lse(args, *found)
 
 
-def reference(args: RaggedDecodeAttentionArguments) -> jax.Array:
+def reference(args: RaggedDecodeAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
@@ -184,5 +192,6 @@ OP = Op(
     },
     finish=finish,
     output="r h v",
+    lse="r h",
 )
 RaggedDecodeAttention.op = OP

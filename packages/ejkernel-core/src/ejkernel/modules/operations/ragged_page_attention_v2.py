@@ -12,6 +12,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -58,11 +59,13 @@ class RaggedPageAttentionv2Arguments:
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     mask_value: float | None = static(None)
     vmem_limit_bytes: int | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         dtype = self.compute_dtype
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
@@ -91,12 +94,13 @@ def ragged_page_attention_v2(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     mask_value: float | None = None,
     vmem_limit_bytes: int | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedPageAttentionv2Config | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "t h d"]:
+) -> Float[Array, "t h d"] | WithLse:
     """Causal attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n
@@ -123,9 +127,12 @@ def ragged_page_attention_v2(
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, D] in queries' dtype; rows that belong to no sequence are 0.
+        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -201,9 +208,9 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
     )
 
 
-def finish(args: RaggedPageAttentionv2Arguments, output: tuple[jax.Array, ...]) -> jax.Array:
+def finish(args: RaggedPageAttentionv2Arguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns."""
-    return output[0]
+    return beside_lse(args, output[0], output[1])
 
 
 def configure(
@@ -213,9 +220,9 @@ def configure(
     return tuned(RaggedPageAttentionv2Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
-def reference(args: RaggedPageAttentionv2Arguments) -> jax.Array:
+def reference(args: RaggedPageAttentionv2Arguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return paged_attention.reference(lower(args))[0][0]
+    return finish(args, paged_attention.reference(lower(args))[0])
 
 
 class RaggedPageAttentionv2(Kernel[RaggedPageAttentionv2Config, Array]):
@@ -247,6 +254,7 @@ OP = Op(
     },
     finish=finish,
     output="t h v",
+    lse="t h",
     configure=configure,
 )
 RaggedPageAttentionv2.op = OP

@@ -11,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -27,6 +28,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -64,10 +66,12 @@ class RaggedPageAttentionv3Arguments:
     v_scale: float | None = static(None)
     vmem_limit_bytes: int | None = static(None)
     kv_layout: Layout | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             sliding_window=as_newest("sliding_window", self.sliding_window),
             logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
@@ -97,12 +101,13 @@ def ragged_page_attention_v3(
     v_scale: float | None = None,
     vmem_limit_bytes: int | None = None,
     kv_layout: Layout | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedPageAttentionv3Config | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "t h d"], Num[Array, "p s x c lanes"]]:
+) -> tuple[Float[Array, "t h d"], Num[Array, "p s x c lanes"]] | WithLse:
     """Writes the new tokens of many sequences into their pages, then attends causally (Kwon et al. 2023).
 
     Shape letters: T rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n owns
@@ -143,9 +148,12 @@ def ragged_page_attention_v3(
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
         kv_layout: `"interleaved"` or `"lanes"`; None takes the one that the cache's shape allows, and fails where it
             allows both.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, D] in queries' dtype, where rows that belong to no sequence are 0, and the cache.
+        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -248,9 +256,9 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
     )
 
 
-def finish(args: RaggedPageAttentionv3Arguments, output: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+def finish(args: RaggedPageAttentionv3Arguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns: the output, and the cache in its own shape."""
-    return output[0], output[2].reshape(args.kv_cache.shape)
+    return beside_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
 
 
 def configure(
@@ -260,7 +268,7 @@ def configure(
     return tuned(RaggedPageAttentionv3Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
-def reference(args: RaggedPageAttentionv3Arguments) -> tuple[jax.Array, jax.Array]:
+def reference(args: RaggedPageAttentionv3Arguments) -> Any:
     """The operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
@@ -294,6 +302,7 @@ OP = Op(
     },
     finish=finish,
     output=("t h v", "p s g c d"),
+    lse="t h",
     configure=configure,
 )
 RaggedPageAttentionv3.op = OP

@@ -16,6 +16,7 @@ from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.ring_placement import placement
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -52,6 +53,7 @@ class RingAttentionArguments:
     softmax_scale: float | None = static(None)
     axis_name: str | None = static(None)
     fused_backward: bool = static(False)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         if self.mask_builder is not None:
@@ -64,6 +66,7 @@ class RingAttentionArguments:
             raise ValueError(f"axis_name: got {got(axis)}, wants the name of one mesh axis, or None")
         scale, cap, chunk = self.softmax_scale, self.logits_soft_cap, self.chunk_size
         canonical = {
+            "return_lse": as_flag("return_lse", self.return_lse),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "causal": as_flag("causal", self.causal),
             "sliding_window": as_window("sliding_window", self.sliding_window),
@@ -92,12 +95,13 @@ def ring_attention(
     softmax_scale: float | None = None,
     axis_name: str | None = None,
     fused_backward: bool = False,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: RingAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t h v"]:
+) -> Float[Array, "b t h v"] | WithLse:
     """Softmax attention over a sequence spread over a mesh axis (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889).
 
     Keys and values travel from device to device while each works on those it has, so that no device ever holds more
@@ -136,9 +140,12 @@ def ring_attention(
         axis_name: Mesh axis the sequence is spread over; None where it is not.
         fused_backward: True asks for the gradients of query, key and value in one sweep over the scores. Every
             implementation here works that way in any case.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
         ValueError: A shape, dtype or value is wrong, or `axis_name` is neither bound nor an axis of a mesh; the message
@@ -262,9 +269,10 @@ def _joined(record: Record, one: Ids, other: Ids) -> Ids:
     return own[0], own[1]
 
 
-def reference(args: RingAttentionArguments) -> jax.Array:
+def reference(args: RingAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return family.reference(lower(args))[0]
+    output, residuals = family.reference(lower(args))
+    return beside_lse(args, output, residuals.lse)
 
 
 class RingAttention(Kernel[RingAttentionConfig, Array]):
@@ -297,5 +305,6 @@ OP = Op(
         "bias": "b h t k",
     },
     route=_route,
+    lse="b h t",
 )
 RingAttention.op = OP

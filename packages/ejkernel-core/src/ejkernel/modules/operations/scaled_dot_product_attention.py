@@ -14,6 +14,7 @@ from ejkernel.modules.operations.cases import flash_attention as flash_attention
 from ejkernel.modules.operations.cases import scaled_dot_product_attention as cases
 from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.shared.lse import WithLse
 from ejkernel.modules.operations.shared.shapes import got
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -37,12 +38,13 @@ class ScaledDotProductAttentionArguments:
     softmax_scale: float | None = static(None)
     causal: bool = static(False)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bias", made_bias(self.bias, self.init_bias))
         object.__setattr__(self, "init_bias", None)  # a new lambda a call would compile every call
         checked = _as_flash(self)
-        for name in ("softmax_scale", "causal", "sliding_window"):
+        for name in ("softmax_scale", "causal", "sliding_window", "return_lse"):
             object.__setattr__(self, name, getattr(checked, name))
 
 
@@ -75,6 +77,7 @@ def _as_flash(args: ScaledDotProductAttentionArguments) -> FlashAttentionArgumen
         normalize_output=True,
         precision=None,
         logits_dtype=jnp.float32,
+        return_lse=args.return_lse,
     )
 
 
@@ -92,12 +95,13 @@ def scaled_dot_product_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: ScaledDotProductAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t h v"]:
+) -> Float[Array, "b t h v"] | WithLse:
     """Softmax attention with the arguments of `jax.nn.dot_product_attention` (Vaswani et al. 2017, arXiv:1706.03762).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
@@ -124,9 +128,12 @@ def scaled_dot_product_attention(
             unless `mask_info` gives them.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
             None on a side leaves it open.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
+        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -156,9 +163,9 @@ def lower(args: ScaledDotProductAttentionArguments) -> TiledAttention:
     return flash_attention.lower(_as_flash(args))
 
 
-def reference(args: ScaledDotProductAttentionArguments) -> jax.Array:
+def reference(args: ScaledDotProductAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return tiled_attention.reference(lower(args))[0]
+    return flash_attention.reference(_as_flash(args))
 
 
 class ScaledDotProductAttention(Kernel[ScaledDotProductAttentionConfig, Array]):
@@ -177,6 +184,7 @@ OP = Op(
     cases=cases.cases(ScaledDotProductAttentionArguments),
     tolerance=flash_attention.OP.tolerance,
     make_inputs=flash_attention_cases.make_inputs,
+    lse=flash_attention.OP.lse,
     axes={name: axes for name, axes in flash_attention.OP.axes.items() if name not in ("softmax_aux", "block_tables")},
 )
 ScaledDotProductAttention.op = OP

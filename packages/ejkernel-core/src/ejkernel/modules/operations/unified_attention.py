@@ -12,6 +12,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
+from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -54,11 +55,13 @@ class UnifiedAttentionArguments:
     logits_soft_cap: float | None = static(None)
     seq_threshold_3d: int | None = static(None)
     num_par_softmax_segments: int | None = static(None)
+    return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
         prefix = self.shared_prefix
         settle(
             self,
+            return_lse=as_flag("return_lse", self.return_lse),
             shared_prefix=np.int32(prefix) if isinstance(prefix, int) else prefix,
             softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             causal=as_flag("causal", self.causal),
@@ -88,12 +91,13 @@ def unified_attention(
     logits_soft_cap: float | None = None,
     seq_threshold_3d: int | None = None,
     num_par_softmax_segments: int | None = None,
+    return_lse: bool = False,
     platform: str | None = None,
     cfg: UnifiedAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "t h v"]:
+) -> Float[Array, "t h v"] | WithLse:
     """Attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value
@@ -125,9 +129,12 @@ def unified_attention(
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
         num_par_softmax_segments: Independent partial softmaxes a sequence (tuning); likewise.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, Dv] in queries' dtype; rows that belong to no sequence are 0.
+        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        where a row has nothing to attend and no sink.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -187,9 +194,9 @@ def lower(args: UnifiedAttentionArguments) -> PagedAttention:
     )
 
 
-def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> jax.Array:
+def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """What the public function returns."""
-    return output[0]
+    return beside_lse(args, output[0], output[1])
 
 
 def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | None) -> UnifiedAttentionConfig | None:
@@ -198,9 +205,9 @@ def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | Non
     return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
-def reference(args: UnifiedAttentionArguments) -> jax.Array:
+def reference(args: UnifiedAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return paged_attention.reference(lower(args))[0][0]
+    return finish(args, paged_attention.reference(lower(args))[0])
 
 
 class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):
@@ -233,6 +240,7 @@ OP = Op(
     },
     finish=finish,
     output="t h v",
+    lse="t h",
     configure=configure,
 )
 UnifiedAttention.op = OP

@@ -10,6 +10,7 @@ from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
 from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_pallas.gpu.grouped_matmul import spec
+from ejkernel_pallas.toolchain import JAX
 
 HANDLES = frozenset({"group_offset", "transpose_rhs"})
 """Optional fields that the kernels honour."""
@@ -36,6 +37,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"lhs", "rhs"}),
             requires=Requires(
                 devices=frozenset({"nvidia"}),
+                modules=JAX,
                 min_compute_capability=9.0,
                 dtypes=frozenset({"float16", "bfloat16"}),
                 handles=HANDLES,

@@ -12,11 +12,14 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.gpu.tiled_attention import tiles
+from ejkernel_pallas.toolchain import JAX
 
-HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern"}) | SOFTMAX | DROPOUT
+HANDLES = (
+    frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
+    | SOFTMAX
+    | DROPOUT
+)
 """Optional fields that the kernels honour."""
-PATTERN_SIZES = (64, 128)
-"""Head sizes whose patterns passed the suite on a chip."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -31,26 +34,14 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"value has head size {value_size}, query has {size}: values of {tiles.VALUES[size][0]} go with that"
     if record.pattern is not None:
         yield from pattern_reasons(record)
-        if size not in PATTERN_SIZES:
-            yield f"pattern with head size {size}: checked on a chip with {' and '.join(map(str, PATTERN_SIZES))}"
     if not record.softmax_scale > 0:
         yield f"softmax_scale {record.softmax_scale} is not above zero"
-
-
-def _backward_reasons(record: Any) -> Iterable[str]:
-    """As `_reasons`; gradients of a pattern are served as far as they were checked on a chip."""
-    yield from _reasons(record)
-    if record.pattern is None:
-        return
-    if record.query.shape[3] != 128 or record.query.shape[2] != record.key.shape[2] or record.pattern.heads:
-        yield "pattern: gradients were checked on a chip for heads of 128 with keys of their own and one pattern"
-    if record.q_segment_ids is not None:
-        yield "pattern with segment ids: gradients were not checked on a chip"
 
 
 def _requires(sizes: tuple[int, ...], extra: Callable[[Any], Iterable[str]]) -> Requires:
     return Requires(
         devices=frozenset({"nvidia"}),
+        modules=JAX,
         min_compute_capability=9.0,
         dtypes=frozenset({"float16", "bfloat16"}),
         head_dims=sizes,
@@ -71,7 +62,6 @@ def implementations() -> tuple[Implementation, ...]:
             backward="ejkernel_pallas.gpu.tiled_attention.backward.run:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
             requires=_requires(tuple(tiles.VALUES), _reasons),
-            backward_requires=_requires(tuple(tiles.VALUES), _backward_reasons),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace(
                 heuristic=tiles.heuristic,

@@ -51,7 +51,7 @@ def _capped(key: jax.Array) -> dict[str, Any]:
 _TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
     ("blocks of 64", {}, lambda key: {"mask_builder": _blocks, "causal": False}),
     ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segmented),
-    ("pairs by chance, sinks", {"d": 128, "v": 128}, _sinks),
+    ("pairs by chance, sinks, lse", {"d": 128, "v": 128}, lambda key: {**_sinks(key), "return_lse": True}),
     ("patterns by head", {"d": 64}, lambda key: {"mask_builder": _by_head, "causal": False}),
     ("patterns by head, 192 and 128", {"d": 192, "v": 128}, lambda key: {"mask_builder": _by_head, "causal": False}),
     ("blocks of 64, causal, soft cap, 256", {"d": 256, "v": 256}, _capped),

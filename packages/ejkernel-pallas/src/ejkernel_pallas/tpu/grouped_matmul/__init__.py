@@ -8,6 +8,7 @@ from typing import Any
 
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.grouped_matmul import tiles
 from ejkernel_pallas.tpu.interpret import devices
 
@@ -44,7 +45,13 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=Requires(devices=devices(), dtypes=frozenset(DTYPES), handles=frozenset(OPTIONAL), extra=_reasons),
+            requires=Requires(
+                devices=devices(),
+                modules=JAX,
+                dtypes=frozenset(DTYPES),
+                handles=frozenset(OPTIONAL),
+                extra=_reasons,
+            ),
             config=ConfigSpace(
                 heuristic=tiles.heuristic,
                 candidates=tiles.candidates,

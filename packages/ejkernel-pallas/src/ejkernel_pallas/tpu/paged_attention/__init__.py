@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
 
@@ -56,6 +57,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.paged_attention.forward:forward",
             requires=Requires(
                 devices=devices(),
+                modules=JAX,
                 dtypes=frozenset({"bfloat16", "float32"}),
                 head_dims=range(1, 257),
                 handles=HANDLES,

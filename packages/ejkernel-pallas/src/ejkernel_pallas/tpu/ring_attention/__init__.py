@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.families.ring_attention import FAMILY
 from ejkernel.families.tiled_attention import MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.ring_attention import tiles
 from ejkernel_pallas.tpu.tiled_attention.tiles import FACES, TpuBackward, TpuForward
@@ -29,9 +30,10 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset(FAMILY.differentiable),
             requires=Requires(
                 devices=devices(),
+                modules=JAX,
                 dtypes=frozenset({"bfloat16", "float32"}),
                 head_dims=range(1, 257),
-                handles=MASKS | SOFTMAX | {"bias"},
+                handles=MASKS | SOFTMAX | {"bias", "lse_cotangent"},
                 extra=_empty,
             ),
             config=ConfigSpace(

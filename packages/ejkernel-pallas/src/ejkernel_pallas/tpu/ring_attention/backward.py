@@ -27,12 +27,17 @@ Gradients = dict[str, jax.Array]
 
 
 class Rows(NamedTuple):
-    """Of every query of this device: cotangent and output [B, T, H, Dv], lse and delta [B, H, T] float32."""
+    """Of every query of this device: cotangent and output [B, T, H, Dv]; lse, <cotangent, output> and delta [B, H, T].
+
+    Delta is less the cotangent of lse, `of_lse`, which is None where there is none.
+    """
 
     cotangent: jax.Array
     output: jax.Array
     lse: jax.Array
+    products: jax.Array
     delta: jax.Array
+    of_lse: jax.Array | None
 
 
 def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
@@ -54,7 +59,7 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     given = rows_of(pullback)
     grads = _around(Plan.of(record, ring), striped(given, ring), params, pullback.wanted - {"softmax_aux"})
     if "softmax_aux" in pullback.wanted:
-        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), given.delta)
+        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), given.products)
     return {name: home(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
 
 
@@ -63,15 +68,21 @@ def rows_of(pullback: Pullback) -> Rows:
     record, cotangent = pullback.record, pullback.cotangent
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # padding's cotangent may be anything
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
-    delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    return Rows(cotangent.astype(record.query.dtype), pullback.output, pullback.residuals.lse, delta)
+    products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    delta = tiles.delta_of(products, pullback, record.q_segment_ids)
+    cotangent, of_lse = cotangent.astype(record.query.dtype), pullback.lse_cotangent
+    return Rows(cotangent, pullback.output, pullback.residuals.lse, products, delta, of_lse)
 
 
 def striped(given: Rows, ring: Ring) -> Rows:
     """The rows of the queries that this device works on."""
     return Rows(
-        *(ring.stripe(x, 1) for x in (given.cotangent, given.output)),
-        *(ring.stripe(x, 2) for x in (given.lse, given.delta)),
+        cotangent=ring.stripe(given.cotangent, 1),
+        output=ring.stripe(given.output, 1),
+        lse=ring.stripe(given.lse, 2),
+        products=ring.stripe(given.products, 2),
+        delta=ring.stripe(given.delta, 2),
+        of_lse=None if given.of_lse is None else ring.stripe(given.of_lse, 2),
     )
 
 
@@ -135,6 +146,7 @@ def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, pa
         residuals=SoftmaxResiduals(lse=given.lse),
         output=given.output,
         cotangent=given.cotangent,
+        lse_cotangent=given.of_lse,
         wanted=frozenset({"bias"}),
     )
     return tiles.backward(pullback, params)["bias"].astype(jnp.float32)

@@ -54,7 +54,7 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
         home_ = [one + other for one, other in zip(home_, more, strict=True)]
     grads = {"query": query, "key": home_[0], "value": home_[1]}
     if "softmax_aux" in pullback.wanted:
-        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), given.delta)
+        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), given.products)
     return {name: home(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
 
 

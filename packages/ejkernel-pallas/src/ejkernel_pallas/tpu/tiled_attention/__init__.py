@@ -8,10 +8,11 @@ from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.tiled_attention import patterns, tiles
 
-HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision"}
+HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
@@ -37,6 +38,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset(FAMILY.differentiable),
             requires=Requires(
                 devices=devices(),
+                modules=JAX,
                 dtypes=frozenset({"bfloat16", "float32"}),
                 head_dims=range(1, 257),
                 handles=HANDLES,

@@ -1,6 +1,6 @@
 """Backward pass of tiled softmax attention on TPUs, by recomputation of the weights (Dao et al. 2022).
 
-With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i = <do_i, o_i> - dlse_i:
 
     dv_j    = sum_i dropout_ij p_ij do_i
     ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i)
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
+from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -50,7 +50,8 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     (by_key, by_query), record, wanted = backward_blocks(params), canonical(pullback.record), pullback.wanted
-    rows_of = _rows(pullback, record)
+    cotangent, shift, products = _rows(pullback, record)
+    rows_of = cotangent, shift, delta_of(products, pullback, record.q_segment_ids)
     gradients: Gradients = {}
     if wanted & {"key", "value"}:
         gradients |= _of_keys(record, rows_of, make_spec(record, by_key, by_key=True), wanted)
@@ -59,17 +60,25 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     if "bias" in wanted:
         gradients["bias"] = _of_bias(record, rows_of, make_spec(record, Blocks(256, 256, 256, 256)))
     if "softmax_aux" in wanted:
-        gradients["softmax_aux"] = sinks_gradient(pullback, rows_of[2])
+        gradients["softmax_aux"] = sinks_gradient(pullback, products)
     return {name: gradients[name] for name in sorted(wanted)}
 
 
 def _rows(pullback: Pullback, record: TiledAttention) -> Rows:
-    """Of every query: cotangent [B, T, H, Dv], lse in powers of two and delta, both [B, H, T]."""
+    """Of every query: cotangent [B, T, H, Dv], lse in powers of two and <do, o>, both [B, H, T]."""
     lse, cotangent = pullback.residuals.lse, pullback.cotangent.astype(record.query.dtype)
     if record.q_segment_ids is not None:  # padding's cotangent may be anything
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
     delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     return cotangent, jnp.maximum(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, LOWEST), delta
+
+
+def delta_of(products: jax.Array, pullback: Pullback, ids: jax.Array | None) -> jax.Array:
+    """The kernels' delta, [B, H, T], out of <do, o>: a number for padding too, whose segment ids are negative."""
+    if pullback.lse_cotangent is None:
+        return products
+    delta = less_lse_cotangent(products, pullback)
+    return delta if ids is None else jnp.where(ids[:, None] >= 0, delta, 0)
 
 
 def _inputs(record: TiledAttention, rows_of: Rows, spec: Spec) -> dict[str, Operand]:

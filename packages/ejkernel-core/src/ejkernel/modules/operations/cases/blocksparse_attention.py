@@ -51,7 +51,7 @@ def _segmented(key: jax.Array) -> dict[str, Any]:
 
 
 def _sinks(key: jax.Array) -> dict[str, Any]:
-    return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5}
+    return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "return_lse": True}
 
 
 # name, sizes, extra arguments from a key, optional record fields the case is about, further tags
@@ -63,7 +63,13 @@ _TABLE: tuple[_Row, ...] = (
     ("scattered blocks, mask and bias, empty rows", SMALL, _masked, ("pattern", "mask", "bias"), ("awkward",)),
     ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
     ("chunks of segments", SQUARE, _segmented, ("q_segment_ids", "kv_segment_ids"), ()),
-    ("capped, with sinks", SMALL, _sinks, ("softmax_aux", "logits_soft_cap"), ()),
+    (
+        "capped, with sinks, lse",
+        SMALL,
+        _sinks,
+        ("softmax_aux", "logits_soft_cap"),
+        (),
+    ),
     ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), _pattern, ("pattern",), ()),
     (
         "model",

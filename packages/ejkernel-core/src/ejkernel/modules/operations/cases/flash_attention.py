@@ -77,6 +77,7 @@ def exact(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**{name: jnp.round(arrays[name] * 16) / 16 for name in ("query", "key")}, "softmax_scale": 0.25}
 
 
+LSE = {"return_lse": True}
 PLAIN = Sizes()
 PACKED = Sizes(b=1, t=129, s=129)
 CROSS = Sizes(t=40, s=63)
@@ -102,14 +103,27 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ("causal window", PLAIN, lambda k: {"sliding_window": (17, 4), "causal": True}, ("causal", "sliding_window"), ()),
     ("bias", PLAIN, lambda k: _bias(k, (2, 4, 63, 63)), ("bias",), ()),
     ("bias of keys", CROSS, lambda k: _bias(k, (2, 1, 1, 63)), ("bias",), ("awkward",)),
-    ("mask with empty rows", PLAIN, lambda k: _masked(k, PLAIN), ("mask",), ("awkward",)),
+    ("mask with empty rows, lse", PLAIN, lambda k: {**_masked(k, PLAIN), **LSE}, ("mask",), ("awkward",)),
     ("segments with padding", PLAIN, lambda k: _segmented(PLAIN), _SEGMENT_FIELDS, ()),
     ("positions", PLAIN, lambda k: _positioned(k, PLAIN), (*_POSITION_FIELDS, "causal"), ()),
     ("sinks", PLAIN, lambda k: _sinks(k, (3,)), ("softmax_aux",), ()),
-    ("sinks by head, causal", PLAIN, lambda k: {**_sinks(k, (4, 2)), "causal": True}, ("softmax_aux", "causal"), ()),
+    (
+        "sinks by head, causal, lse",
+        PLAIN,
+        lambda k: {**_sinks(k, (4, 2)), **LSE, "causal": True},
+        ("softmax_aux", "causal"),
+        (),
+    ),
     ("soft cap", PLAIN, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
     ("dropout", PLAIN, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
     ("numerator only", PLAIN, lambda k: {"normalize_output": False, "causal": True}, ("normalize_output",), ()),
+    (
+        "numerator and lse, sinks",
+        PLAIN,
+        lambda k: {**_sinks(k, (4, 1)), **LSE, "normalize_output": False},
+        ("normalize_output",),
+        ("awkward",),
+    ),
     ("coarse logits", PLAIN, lambda k: {**exact(k, PLAIN), "logits_dtype": jnp.bfloat16}, ("logits_dtype",), ()),
     ("highest precision", PLAIN, lambda k: {"precision": jax.lax.Precision.HIGHEST}, ("precision",), ()),
     (
@@ -139,6 +153,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
             **_bias(k, (1, 4, 63, 63)),
             **_sinks(k, (2,)),
             **_dropout(0.1),
+            **LSE,
             "causal": True,
             "sliding_window": (30, 0),
             "logits_soft_cap": 5.0,
@@ -171,9 +186,9 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
     ),
     (
-        "bfloat16, segments and soft cap",
+        "bfloat16, segments and soft cap, lse",
         HALF,
-        lambda k: {**_segmented(HALF), "logits_soft_cap": 1.5},
+        lambda k: {**_segmented(HALF), **LSE, "logits_soft_cap": 1.5},
         (*_SEGMENT_FIELDS, "logits_soft_cap"),
         (),
     ),
@@ -185,9 +200,9 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
     ),
     (
-        "bfloat16, causal and sinks",
+        "bfloat16, causal and sinks, lse",
         Sizes(t=129, s=129, d=128, v=128, dtype=jnp.bfloat16),
-        lambda k: {**_sinks(k, (4, 2)), "causal": True},
+        lambda k: {**_sinks(k, (4, 2)), **LSE, "causal": True},
         ("softmax_aux", "causal"),
         (),
     ),
@@ -199,9 +214,9 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
     ),
     (
-        "bfloat16, dropout and soft cap",
+        "bfloat16, dropout and soft cap, lse",
         HALF,
-        lambda k: {**_dropout(), "logits_soft_cap": 1.5},
+        lambda k: {**_dropout(), **LSE, "logits_soft_cap": 1.5},
         ("dropout_prob", "dropout_seed", "logits_soft_cap"),
         (),
     ),

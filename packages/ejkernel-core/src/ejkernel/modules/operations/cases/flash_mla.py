@@ -80,7 +80,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ),
     ("c, mask and bias", SHARED, lambda k: _masked(k, SHARED), ("mask", "bias"), ("awkward",)),
     (
-        "b, packed, dropout",
+        "b, packed, dropout, lse",
         Sizes(t=60),
         lambda k: {
             "cu_seqlens": jnp.array([0, 20, 20, 51], jnp.int32),
@@ -88,6 +88,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
             "deterministic": False,
             "dropout_prob": 0.3,
             "dropout_rng": jnp.uint32(7),
+            "return_lse": True,
         },
         ("q_segment_ids", "kv_segment_ids", "causal", "dropout_prob", "dropout_seed"),
         (),

@@ -32,12 +32,12 @@ class Sizes:
 # name, sizes, lengths, further arguments, optional record fields the case is about, further tags
 _Row = tuple[str, Sizes, tuple[int, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]]
 _TABLE: tuple[_Row, ...] = (
-    ("two caches", Sizes(), (63, 0, 20), {}, ("q_segment_ids", "kv_segment_ids"), ("awkward",)),
+    ("two caches, lse", Sizes(), (63, 0, 20), {"return_lse": True}, ("q_segment_ids", "kv_segment_ids"), ("awkward",)),
     (
-        "one cache, window, cap, sinks",
+        "one cache, window, cap, sinks, lse",
         Sizes(joined=True),
         (63, 5, 31),
-        {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": (8, 2)},
+        {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": (8, 2), "return_lse": True},
         ("q_positions", "sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),

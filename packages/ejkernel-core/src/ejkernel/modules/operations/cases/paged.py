@@ -28,6 +28,9 @@ from ejkernel.ops.model import Case
 PLAIN = Sizes()
 
 
+LSE = {"return_lse": True}
+
+
 MIXED = Sizes(lens=(37, 1, 0, 64, 20), q_lens=(7, 1, 0, 1, 20), rows=33)
 
 
@@ -48,6 +51,11 @@ def nothing(key: jax.Array) -> dict[str, Any]:
 def per_head(key: jax.Array, name: str, sizes: Sizes) -> Arrays:
     """One normal number a query head."""
     return normal(key, jnp.float32, **{name: (sizes.h,)})
+
+
+def _sinks_lse(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """Sinks, which are part of the lse that is returned."""
+    return {**per_head(key, "softmax_aux", sizes), **LSE}
 
 
 def _half(sizes: Sizes) -> Sizes:
@@ -77,7 +85,7 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
         ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
         ("one key, values wider", Sizes(lens=(1,), g=4, v=48, s=1), nothing, (), ("awkward",)),
         ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
-        ("sinks", PLAIN, lambda k: per_head(k, "softmax_aux", PLAIN), ("softmax_aux",), ()),
+        ("sinks, lse", PLAIN, lambda k: _sinks_lse(k, PLAIN), ("softmax_aux",), ()),
         ("soft cap", PLAIN, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
         ("wide table, bfloat16", short, lambda k: {"max_context_len": 70}, (), ()),
         ("model", model, nothing, (), ("bench",)),
@@ -103,7 +111,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
             (),
         ),
         ("biases and soft cap", MIXED, lambda k: {**_biases(k, MIXED), "logits_soft_cap": 1.5}, both, ()),
-        ("sinks, bfloat16", _half(MIXED), lambda k: per_head(k, "softmax_aux", MIXED), ("softmax_aux",), ()),
+        ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("shared prefix, sinks", common, lambda k: _shared(k, common), ("shared_prefix", "softmax_aux"), ()),
         ("model", model, nothing, (), ("bench",)),
     )
@@ -120,7 +128,7 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
         ("prefill and decode", MIXED, nothing, ("num_seqs",), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("window and soft cap", MIXED, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
-        ("sinks, bfloat16", _half(MIXED), lambda k: per_head(k, "softmax_aux", MIXED), ("softmax_aux",), ()),
+        ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("rounded operands", MIXED, lambda k: {"compute_dtype": jnp.bfloat16}, ("compute_dtype",), ()),
         ("model", model, nothing, (), ("bench",)),
     )
@@ -139,7 +147,7 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
     rows: tuple[Row[Sizes], ...] = (
         ("prefill and decode", wide, lambda k: {"softmax_scale": 0.1}, plain, ()),
         ("window and soft cap", wide, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
-        ("head size 64, sinks", small, lambda k: per_head(k, "softmax_aux", small), ("softmax_aux",), ()),
+        ("head size 64, sinks, lse", small, lambda k: _sinks_lse(k, small), ("softmax_aux",), ()),
         ("scales", small, lambda k: scaled, ("value_scale",), ()),
         ("model", model, nothing, (), ("bench",)),
     )
@@ -176,7 +184,7 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
             ("alibi_slopes", "logits_soft_cap"),
             (),
         ),
-        ("sinks, bfloat16", _half(MIXED), lambda k: per_head(k, "softmax_aux", MIXED), ("softmax_aux",), ()),
+        ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
     )
     return table(arguments, chunked_inputs, rows)
@@ -212,7 +220,7 @@ def prefill_cases(arguments: type) -> tuple[Case, ...]:
         ),
         ("window", chunk, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
         ("soft cap", chunk, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
-        ("sinks", chunk, lambda k: per_head(k, "softmax_aux", chunk), ("softmax_aux",), ()),
+        ("sinks, lse", chunk, lambda k: _sinks_lse(k, chunk), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
     )
     return table(arguments, prefill_inputs, rows)
@@ -227,7 +235,13 @@ def dense_cases(arguments: type) -> tuple[Case, ...]:
         ("ranges", plain, nothing, ("kv_starts",), ()),
         ("multi-query, head size 60", wide, nothing, (), ("awkward",)),
         ("window", plain, lambda k: {"sliding_window": (9, None)}, ("sliding_window",), ()),
-        ("sinks and soft cap", plain, lambda k: _shared_sinks(k), ("softmax_aux", "logits_soft_cap"), ()),
+        (
+            "sinks and soft cap, lse",
+            plain,
+            lambda k: {**_shared_sinks(k), **LSE},
+            ("softmax_aux", "logits_soft_cap"),
+            (),
+        ),
         (
             "sinks by head, bfloat16",
             _half(plain),

@@ -48,6 +48,7 @@ def integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
 SMALL = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, s=8, v=60, d=17)
 HALF = dataclasses.replace(SMALL, h=96, v=128, d=64, dtype=jnp.bfloat16)
 MODEL = Sizes(lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=16, s=64, v=512, d=64, dtype=jnp.bfloat16)
+LSE = {"return_lse": True}
 SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
 CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
 
@@ -59,14 +60,14 @@ def cases(arguments: type) -> tuple[Case, ...]:
         ("window and soft cap, bfloat16", HALF, lambda k: CAPPED, ("sliding_window", "logits_soft_cap"), ()),
         ("model", MODEL, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
     )
-    eight: tuple[Row[Sizes], ...] = (("int8, scales", SMALL, lambda k: SCALES, ("value_scale",), ()),)
+    eight: tuple[Row[Sizes], ...] = (("int8, scales, lse", SMALL, lambda k: {**SCALES, **LSE}, ("value_scale",), ()),)
     return (*table(arguments, inputs, rows), *table(arguments, integers, eight))
 
 
 def cases_v2(arguments: type) -> tuple[Case, ...]:
     """Cases of `multi_latent_ragged_page_attention_v2`, which is the same but for its configuration."""
     every = ("latent", "new_keys", "num_seqs", "sliding_window", "logits_soft_cap", "value_scale")
-    rows: tuple[Row[Sizes], ...] = (("int8, everything", SMALL, lambda k: {**CAPPED, **SCALES}, every, ()),)
+    rows: tuple[Row[Sizes], ...] = (("int8, everything, lse", SMALL, lambda k: {**CAPPED, **SCALES, **LSE}, every, ()),)
     return table(arguments, integers, rows)
 
 

@@ -12,6 +12,7 @@ from ejkernel.types import MaskInfo
 
 __all__ = ["cases", "make_inputs"]
 
+LSE = {"return_lse": True}
 PLAIN = Sizes(t=40, s=40, d=16, v=16)
 CROSS = Sizes(t=33, s=63, d=60, v=60)
 
@@ -23,7 +24,12 @@ def _masked(key: jax.Array) -> dict[str, Any]:
 
 def _segmented(key: jax.Array) -> dict[str, Any]:
     rows = [[0] * 15 + [1] * 20 + [-1] * 5, [0] * 7 + [1] * 33]
-    return {"mask_info": MaskInfo.from_segments(jnp.array(rows, jnp.int32)), "causal": True, "chunk_size": 12}
+    return {
+        "mask_info": MaskInfo.from_segments(jnp.array(rows, jnp.int32)),
+        "causal": True,
+        "chunk_size": 12,
+        "return_lse": True,
+    }
 
 
 def _positioned(key: jax.Array) -> dict[str, Any]:
@@ -33,7 +39,7 @@ def _positioned(key: jax.Array) -> dict[str, Any]:
 
 def _biased(key: jax.Array) -> dict[str, Any]:
     bias, sinks = jax.random.normal(key, (2, 4, 40, 40)), jax.random.normal(key, (4, 2))
-    return {"bias": bias, "softmax_aux": sinks, "logits_soft_cap": 1.5}
+    return {"bias": bias, "softmax_aux": sinks, "logits_soft_cap": 1.5, **LSE}
 
 
 def _packed(key: jax.Array) -> dict[str, Any]:
@@ -48,9 +54,21 @@ _Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...],
 _TABLE: tuple[_Row, ...] = (
     ("causal, one KV head, values wider", Sizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ("ci",)),
     ("window", PLAIN, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ("ci",)),
-    ("bias, sinks and soft cap", PLAIN, _biased, ("bias", "softmax_aux", "logits_soft_cap"), ("ci",)),
+    (
+        "bias, sinks and soft cap, lse",
+        PLAIN,
+        _biased,
+        ("bias", "softmax_aux", "logits_soft_cap"),
+        ("ci",),
+    ),
     ("mask with empty rows, cross", CROSS, _masked, ("mask",), ("ci", "awkward")),
-    ("segments with padding, in chunks", PLAIN, _segmented, ("q_segment_ids", "kv_segment_ids"), ("ci",)),
+    (
+        "segments with padding, in chunks, lse",
+        PLAIN,
+        _segmented,
+        ("q_segment_ids", "kv_segment_ids"),
+        ("ci",),
+    ),
     ("positions", PLAIN, _positioned, ("q_positions", "kv_positions"), ("ci",)),
     ("one token", Sizes(b=1, t=1, s=1), lambda k: {}, (), ("ci", "awkward")),
     ("bfloat16", Sizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ("ci",)),

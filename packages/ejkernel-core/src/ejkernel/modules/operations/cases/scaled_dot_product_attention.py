@@ -17,7 +17,8 @@ SQUARE = Sizes(d=16, v=16)
 def _masked(key: jax.Array) -> dict[str, Any]:
     mask, bias = jax.random.split(key)
     allowed = jax.random.bernoulli(mask, 0.6, (2, 1, 40, 63)).at[:, :, 3].set(False)
-    return {"mask_info": MaskInfo(_attention_mask=allowed), "bias": jax.random.normal(bias, (1, 4, 40, 63))}
+    given = {"mask_info": MaskInfo(_attention_mask=allowed), "bias": jax.random.normal(bias, (1, 4, 40, 63))}
+    return {**given, "return_lse": True}
 
 
 def _positioned(key: jax.Array) -> dict[str, Any]:
@@ -34,7 +35,13 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ("plain", SQUARE, lambda k: {}, (), ()),
     ("one query, head size 60", Sizes(t=1, s=129, d=60, v=48), lambda k: {}, (), ("awkward",)),
     ("causal window", SQUARE, lambda k: {"causal": True, "sliding_window": 9}, ("causal", "sliding_window"), ()),
-    ("bias and mask, empty rows", SMALL, _masked, ("bias", "mask"), ("awkward",)),
+    (
+        "bias and mask, empty rows, lse",
+        SMALL,
+        _masked,
+        ("bias", "mask"),
+        ("awkward",),
+    ),
     ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
     ("packed", Sizes(b=1, t=129, s=129, g=1, d=16, v=16), _packed, ("q_segment_ids", "kv_segment_ids"), ("awkward",)),
     ("bfloat16", Sizes(d=32, v=32, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.modules.operations.shared.lse import beside_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
 from ejkernel.ops.model import Op
 
@@ -43,6 +43,7 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
         query_start_loc=starts,
         softmax_aux=args.softmax_aux,
         sliding_window=None if window is None else (window[0], 0),
+        return_lse=args.return_lse,
         **given,
     )
     return _with_rows(batch, tokens), record, options
@@ -78,8 +79,8 @@ def _with_rows(batch: int, tokens: int) -> Op:
     """The operation with rows of queries in its result."""
     from ejkernel.modules.operations.unified_attention import OP
 
-    def finish(args: Any, output: Any) -> jax.Array:
-        found = OP.finish(args, output)
-        return found.reshape(batch, tokens, *found.shape[1:])
+    def finish(args: Any, value: Any) -> Any:
+        output, lse = (x.reshape(batch, tokens, *x.shape[1:]) for x in value[:2])
+        return beside_lse(args, output, lse.swapaxes(1, 2))
 
     return dataclasses.replace(OP, finish=finish)

@@ -1,6 +1,6 @@
 """Backward pass of tiled softmax attention on Hopper.
 
-With p = exp(s - lse), do the output's cotangent and delta_i = <do_i, o_i>:
+With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i = <do_i, o_i> - dlse_i:
 
     dv_j    = sum_i dropout_ij p_ij do_i
     ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i), through the soft cap
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
+from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel.planning.tile_pairs import padding_as_segments
@@ -74,7 +74,7 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
 
 
 def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
-    """What the kernel reads, in whole tiles where it is one number a row; and delta as it is, [B, H, T]."""
+    """What the kernel reads, in whole tiles where it is one number a row; and <do, o> as it is, [B, H, T]."""
     record, lse = pullback.record, pullback.residuals.lse
     cotangent = pullback.cotangent.astype(spec.dtype)
     delta = cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32)
@@ -88,12 +88,20 @@ def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Opera
     operands |= {"k": whole(record.key, ROWS), "v": whole(record.value, ROWS)}
     operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
     # Gradients have at their ends what kept weights are larger by.
-    operands["delta"] = jnp.pad(-delta / spec.kept, padding)
+    operands["delta"] = jnp.pad(-_less_lse_cotangent(delta, pullback, spec) / spec.kept, padding)
     operands |= numbers(record, spec, tile.queries, tile.keys)
     if spec.segments:
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
     return operands, delta
+
+
+def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: Spec) -> jax.Array:
+    """The kernel's delta, a number for padding too."""
+    if pullback.lse_cotangent is None:
+        return delta
+    delta, ids = less_lse_cotangent(delta, pullback), pullback.record.q_segment_ids
+    return jnp.where(ids[:, None] >= 0, delta, 0) if spec.segments else delta
 
 
 def _gradients(spec: Spec, tile: BackwardTile, operands: Operands, record: TiledAttention) -> dict[str, jax.Array]:

@@ -1,0 +1,26 @@
+"""`return_lse`, an argument of every operation of softmax attention.
+
+    lse_i = log(exp(sink) + sum_j exp(s_ij))      natural logarithm; s_ij as the softmax sees it
+
+It is what attention to other keys can be merged with, and what a penalty on large scores wants. -inf where a row has
+nothing to attend and no sink. Dropout leaves it alone.
+"""
+
+from typing import Any
+
+WithLse = Any
+"""`(output, lse)` and what else there is, which calls with `return_lse=True` return.
+
+To type checkers it is `Any`: calls without it have an array and not one of two things.
+"""
+
+
+def beside_lse(args: Any, output: Any, lse: Any, *others: Any) -> Any:
+    """What a public function returns: the output, lse where `return_lse` asks for it, and what else there is."""
+    results = (output, *((lse,) if args.return_lse else ()), *others)
+    return results if len(results) > 1 else output
+
+
+def lse_of(args: Any, value: Any) -> tuple[Any, Any]:
+    """The output of tiled attention and its lse, out of what the family's call returned; no lse is None."""
+    return value if args.return_lse else (value, None)

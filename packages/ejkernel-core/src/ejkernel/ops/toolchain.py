@@ -1,0 +1,47 @@
+"""Whether what an implementation needs is installed, in a version that it was made for.
+
+A backend bounds what it imports here and not in its metadata: an upper bound there makes installers take an older JAX,
+where a refusal leaves the environment as it is and says what is missing.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import re
+
+_NEEDED = re.compile(r"\s*([\w.]+)\s*(.*)")
+
+
+def split_requirement(needed: str) -> tuple[str, str]:
+    """The module of `"jax_triton>=0.3.1,<0.5"`, and the versions of it that will do; none are all."""
+    found = _NEEDED.fullmatch(needed)
+    if found is None:
+        raise ValueError(f"modules: got {needed!r}, wants a module and versions of it, such as 'jax_triton>=0.3.1'")
+    return found[1], found[2]
+
+
+@functools.cache
+def lacking(needed: str) -> str | None:
+    """A sentence saying what is wrong with a module here; None where it will do.
+
+    Args:
+        needed: Top-level module, with the versions of its distribution that will do if not all.
+    """
+    module, versions = split_requirement(needed)
+    if importlib.util.find_spec(module) is None:
+        return f"module {module} is not installed" + (f", needs {versions}" if versions else "")
+    installed = _version(module) if versions else None
+    if installed is None:  # a module on the path without metadata does not say what it is
+        return None
+    from packaging.specifiers import SpecifierSet
+
+    if SpecifierSet(versions).contains(installed, prereleases=True):
+        return None
+    return f"module {module} {installed} is installed, needs {versions}"
+
+
+def _version(module: str) -> str | None:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return None
