@@ -2,6 +2,7 @@
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call, default_chain
+from ejkernel.ops.calls_file import read_calls, save_recorded
 from ejkernel.ops.config.chain import ConfigSelectorChain, NoConfigError, Request, Selection
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.memory import ConfigCache
@@ -85,9 +86,11 @@ __all__ = [
     "operation",
     "overlay_cache",
     "policy_override",
+    "read_calls",
     "record_calls",
     "record_invocation",
     "registry",
+    "save_recorded",
     "second_derivatives",
     "short_hash",
     "stable_json",
