@@ -135,8 +135,8 @@ def ragged_page_attention_v3(
         kv_cache: [P, S, x, pack, lanes] floating or int8, as above.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
         block_tables: [N, K] or flat [N * K] int. Entries past a sequence's length are neither looked at nor written
-            through; within it, an entry that is no page of the cache is a page without keys, which drops what is written
-            to it.
+            through; within it, an entry that is no page of the cache is a page without keys, which drops what is
+            written to it.
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): sequences 0 to i - 1 have one row each, i to j - 1 equally many, up to k - 1
             any number; k sequences are live. The first two are advice for kernels. Rows of other sequences give 0.
