@@ -144,7 +144,10 @@ def _stored_scales(largest: jax.Array, form: Format) -> jax.Array:
     if form.mode.startswith("mx"):
         exponent = jnp.clip(jnp.ceil(jnp.log2(wanted)), LEAST_EXPONENT, MOST_EXPONENT).astype(jnp.int8)
         return lax.bitcast_convert_type(exponent, jnp.uint8)
-    return lax.bitcast_convert_type(jnp.clip(wanted, SMALLEST_E4M3, E4M3_MOST).astype(jnp.float8_e4m3fn), jnp.uint8)
+    nearest = jnp.clip(wanted, SMALLEST_E4M3, E4M3_MOST).astype(jnp.float8_e4m3fn)
+    codes = lax.bitcast_convert_type(nearest, jnp.uint8)
+    # The next one up where it was rounded down, so that the largest of the group is in range.
+    return codes + (nearest.astype(jnp.float32) < jnp.minimum(wanted, E4M3_MOST)).astype(jnp.uint8)
 
 
 def _nearest(x: jax.Array, table: tuple[float, ...]) -> jax.Array:
