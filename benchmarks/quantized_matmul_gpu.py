@@ -74,7 +74,7 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(mode="mxfp8", bits=8)
 
 
-def layers(cell: Cell) -> tuple[jax.Array, list[Layer], jax.Array]:
+def layers(cell: Cell) -> tuple[jax.Array, list[Layer], np.ndarray]:
     """x, packed weights of all layers, and the first layer's output in float64."""
     axis, group = ("col" if cell.transpose else "row"), cell.options["group_size"]
     make = jax.jit(lambda key: quantize(jax.random.normal(key, (cell.n, cell.k)), group, cell.bits, cell.mode, axis))
@@ -95,7 +95,8 @@ def sides(cell: Cell, x: jax.Array, packed: list[Layer], candidates: bool) -> di
         return found
     op = registry().ops["quantized_matmul"]
     (implementation,) = (i for i in registry().implementations[op.name] if i.name == "triton")
-    records = [op.lower(op.arguments(x, *layer, **cell.options)) for layer in packed]
+    named = [dict(zip(("w", "scales", "zeros"), layer, strict=False)) for layer in packed]
+    records = [op.lower(op.arguments(x=x, **layer, **cell.options)) for layer in named]
     for config in implementation.config.candidates(records[0], current_device(), "forward"):
         found[str(config)] = every(lambda r, c=config: implementation.function("forward")(r, c)[0], records)
     return found
@@ -149,7 +150,7 @@ def timed(cell: Cell, rounds: int, candidates: bool) -> list[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Quantised matmul while decoding, on a GPU.")
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     options = parser.parse_args()
