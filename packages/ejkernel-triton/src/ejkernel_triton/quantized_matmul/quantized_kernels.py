@@ -36,7 +36,7 @@ def small_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.const
 
 @triton.jit
 def load_scales(scales, zeros, rows, words, keep, spec: tl.constexpr):
-    """Scales of every word and, of affine codes, scale times zero; both float32 [BLOCK_R, BLOCK_W]."""
+    """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
     at = rows[:, None] * spec.GROUPS + (words * spec.PER // spec.GROUP)[None, :]
     stored = tl.load(scales + at, mask=keep, other=0)
     if spec.EXPONENT:
@@ -47,7 +47,8 @@ def load_scales(scales, zeros, rows, words, keep, spec: tl.constexpr):
     else:
         scale = stored.to(tl.float32)
     if spec.AFFINE:
-        return scale, scale * tl.load(zeros + at, mask=keep, other=0).to(tl.float32)
+        factor = scale * (1 << spec.BITS)
+        return factor, factor + scale * tl.load(zeros + at, mask=keep, other=0).to(tl.float32)
     else:
         return scale, scale
 
@@ -55,17 +56,20 @@ def load_scales(scales, zeros, rows, words, keep, spec: tl.constexpr):
 @triton.jit
 def numbers(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr):
     """Code number CODE of every word as a number, in the dtype of products."""
-    bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
     if spec.AFFINE:
-        # An integer below 2 ** 23 in the mantissa of 2 ** 23: conversions run at a quarter of the rate of additions.
-        value = (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-        value = value * scale - offset
+        # The code goes to the top of the mantissa of 1: f = 1 + q / 2 ** BITS, and one multiply-add makes the number.
+        # Conversions of integers run at a quarter of its rate.
+        SHIFT: tl.constexpr = 23 - (CODE + 1) * spec.BITS
+        MASK: tl.constexpr = ((1 << spec.BITS) - 1) << (23 - spec.BITS)
+        moved = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
+        value = ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
     elif spec.TABLE:
+        bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
         value = tl.load(table + bits) * scale
     elif spec.BITS == 4:
-        value = small_float(bits, 1, 1, 8) * scale
+        value = small_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
     else:
-        value = small_float(bits, 7, 3, 128) * scale
+        value = small_float(packed >> (CODE * spec.BITS), 7, 3, 128) * scale
     if spec.OPERAND == "float32":
         return value
     elif spec.OPERAND == "bfloat16":
