@@ -35,10 +35,39 @@ def small_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.const
 
 
 @triton.jit
-def load_scales(scales, zeros, rows, words, keep, spec: tl.constexpr):
-    """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
-    at = rows[:, None] * spec.GROUPS + (words * spec.PER // spec.GROUP)[None, :]
+def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
+    """What is stored of the scales of a tile of words, and of the zeros of affine codes: one number a group.
+
+    They are loaded a tile ahead: a load that is not of the pipeline, and waited for in every step, was the whole time
+    of a step.
+    """
+    HELD: tl.constexpr = spec.GROUP // spec.PER  # words of a group
+    COUNT: tl.constexpr = spec.BLOCK_W // HELD if spec.BLOCK_W > HELD else 1
+    groups = tile * spec.BLOCK_W // HELD + tl.arange(0, COUNT)
+    keep = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
+    at = rows[:, None] * spec.GROUPS + groups[None, :]
     stored = tl.load(scales + at, mask=keep, other=0)
+    if spec.AFFINE:
+        return stored, tl.load(zeros + at, mask=keep, other=0)
+    else:
+        return stored, stored
+
+
+@triton.jit
+def spread(x, spec: tl.constexpr):
+    """Numbers of groups [BLOCK_R, groups], for every word of them [BLOCK_R, BLOCK_W]."""
+    HELD: tl.constexpr = spec.GROUP // spec.PER
+    R: tl.constexpr = spec.BLOCK_R
+    W: tl.constexpr = spec.BLOCK_W
+    if W <= HELD:
+        return tl.broadcast_to(x, [R, W])
+    else:
+        return tl.reshape(tl.broadcast_to(x[:, :, None], [R, W // HELD, HELD]), [R, W])
+
+
+@triton.jit
+def factors(stored, zeros, spec: tl.constexpr):
+    """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
     if spec.EXPONENT:
         exponent = stored.to(tl.int8, bitcast=True).to(tl.int32)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -48,9 +77,10 @@ def load_scales(scales, zeros, rows, words, keep, spec: tl.constexpr):
         scale = stored.to(tl.float32)
     if spec.AFFINE:
         factor = scale * (1 << spec.BITS)
-        return factor, factor + scale * tl.load(zeros + at, mask=keep, other=0).to(tl.float32)
+        return spread(factor, spec), spread(factor + scale * zeros.to(tl.float32), spec)
     else:
-        return scale, scale
+        every = spread(scale, spec)
+        return every, every
 
 
 @triton.jit
@@ -116,14 +146,17 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
     words = column * N + tl.arange(0, N)
     acc0 = tl.zeros([M, N], tl.float32)
     acc1, acc2, acc3, acc4, acc5, acc6, acc7 = acc0, acc0, acc0, acc0, acc0, acc0, acc0
+    row_in_tile = tl.arange(0, spec.BLOCK_R)
+    stored, stored_zeros = load_scales(scales, zeros, part * SHARE * spec.BLOCK_R + row_in_tile, column, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
-        r = tile * spec.BLOCK_R + tl.arange(0, spec.BLOCK_R)
+        r = tile * spec.BLOCK_R + row_in_tile
         keep = (r < spec.R)[:, None] & (words < spec.W)[None, :]
         left = tl.load(
             x + m[:, None] * spec.R + r[None, :], mask=(m < spec.M)[:, None] & (r < spec.R)[None, :], other=0.0
         )
         held = tl.load(packed + r[:, None] * spec.W + words[None, :], mask=keep, other=0).to(tl.int32, bitcast=True)
-        scale, offset = load_scales(scales, zeros, r, words, keep, spec)
+        scale, offset = factors(stored, stored_zeros, spec)
+        stored, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
         acc0 = add_dot(acc0, left, numbers(held, scale, offset, table, 0, spec), spec)
         acc1 = add_dot(acc1, left, numbers(held, scale, offset, table, 1, spec), spec)
         acc2 = add_dot(acc2, left, numbers(held, scale, offset, table, 2, spec), spec)
@@ -163,11 +196,13 @@ def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr
     m = row * M + tl.arange(0, M)
     r = column * N + tl.arange(0, N)
     acc = tl.zeros([M, N], tl.float32)
+    stored, stored_zeros = load_scales(scales, zeros, r, part * SHARE, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
         words = tile * spec.BLOCK_W + tl.arange(0, spec.BLOCK_W)
         keep = (r < spec.R)[:, None] & (words < spec.W)[None, :]
         held = tl.load(packed + r[:, None] * spec.W + words[None, :], mask=keep, other=0).to(tl.int32, bitcast=True)
-        scale, offset = load_scales(scales, zeros, r, words, keep, spec)
+        scale, offset = factors(stored, stored_zeros, spec)
+        stored, stored_zeros = load_scales(scales, zeros, r, tile + 1, spec)
         for code in tl.static_range(PER):
             at = x + (code * spec.M + m)[:, None] * spec.W + words[None, :]
             left = tl.load(at, mask=(m < spec.M)[:, None] & (words < spec.W)[None, :], other=0.0)
