@@ -43,7 +43,8 @@ def test_a_distribution_can_offer_a_device(run, offer, store):
     offer("guessing_backend", GUESSES)
     output = run(*SMALL, "--target", "abacus").output
     assert "flash_attention, backward, xla predicted for abacus" in output
-    assert "abacus" in store.read_text()
+    assert not store.exists()
+    assert "abacus" in store.with_suffix(".predicted.json").read_text()
 
 
 def test_one_that_does_not_load_is_named_where_a_target_is_missing(run, offer):

@@ -1,20 +1,73 @@
 """`ejkernel cache`."""
 
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
+from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.cli.tables import console, milliseconds, print_table
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.table import Entry, leaves
+from ejkernel.ops.config.table import DAMAGED, Entry, Table, decode, encode, leaves
 
 STORE = click.option(
     "--store",
     type=click.Path(path_type=Path),
     help="A .json file, or a directory that holds configs.json; the user's store if left out.",
 )
-HEADINGS = ("operation", "implementation", "call", "configuration", "ms", "measured, UTC")
+FILE = click.Path(dir_okay=False, path_type=Path)
+HEADINGS = ("operation", "implementation", "call", "configuration", "ms", "spread", "UTC", "how")
 KEY_PARTS = 7  # of `str(ConfigKey)`; a store may hold entries of other versions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which entries are meant: those that fit everything that is given.
+
+    Attributes:
+        op: Name of an operation.
+        implementation: Name of an implementation.
+        device: Device kind.
+        before: Measured or predicted before this ISO 8601 time, UTC.
+        predicted: Only what was predicted and not measured.
+    """
+
+    op: str | None = None
+    implementation: str | None = None
+    device: str | None = None
+    before: str | None = None
+    predicted: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether anything is."""
+        return self != Filter()
+
+    def fits(self, key: str, entry: Entry) -> bool:
+        """Whether an entry is meant; keys of other versions have no parts to compare."""
+        parts = key.split(" | ")
+        named: dict[str, str] = dict(zip(("op", "implementation", "direction", "device"), parts, strict=False))
+        wanted = {"op": self.op, "implementation": self.implementation, "device": self.device}
+        same = all(value is None or named.get(name, "").split("@")[0] == value for name, value in wanted.items())
+        old = self.before is None or entry.measured_at < self.before
+        return same and old and (entry.predicted or not self.predicted)
+
+
+def filters(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of a `Filter`, which it gets as keyword arguments."""
+    for decorate in (
+        click.option("--predicted", is_flag=True, help="Only what was predicted and not measured."),
+        click.option("--before", metavar="TIME", help="Only entries older than this, such as 2026-11-20, UTC."),
+        click.option("--device", metavar="KIND", help="Only entries of this device kind."),
+        click.option("--implementation", metavar="NAME", help="Only entries of this implementation."),
+        click.option("--op", metavar="OP", help="Only entries of this operation."),
+    ):
+        command = decorate(command)
+    return command
 
 
 @click.group()
@@ -31,15 +84,81 @@ def path(store: Path | None) -> None:
 
 @cache.command(name="list")
 @STORE
-def list_entries(store: Path | None) -> None:
-    """List the stored configurations."""
+@AS_JSON
+def list_entries(store: Path | None, as_json: bool) -> None:
+    """List the stored configurations, predicted ones last."""
     opened = PersistentCache(store)
-    entries = opened.entries()
-    if not entries:
+    entries = _all(opened)
+    ordered = sorted(entries.items(), key=lambda item: (item[1].predicted, item[0]))
+    if as_json:
+        print_json({"path": str(opened.path), "entries": [_plain(key, entry) for key, entry in ordered]})
+    elif not entries:
         click.echo(f"no entries in {opened.path}")
+    else:
+        rows = [_row(key, entry) for key, entry in ordered]
+        print_table(console(), f"{len(rows)} in {opened.path}", *HEADINGS, rows=rows, right=["ms", "spread"])
+
+
+@cache.command()
+@click.argument("file", type=FILE)
+@STORE
+@filters
+def export(file: Path, store: Path | None, **wanted: Any) -> None:
+    """Write stored configurations to FILE, for `import` elsewhere; adds to what is there."""
+    opened = PersistentCache(store)
+    chosen = {key: entry for key, entry in _all(opened).items() if Filter(**wanted).fits(key, entry)}
+    if not chosen:
+        raise click.ClickException(f"{opened.path} has no such entries")
+    merge_into(file, chosen)
+    click.echo(f"exported {len(chosen)} to {file}")
+
+
+@cache.command(name="import")
+@click.argument("files", type=FILE, nargs=-1, required=True)
+@STORE
+def import_entries(files: tuple[Path, ...], store: Path | None) -> None:
+    """Add the configurations of FILES to the store; of two for one call the later measurement stays."""
+    opened = PersistentCache(store)
+    there = _all(opened)
+    found = newest(there, *map(read_table, files))
+    changed = {key: entry for key, entry in found.items() if there.get(key) != entry}
+    _update(opened, changed)
+    lost = changed.keys() - _all(opened).keys()
+    if lost:
+        raise click.ClickException(f"{opened.path} cannot be written")
+    click.echo(f"imported {len(changed)} into {opened.path}")
+
+
+@cache.command()
+@click.argument("target", type=FILE)
+@click.argument("files", type=FILE, nargs=-1, required=True)
+def merge(target: Path, files: tuple[Path, ...]) -> None:
+    """Put the configurations of FILES into TARGET; of two for one call the later measurement stays."""
+    count = merge_into(target, newest(*map(read_table, files)))
+    click.echo(f"{count} in {target}")
+
+
+@cache.command()
+@STORE
+@filters
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def remove(store: Path | None, yes: bool, **wanted: Any) -> None:
+    """Remove some stored configurations; `clear` removes all."""
+    opened, chosen = PersistentCache(store), Filter(**wanted)
+    if not chosen.given:
+        raise click.UsageError("nothing says which: --op, --implementation, --device, --before or --predicted")
+    keys = [key for key, entry in _all(opened).items() if chosen.fits(key, entry)]
+    if not keys:
+        click.echo(f"no such entries in {opened.path}")
         return
-    rows = [_row(key, entry) for key, entry in sorted(entries.items())]
-    print_table(console(), f"{len(rows)} in {opened.path}", *HEADINGS, rows=rows, right=["ms"])
+    if not yes:
+        click.confirm(f"Remove {len(keys)} from {opened.path}?", abort=True)
+    for one in (opened, opened.predicted):
+        if one.entries().keys() & set(keys):
+            one.remove(keys)
+    if _all(opened).keys() & set(keys):
+        raise click.ClickException(f"{opened.path} cannot be written")
+    click.echo(f"removed {len(keys)} from {opened.path}")
 
 
 @cache.command()
@@ -48,7 +167,7 @@ def list_entries(store: Path | None) -> None:
 def clear(store: Path | None, yes: bool) -> None:
     """Remove all stored configurations."""
     opened = PersistentCache(store)
-    count = len(opened.entries())
+    count = len(_all(opened))
     if not count:
         click.echo(f"no entries in {opened.path}")
         return
@@ -56,9 +175,73 @@ def clear(store: Path | None, yes: bool) -> None:
         click.confirm(f"Remove {count} from {opened.path}?", abort=True)
     try:
         opened.clear()
+        opened.predicted.clear()
     except OSError as error:
         raise click.ClickException(f"{opened.path} cannot be removed: {error}") from error
     click.echo(f"removed {count} from {opened.path}")
+
+
+def newest(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
+    """One table of several: a measurement before a prediction, then the later, then the one that comes first."""
+    found: dict[str, Entry] = {}
+    for table in tables:
+        for key, entry in table.items():
+            known = found.get(key)
+            if known is None or _rank(entry) > _rank(known):
+                found[key] = entry
+    return found
+
+
+def _rank(entry: Entry) -> tuple[bool, str]:
+    return not entry.predicted, entry.measured_at
+
+
+def read_table(path: Path) -> Mapping[str, Entry]:
+    """The entries of a file.
+
+    Raises:
+        click.ClickException: It cannot be read, or is no table.
+    """
+    try:
+        return decode(path.read_bytes())
+    except DAMAGED as error:
+        raise click.ClickException(f"{path} is no table of configurations: {error}") from error
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be used: {error}") from error
+
+
+def merge_into(path: Path, entries: Mapping[str, Entry]) -> int:
+    """Adds entries to a table that is kept under version control, and so has no lock file; never half written."""
+    known = read_table(path) if path.exists() else {}
+    merged = newest(entries, known)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_bytes(encode(Table(merged)) + b"\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be used: {error}") from error
+    return len(merged)
+
+
+def _all(store: PersistentCache) -> dict[str, Entry]:
+    """What is measured and what is predicted."""
+    return newest(store.entries(), store.predicted.entries())
+
+
+def _update(store: PersistentCache, entries: Mapping[str, Entry]) -> None:
+    for one, predicted in ((store, False), (store.predicted, True)):
+        chosen = {key: entry for key, entry in entries.items() if entry.predicted == predicted}
+        if chosen:
+            one.update(chosen)
+
+
+def _plain(key: str, entry: Entry) -> dict[str, Any]:
+    """An entry as plain data."""
+    parts = key.split(" | ")
+    names = ("operation", "implementation", "direction", "device", "schema", "call", "core")
+    about: dict[str, Any] = dict(zip(names, parts, strict=True)) if len(parts) == KEY_PARTS else {}
+    return {"key": key, **about, **msgspec.structs.asdict(entry)}
 
 
 def _row(key: str, entry: Entry) -> tuple[str, ...]:
@@ -69,4 +252,6 @@ def _row(key: str, entry: Entry) -> tuple[str, ...]:
         op, implementation, direction, device, _, call, _ = parts
         given = [field for field in call.split() if not field.endswith("=None")]
         about = (f"{op}\n{direction}", f"{implementation}\non {device}", "\n".join(given))
-    return (*about, config, milliseconds(entry.seconds), entry.measured_at[:16].replace("T", " "))
+    times = milliseconds(entry.seconds), milliseconds(entry.spread) if entry.samples else "-"
+    how = "predicted" if entry.predicted else "measured"
+    return (*about, config, *times, entry.measured_at[:16].replace("T", " "), how)

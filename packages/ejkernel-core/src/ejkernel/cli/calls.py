@@ -11,6 +11,7 @@ import inspect
 import typing
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import AbstractArray
 
-from ejkernel.ops.arguments import optional_fields
+from ejkernel.ops.arguments import given_fields, optional_fields
+from ejkernel.ops.calls_file import read_calls
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
 
@@ -29,6 +31,7 @@ SHAPE_HELP = (
     "required arrays; several are the required arrays in order. Repeatable."
 )
 DTYPE_HELP = "Dtype of the floating arrays whose shape does not name one."
+CASE_HELP = "One of the operation's named cases, instead."
 OPTION_HELP = "Another argument of the operation, such as -o causal=true or -o sliding_window=128. Repeatable."
 
 
@@ -59,6 +62,17 @@ def find_operation(text: str) -> Op:
         raise click.BadParameter(f"no operation {text!r}; there are {', '.join(sorted(registry().ops))}") from None
 
 
+def complete_operation(ctx: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+    """The operations whose names begin as typed, for a shell that completes."""
+    return sorted(name for name in registry().ops if name.startswith(text.replace("-", "_")))
+
+
+def complete_case(ctx: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+    """The cases of the operation on the command line that begin as typed."""
+    op = ctx.params.get("op")
+    return [case.name for case in op.cases if case.name.startswith(text)] if isinstance(op, Op) else []
+
+
 def dtype_name(text: str) -> str:
     """Checks that there is such a dtype."""
     try:
@@ -77,6 +91,8 @@ class Call:
         abstract: Its argument record, with `jax.ShapeDtypeStruct` leaves.
         platform: The toolchain asked for, or None.
         make: PRNG key -> argument record with random data.
+        mesh: With in_specs: it runs under `shard_map`.
+        in_specs: Partition specs of its first arguments.
     """
 
     op: Op
@@ -84,6 +100,39 @@ class Call:
     abstract: Any
     platform: str | None
     make: Callable[[Any], Any]
+    mesh: Any = None
+    in_specs: Any = None
+
+
+def written_calls(path: Path, op: Op | None) -> list[Call]:
+    """The calls of a file, of one operation if it is named.
+
+    Raises:
+        click.UsageError: It is no file of calls.
+    """
+    try:
+        found = read_calls(path)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--calls: {error}") from error
+    return [
+        Call(
+            op=call.op,
+            label=_label({name: getattr(call.args, name) for name in _given(call.args)}),
+            abstract=call.args,
+            platform=call.platform,
+            make=functools.partial(call.op.make_inputs, call.args),
+            mesh=call.mesh,
+            in_specs=call.in_specs,
+        )
+        for call in found
+        if op in (None, call.op)
+    ]
+
+
+def _given(args: Any) -> list[str]:
+    """The arguments of a record that say something, in order."""
+    given = {*given_fields(args), *({f.name for f in dataclasses.fields(args)} - optional_fields(args).keys())}
+    return [field.name for field in dataclasses.fields(args) if field.name in given]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +175,24 @@ class CallSpec:
             raise click.UsageError("--case can be given once here")
         return found[0]
 
+    def resized(self, letters: tuple[str, ...], size: int) -> Call:
+        """The call that the shapes describe, with another size for some axes.
+
+        Args:
+            letters: Axis letters, as the operation names its arguments' axes.
+            size: Their size.
+
+        Raises:
+            click.UsageError: No given array has such an axis, or it is no valid call.
+        """
+        arrays = self._arrays()
+        changed = {name: _resized(x, self.op.axes.get(name, "").split(), letters, size) for name, x in arrays.items()}
+        missing = [letter for letter in letters if all(letter not in self.op.axes.get(n, "").split() for n in arrays)]
+        if missing:
+            known = ", ".join(f"{name}[{self.op.axes[name]}]" for name in arrays if name in self.op.axes)
+            raise click.UsageError(f"--sweep: no given array has an axis {', '.join(missing)}; there are {known}")
+        return self._called(changed | self._literals())
+
     def _from_case(self, name: str) -> Call:
         known = {case.name: case for case in self.op.cases}
         if name not in known:
@@ -135,7 +202,9 @@ class CallSpec:
         return Call(op=self.op, label=name, abstract=abstract, platform=self.platform, make=make)
 
     def _from_shapes(self) -> Call:
-        given = self._arrays() | self._literals()
+        return self._called(self._arrays() | self._literals())
+
+    def _called(self, given: dict[str, Any]) -> Call:
         missing = [name for name in required_arrays(self.op) if name not in given]
         if missing:
             raise click.UsageError(f"{self.op.name} needs the shape of {', '.join(missing)}: --shape {missing[0]}=...")
@@ -184,22 +253,30 @@ class CallSpec:
         return given
 
 
-def takes_call(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command OP and the options that describe a call of it; it gets them as one `CallSpec`."""
+def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callable[..., Any]:
+    """Gives a command OP and the options that describe a call of it; it gets them as one `CallSpec`.
+
+    Args:
+        command: What it decorates.
+        required: Whether OP is; without it the command gets None where it is left out.
+    """
 
     @functools.wraps(command)
     def collected(**given: Any) -> Any:
         _check_devices()
-        names = [field.name for field in dataclasses.fields(CallSpec)]
-        return command(CallSpec(**{name: given.pop(name) for name in names}), **given)
+        taken = {field.name: given.pop(field.name) for field in dataclasses.fields(CallSpec)}
+        return command(None if taken["op"] is None else CallSpec(**taken), **given)
 
-    for decorate in reversed(_PARAMETERS):
+    metavar = "OP" if required else "[OP]"
+    operation = click.argument(
+        "op", required=required, metavar=metavar, type=find_operation, shell_complete=complete_operation
+    )
+    for decorate in (*reversed(_PARAMETERS), operation):
         collected = decorate(collected)
     return collected
 
 
 _PARAMETERS = (
-    click.argument("op", metavar="OP", type=find_operation),
     click.option("--shape", "shapes", type=parse_shape, metavar="[NAME=]SIZES[:DTYPE]", multiple=True, help=SHAPE_HELP),
     click.option(
         "--kv-shape", type=parse_shape, metavar="SIZES", help="Shape of key and value, where not the query's."
@@ -208,7 +285,7 @@ _PARAMETERS = (
     click.option("--dtype", type=dtype_name, metavar="DTYPE", default="float32", show_default=True, help=DTYPE_HELP),
     click.option("--platform", metavar="NAME", help="Toolchain the call must run on: triton, pallas, cuda or xla."),
     click.option("-o", "--option", "options", metavar="NAME=VALUE", multiple=True, help=OPTION_HELP),
-    click.option("--case", "cases", metavar="NAME", multiple=True, help="One of the operation's named cases, instead."),
+    click.option("--case", "cases", metavar="NAME", multiple=True, help=CASE_HELP, shell_complete=complete_case),
 )
 
 
@@ -269,6 +346,11 @@ def _members(parameter: inspect.Parameter) -> tuple[Any, ...]:
 
 def _is_array(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, AbstractArray)
+
+
+def _resized(x: jax.ShapeDtypeStruct, axes: list[str], letters: tuple[str, ...], size: int) -> jax.ShapeDtypeStruct:
+    sizes = [size if axis in letters else old for axis, old in zip(axes, x.shape, strict=False)]
+    return jax.ShapeDtypeStruct((*sizes, *x.shape[len(sizes) :]), x.dtype)
 
 
 def _by_name(op: Op, shapes: tuple[Shape, ...]) -> dict[str, Shape]:

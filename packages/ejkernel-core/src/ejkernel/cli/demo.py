@@ -62,7 +62,7 @@ def _introduce(out: Console) -> None:
     versions = f"ejkernel {__version__}, JAX {jax.__version__}, Python {platform.python_version()}"
     print_plain(out, f"{versions}; {len(jax.devices())} device(s): {', '.join(kinds)}")
     rows = [(p.name, p.distribution, p.error or "loaded") for p in found.plugins]
-    print_table(out, "", "backend", "distribution", "status", rows=rows)
+    print_table(out, "", "backend", "distribution", "status", rows=rows, fold=["status"])
 
 
 def _inputs(length: int) -> tuple[jax.Array, ...]:

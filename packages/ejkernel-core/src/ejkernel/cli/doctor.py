@@ -1,17 +1,20 @@
 """`ejkernel doctor`."""
 
 import collections
+import dataclasses
 import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import jax
 from rich.console import Console
 
 from ejkernel._version import __version__
+from ejkernel.cli.as_json import AS_JSON, plain_plugin, print_json
 from ejkernel.cli.tables import console, print_plain, print_table
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.device import DeviceInfo, device_info
@@ -22,18 +25,56 @@ from ejkernel.ops.toolchain import lacking, split_requirement
 
 @click.command()
 @click.option("--strict", is_flag=True, help="Exit with 1 if a plugin did not load or there is no device.")
+@AS_JSON
 @click.pass_context
-def doctor(ctx: click.Context, strict: bool) -> None:
+def doctor(ctx: click.Context, strict: bool, as_json: bool) -> None:
     """Show backends, devices, versions and what is wrong."""
-    out, found = console(), registry()
-    print_table(out, "Versions", "what", "version", rows=_versions())
+    found = registry()
     devices, trouble = _devices()
+    if as_json:
+        print_json(_plain(found, devices, trouble))
+    else:
+        _print(console(), found, devices, trouble)
+    if strict and (found.failed or trouble):
+        ctx.exit(1)
+
+
+def _print(out: Console, found: Registry, devices: collections.Counter[DeviceInfo], trouble: str) -> None:
+    print_table(out, "Versions", "what", "version", rows=_versions())
     _print_devices(out, devices, trouble)
     _print_plugins(out, found)
     _print_operations(out, found, set(devices))
     _print_store(out)
-    if strict and (found.failed or trouble):
-        ctx.exit(1)
+
+
+def _plain(found: Registry, devices: collections.Counter[DeviceInfo], trouble: str) -> dict[str, Any]:
+    """All of it as plain data."""
+    provided, store = _provided(found), PersistentCache()
+    return {
+        "versions": dict(_versions()),
+        "devices": [{"count": count, **dataclasses.asdict(device)} for device, count in devices.items()],
+        "trouble": trouble or None,
+        "plugins": [{**plain_plugin(one), "implementations": provided[one.name]} for one in found.plugins],
+        "operations": {
+            op: [_plain_implementation(one, set(devices)) for one in found.implementations[op]]
+            for op in sorted(found.ops)
+        },
+        "store": {"path": str(store.path), "entries": len(store.entries()), "writable": _writable(store.path)},
+    }
+
+
+def _plain_implementation(implementation: Implementation, here: set[DeviceInfo]) -> dict[str, Any]:
+    requires = implementation.requires
+    return {
+        "name": implementation.name,
+        "platform": implementation.platform,
+        "priority": implementation.priority,
+        "gradient": implementation.backward is not None,
+        "devices": sorted(requires.devices),
+        "device_here": any(requires.devices & device.names for device in here),
+        "modules": list(requires.modules),
+        "missing": [sentence for sentence in map(lacking, requires.modules) if sentence],
+    }
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -58,22 +99,26 @@ def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], troub
         print_plain(out, f"JAX found no device: {trouble}\n", "red")
 
 
-def _print_plugins(out: Console, found: Registry) -> None:
-    # An implementation counts once, however many operations its family has.
+def _provided(found: Registry) -> collections.Counter[str]:
+    """How many implementations each plugin has; one counts once, however many operations its family has."""
     declared = {
         (found.providers[op, one.name], one.family, one.name, one.only)
         for op, implementations in found.implementations.items()
         for one in implementations
     }
-    provided = collections.Counter(plugin for plugin, *_ in declared)
+    return collections.Counter(plugin for plugin, *_ in declared)
+
+
+def _print_plugins(out: Console, found: Registry) -> None:
+    provided = _provided(found)
     rows = [
         (p.name, p.distribution, provided[p.name], (p.error, "red") if p.error else ("loaded", "green"))
         for p in found.plugins
     ]
     headings = ("plugin", "distribution", "implementations", "status")
-    print_table(out, "Backends", *headings, rows=rows, right=["implementations"])
+    print_table(out, "Backends", *headings, rows=rows, right=["implementations"], fold=["status"])
     if not rows:
-        print_plain(out, "No backend is installed: pip install ejkernel-xla runs everything everywhere.\n", "red")
+        print_plain(out, "No backend is installed: ejkernel-xla runs everything everywhere.\n", "red")
 
 
 def _print_operations(out: Console, found: Registry, here: set[DeviceInfo]) -> None:
@@ -84,7 +129,7 @@ def _print_operations(out: Console, found: Registry, here: set[DeviceInfo]) -> N
         if not implementations:
             rows.append((op, ("none installed", "red"), *[""] * 5))
     headings = ("operation", "implementation", "platform", "priority", "gradient", "devices", "toolchain")
-    print_table(out, "Operations", *headings, rows=rows, right=["priority"])
+    print_table(out, "Operations", *headings, rows=rows, right=["priority"], fold=["devices", "toolchain"])
 
 
 def _implementation(implementation: Implementation, here: set[DeviceInfo]) -> tuple[object, ...]:

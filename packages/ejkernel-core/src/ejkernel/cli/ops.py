@@ -6,6 +6,7 @@ from typing import Any
 import click
 import jax
 
+from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.dispatch import made_for
 from ejkernel.ops.model import Case, Implementation, Op, Requires
@@ -23,9 +24,38 @@ without a gradient refuses to be differentiated.
 
 
 @click.command()
-def ops() -> None:
+@AS_JSON
+def ops(as_json: bool) -> None:
     """Print what every implementation of every operation serves, as Markdown."""
-    click.echo(support_matrix(registry()))
+    if as_json:
+        print_json(operations(registry()))
+    else:
+        click.echo(support_matrix(registry()))
+
+
+def operations(found: Registry) -> list[dict[str, Any]]:
+    """What the support matrix says, as plain data."""
+    return [_described(found.ops[name], _serving(found, name)) for name in sorted(found.ops)]
+
+
+def _described(op: Op, implementations: tuple[Implementation, ...]) -> dict[str, Any]:
+    names = fields(op, implementations)
+    return {
+        "operation": op.name,
+        "family": op.family.name,
+        "arguments": dict(op.axes),
+        "splits": splits(op),
+        "implementations": [
+            {
+                "name": one.name,
+                **{label: tell(one) for label, tell in FACTS.items()},
+                "priority": one.priority,
+                "backward": one.backward is not None,
+                "fields": {name: _field(one, name) for name in names},
+            }
+            for one in implementations
+        ],
+    }
 
 
 def support_matrix(found: Registry) -> str:

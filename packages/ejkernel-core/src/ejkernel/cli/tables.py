@@ -2,31 +2,47 @@
 
 import os
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ejkernel.ops.config.params import given_values
 from ejkernel.ops.dispatch import Choice, Decision
 
-WIDTH = 120  # where no terminal says how wide it is: a file, a pipe, a build log
+UNLIMITED = 1 << 16  # where nobody says how wide the output is: lines in a file, a pipe or a log are not broken
+GAP = 3  # columns between the cells of a table
 COLORS = {"chosen": "bold green", "usable": "green", "refused": "red"}
 
 
-def console() -> Console:
-    """Where to print; made anew by each command, because tests and pipes replace the standard output."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", WIDTH))
-    return Console(width=width, highlight=False)
+def console(stderr: bool = False) -> Console:
+    """Where to print; made anew by each command, because tests and pipes replace the standard streams.
+
+    Args:
+        stderr: Whether on the standard error, because the standard output is for JSON.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else int(os.environ.get("COLUMNS", UNLIMITED))
+    return Console(width=width, highlight=False, stderr=stderr)
 
 
 def print_table(
-    out: Console, title: str, *columns: str, rows: Iterable[Iterable[Any]] = (), right: Iterable[str] = ()
+    out: Console,
+    title: str,
+    *columns: str,
+    rows: Iterable[Iterable[Any]] = (),
+    right: Iterable[str] = (),
+    fold: Iterable[str] = (),
 ) -> None:
     """Prints a table of plain values; the text of its cells is printed as it is.
+
+    Cells are never broken, but for sentences, and those between words alone. A table that is too wide for that is
+    printed as a list: names can be found and copied at any width.
 
     Args:
         out: Where to.
@@ -34,16 +50,46 @@ def print_table(
         *columns: Headings.
         rows: Cells; a `(text, style)` pair is coloured.
         right: Headings of columns that hold numbers.
+        fold: Headings of columns that hold sentences.
     """
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    numbers = set(right)
-    for column in columns:
-        made.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
-    for row in rows:
-        made.add_row(*map(_cell, row))
+    cells = [[_cell(value) for value in row] for row in rows]
+    sentences, numbers = set(fold), set(right)
     if title:
         print_plain(out, title, "bold")
+    if _least_width(columns, cells, sentences) > out.width:
+        _print_list(out, columns, cells)
+        return
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        justify = "right" if column in numbers else "left"
+        made.add_column(column, no_wrap=column not in sentences, justify=justify)
+    for row in cells:
+        made.add_row(*row)
     out.print(made)
+    out.print()
+
+
+def _least_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: Container[str]) -> int:
+    """How wide a table is at least: its longest cells, and the longest words of its sentences."""
+    widths = [GAP * (len(columns) - 1)]
+    for number, column in enumerate(columns):
+        texts = [column, *(row[number].plain for row in rows)]
+        pieces = [piece for text in texts for piece in (text.split() if column in fold else text.splitlines())]
+        widths.append(max(map(cell_len, pieces), default=0))
+    return sum(widths)
+
+
+def _print_list(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """Rows as paragraphs: the first cell, where it has changed, and the others with their headings."""
+    wrapper = textwrap.TextWrapper(width=max(out.width, 20), initial_indent="  ", subsequent_indent="    ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    for first, *others in rows:
+        if first.plain:
+            out.print(first, soft_wrap=True)
+        named = zip(columns[1:], others, strict=True)
+        given = [f"{heading} {' '.join(cell.plain.split())}".strip() for heading, cell in named if cell.plain]
+        for line in wrapper.wrap("; ".join(given)):
+            out.print(Text(line), soft_wrap=True)
     out.print()
 
 
@@ -64,9 +110,8 @@ def print_choice(out: Console, choice: Choice) -> None:
         for v in choice.verdicts
     ]  # fmt: skip
     title = f"{choice.op}, {choice.direction}, on {choice.device}"
-    print_table(
-        out, title, "implementation", "platform", "priority", "verdict", "remarks", rows=rows, right=["priority"]
-    )
+    headings = ("implementation", "platform", "priority", "verdict", "remarks")
+    print_table(out, title, *headings, rows=rows, right=["priority"], fold=["remarks"])
     if choice.platform not in ("auto", *(v.implementation.platform for v in choice.verdicts)):
         print_plain(out, f"No installed backend has an implementation for platform {choice.platform!r}.")
     for plugin in choice.failed_plugins:
@@ -81,8 +126,8 @@ def print_choice(out: Console, choice: Choice) -> None:
 
 
 def print_plain(out: Console, text: str, style: str = "") -> None:
-    """Prints text that may hold square brackets, which rich would read as markup."""
-    out.print(escape(text), style=style or None)
+    """Prints text that may hold square brackets, which rich would read as markup; its lines are left whole."""
+    out.print(Text(text), style=style or None, soft_wrap=True)
 
 
 def milliseconds(seconds: float) -> str:
@@ -96,7 +141,6 @@ def megabytes(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 1e6:.1f}"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any) -> Text:
     text, style = value if isinstance(value, tuple) else (value, None)
-    shown = escape(str(text))
-    return f"[{style}]{shown}[/]" if style else shown
+    return Text(str(text), style=style or "")

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-import os
+import functools
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
-from ejkernel.cli.cache import STORE
-from ejkernel.cli.calls import Call, CallSpec, one_line_errors, takes_call
-from ejkernel.cli.tables import console, milliseconds, print_choice, print_table
+from ejkernel.cli.as_json import AS_JSON, print_json
+from ejkernel.cli.cache import STORE, merge_into
+from ejkernel.cli.calls import Call, CallSpec, one_line_errors, takes_call, written_calls
+from ejkernel.cli.tables import console, milliseconds, print_choice, print_plain, print_table
 from ejkernel.cli.targets import find_target
 from ejkernel.ops.call import decide, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
+from ejkernel.ops.config.measurement import Measurement
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.table import DAMAGED, Entry, Table, decode, encode, table_name
+from ejkernel.ops.config.table import Entry, table_name
 from ejkernel.ops.device import target_device
 from ejkernel.ops.execution.target import Target, tune_described
 from ejkernel.ops.execution.tuner import Tuner, TunerError, TuningResult, tune_call
@@ -29,8 +32,9 @@ from ejkernel.ops.grad import Plan
 
 TARGET_HELP = (
     "Predict for a device that need not be here, instead of measuring on the one that is: v5e, v5p, v6e or v7x, with "
-    "ejkernel-pallas[aot]."
+    "ejkernel-pallas[aot]. Predictions are kept apart."
 )
+CALLS_HELP = "Tune the calls of this file, which ejkernel.ops.save_recorded writes; those of OP where it is given."
 DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
@@ -38,8 +42,28 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the options say about tuning, whatever the call.
+
+    Attributes:
+        direction: A key of `DIRECTIONS`.
+        repeat: Samples of a candidate.
+        target: Device to predict for; None measures on the one that is here.
+        export: Folder of the tables to write too.
+        as_json: Whether to print JSON.
+    """
+
+    direction: str
+    repeat: int
+    target: str | None
+    export: Path | None
+    as_json: bool
+
+
 @click.command()
-@takes_call
+@functools.partial(takes_call, required=False)
+@click.option("--calls", "file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=CALLS_HELP)
 @click.option("--direction", type=click.Choice(list(DIRECTIONS)), default="both", show_default=True)
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of a candidate.")
 @click.option("--target", metavar="NAME", help=TARGET_HELP)
@@ -49,58 +73,132 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     type=click.Path(file_okay=False, path_type=Path),
     help="Also write a table that a backend can ship, <device kind>/<op>.json in this directory; merges.",
 )
+@AS_JSON
 @click.pass_context
-def tune(
-    ctx: click.Context,
-    spec: CallSpec,
-    direction: str,
-    repeat: int,
-    target: str | None,
-    store: Path | None,
-    export: Path | None,
-) -> None:
+def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Path | None, **given: Any) -> None:
     """Measure a call's configurations and store the best.
 
-    What is tuned is the implementation that the call would use; --platform picks another.
+    What is tuned is the implementation that the call would use; --platform picks another. Candidates are timed
+    interleaved. The fastest is stored where it is ahead of the rule's own by more than the spread of the samples, else
+    the rule's own.
 
     \b
     ejkernel tune flash_attention --shape 1,2048,8,64 -o causal=true
+    ejkernel tune --calls calls.json
     """
-    if target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
+    settings = Settings(**given)
+    if settings.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--repeat: a prediction for a --target is made once")
-    call, out = spec.one(), console()
-    kept = PersistentCache(store)
+    calls, out, kept = _calls(spec, file), console(stderr=settings.as_json), PersistentCache(store)
+    found = kept.predicted if settings.target else kept
+    done: list[dict[str, Any]] = []
+    failed: list[dict[str, str]] = []
+    for number, call in enumerate(calls, 1):
+        if file is not None and not settings.as_json:
+            print_plain(out, f"{number} of {len(calls)}: {call.op.name}, {call.label}", "bold")
+        try:
+            done += _tuned(call, settings, kept, found, out)
+        except click.ClickException as error:
+            if file is None:
+                raise
+            failed.append({"call": f"{call.op.name}, {call.label}", "error": error.format_message()})
+    _report(done, failed, found, settings)
+    if failed:
+        ctx.exit(1)
+
+
+def _calls(spec: CallSpec | None, file: Path | None) -> list[Call]:
+    """Those of the file, or the one that the command line describes."""
+    if file is None:
+        if spec is None:
+            raise click.UsageError("Missing argument 'OP', or --calls.")
+        return [spec.one()]
+    if spec is not None and (spec.shapes or spec.cases or spec.options or spec.kv_shape or spec.value_dim):
+        raise click.UsageError("--calls brings its own shapes and options; give one or the other")
+    calls = written_calls(file, None if spec is None else spec.op)
+    if not calls:
+        raise click.UsageError(f"--calls: {file} has no such calls")
+    return calls
+
+
+def _tuned(
+    call: Call, settings: Settings, kept: PersistentCache, found: PersistentCache, out: Console
+) -> list[dict[str, Any]]:
+    """Tunes one call, stores what won and exports it; the results as plain data."""
     with one_line_errors():
-        if target is None:
-            results, plan = _measured(call, direction, repeat, kept, out)
+        if settings.target is None:
+            results, plan = _measured(call, settings, kept, out)
         else:
-            results, plan = _predicted(call, direction, find_target(target), kept, out)
-    for result in results:
-        _print_result(out, plan, call, result, "predicted for" if target else "on")
-    entries = _stored(kept, results)
-    click.echo(f"stored in {kept.path}")
-    if export is not None:
-        for path in _export(export, call, results, entries):
-            click.echo(f"exported to {path}")
+            results, plan = _predicted(call, settings.direction, find_target(settings.target), kept, out)
+    if not settings.as_json:
+        for result in results:
+            _print_result(out, call, result, "predicted for" if settings.target else "on")
+    entries = _stored(found, results)
+    paths = [] if settings.export is None else _export(settings.export, call, results, entries)
+    exported = list(map(str, paths))
+    how = "predicted" if settings.target else "measured"
+    return [{"call": call.label, "how": how, **_plain(plan, result), "exported": exported} for result in results]
+
+
+def _report(
+    done: list[dict[str, Any]], failed: list[dict[str, str]], store: PersistentCache, settings: Settings
+) -> None:
+    if settings.as_json:
+        print_json({"store": str(store.path), "results": done, "failed": failed})
+        return
+    if done:
+        click.echo(f"stored in {store.path}")
+    for path in dict.fromkeys(path for result in done for path in result["exported"]):
+        click.echo(f"exported to {path}")
+    for failure in failed:
+        click.echo(f"not tuned: {failure['call']}: {failure['error']}")
+
+
+def _plain(plan: Plan, result: TuningResult) -> dict[str, Any]:
+    """A result as plain data."""
+    return {
+        "operation": plan.op.name,
+        "implementation": result.implementation,
+        "direction": result.key.direction,
+        "device": result.key.device,
+        "key": str(result.key),
+        "winner": msgspec.to_builtins(result.winner.part),
+        "rule": None if result.rule is None else msgspec.to_builtins(result.rule),
+        "measurements": [
+            {
+                "config": msgspec.to_builtins(m.part),
+                "seconds": m.seconds,
+                "spread": m.spread,
+                "samples": m.samples,
+                "error": m.error,
+            }
+            for m in result.measurements
+        ],
+    }
 
 
 Tuned = tuple[list[TuningResult], Plan]
 
 
-def _measured(call: Call, direction: str, repeat: int, kept: PersistentCache, out: Console) -> Tuned:
+def _measured(call: Call, settings: Settings, kept: PersistentCache, out: Console) -> Tuned:
     """On the device that is here."""
-    chain = ConfigSelectorChain(tuner=Tuner(timing_iterations=repeat, show_progress=True), persistent=kept)
+    shown = sys.stderr.isatty()
+    chain = ConfigSelectorChain(tuner=Tuner(timing_iterations=settings.repeat, show_progress=shown), persistent=kept)
     plan = make_plan(call.op, call.abstract, call.platform, None, chain)
+    directions = DIRECTIONS[settings.direction]
     with _one_line_tuner_errors():
-        results = tune_call(plan, call.make(jax.random.key(0)), DIRECTIONS[direction])
-    _check_served(plan, call, direction, results, out)
+        made = call.make(jax.random.key(0))
+        results = tune_call(plan, made, directions, mesh=call.mesh, in_specs=call.in_specs)
+    _check_served(plan, call, settings.direction, results, out)
     return results, plan
 
 
 def _predicted(call: Call, direction: str, target: Target, kept: PersistentCache, out: Console) -> Tuned:
     """For a device that may be anywhere."""
+    if call.mesh is not None:
+        raise click.ClickException("a shard of a call under a mesh cannot be predicted for a --target")
     with _one_line_tuner_errors():
-        chain = ConfigSelectorChain(tuner=target.tuner(True), persistent=kept)
+        chain = ConfigSelectorChain(tuner=target.tuner(sys.stderr.isatty()), persistent=kept)
         with target_device(target.device):
             plan = make_plan(call.op, call.abstract, call.platform, None, chain)
         results = tune_described(plan, call.make, DIRECTIONS[direction])
@@ -128,30 +226,28 @@ def _check_served(plan: Plan, call: Call, direction: str, results: list[TuningRe
         raise click.ClickException(f"no implementation serves the {missing[0]} pass, so there is nothing to tune")
 
 
-def _print_result(out: Console, plan: Plan, call: Call, result: TuningResult, where: str) -> None:
-    key, best = result.key, result.best.seconds or 0.0
-    rule = _rule(plan, call, result)
+def _print_result(out: Console, call: Call, result: TuningResult, where: str) -> None:
+    key, best, winner = result.key, result.best.seconds or 0.0, result.winner
     rows: list[tuple[Any, ...]] = []
     for rank, measured in enumerate(result.measurements, 1):
-        style = "bold green" if rank == 1 else ""
-        note = "the rule's" if measured.part == rule else ""
+        style = "bold green" if measured is winner else ""
         if measured.seconds is None:
-            rows.append(("-", given_values(measured.part), ("failed", "red"), "", measured.error))
-        else:
-            times = milliseconds(measured.seconds), f"{measured.seconds / best:.2f}"
-            rows.append(((rank, style), (given_values(measured.part), style), *times, note))
+            rows.append(("-", given_values(measured.part), ("failed", "red"), "", "", measured.error))
+            continue
+        spread = milliseconds(measured.spread) if measured.samples else "-"
+        times = milliseconds(measured.seconds), spread, f"{measured.seconds / best:.2f}"
+        rows.append(((rank, style), (given_values(measured.part), style), *times, _note(result, measured)))
     title = f"{call.op.name}, {key.direction}, {result.implementation} {where} {key.device}"
-    print_table(
-        out, title, "rank", "configuration", "ms", "of best", "note", rows=rows, right=["rank", "ms", "of best"]
-    )
+    headings = ("rank", "configuration", "ms", "spread", "of best", "note")
+    print_table(out, title, *headings, rows=rows, right=["rank", "ms", "spread", "of best"], fold=["note"])
 
 
-def _rule(plan: Plan, call: Call, result: TuningResult) -> Any:
-    """What the heuristics would have taken, to be recognised in the table."""
-    record = jax.eval_shape(call.op.lower, call.abstract)
-    verdicts = plan.pick(record, "forward").verdicts
-    implementation = next(v.implementation for v in verdicts if v.implementation.name == result.implementation)
-    return implementation.config.heuristic(record, plan.device, result.key.direction)
+def _note(result: TuningResult, measured: Measurement) -> str:
+    """Which candidate the rule would have taken, and why it stays where it does."""
+    if measured.part != result.rule:
+        return ""
+    stays = measured is result.winner and measured is not result.best
+    return "the rule's, kept: the best is not ahead of it by more than the spread" if stays else "the rule's"
 
 
 def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, Entry]:
@@ -161,7 +257,7 @@ def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, En
     if lost:
         raise click.ClickException(f"the measurements could not be stored: {store.path} cannot be written")
     return {
-        r.key.shipped(r.kind): msgspec.structs.replace(there[str(r.key)], config=_set(r.best.part)) for r in results
+        r.key.shipped(r.kind): msgspec.structs.replace(there[str(r.key)], config=_set(r.winner.part)) for r in results
     }
 
 
@@ -174,19 +270,5 @@ def _set(part: Any) -> dict[str, Any]:
 def _export(directory: Path, call: Call, results: list[TuningResult], entries: dict[str, Entry]) -> list[Path]:
     paths = list(dict.fromkeys(directory / table_name(result.key.device, call.op.name) for result in results))
     for path in paths:
-        _merge(path, entries)
+        merge_into(path, entries)
     return paths
-
-
-def _merge(path: Path, entries: dict[str, Entry]) -> None:
-    """Adds entries to a table that is kept under version control, and so has no lock file; never half written."""
-    try:
-        known = decode(path.read_bytes()) if path.exists() else {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(encode(Table({**known, **entries})) + b"\n")
-        os.replace(temporary, path)
-    except DAMAGED as error:
-        raise click.ClickException(f"{path} is no table of configurations: {error}") from error
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be used: {error}") from error

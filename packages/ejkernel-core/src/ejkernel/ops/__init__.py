@@ -2,6 +2,7 @@
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call, default_chain
+from ejkernel.ops.calls_file import read_calls, save_recorded
 from ejkernel.ops.config.chain import ConfigSelectorChain, NoConfigError, Request, Selection
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.memory import ConfigCache
@@ -31,6 +32,7 @@ from ejkernel.ops.operation import operation
 from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
+from ejkernel.ops.second import second_derivatives
 
 __all__ = [
     "NO_CHOICE",
@@ -84,9 +86,12 @@ __all__ = [
     "operation",
     "overlay_cache",
     "policy_override",
+    "read_calls",
     "record_calls",
     "record_invocation",
     "registry",
+    "save_recorded",
+    "second_derivatives",
     "short_hash",
     "stable_json",
     "static",

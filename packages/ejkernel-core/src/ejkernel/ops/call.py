@@ -19,6 +19,7 @@ from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import Plan, differentiable_call
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
+from ejkernel.ops.second import second_derivatives_wanted
 from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
 
 
@@ -109,6 +110,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         chain=chain,
         hints=hints(given, cfg),
         returns_lse=op.returns_residual_lse(args),
+        differentiable_twice=second_derivatives_wanted(),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.arguments import array_fields, given_fields
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.config.selection import foreign_part
 from ejkernel.ops.device import DeviceInfo
@@ -321,4 +321,12 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
     for name in given_fields(record):
         if name not in requires.handles:
             yield f"{name} is not handled"
+    symbolic = {name: x.shape for name, x in array_fields(record).items() if _is_symbolic(x)}
+    if symbolic and not requires.symbolic:
+        yield f"sizes of {', '.join(symbolic)} are symbolic"
+        return
     yield from requires.extra(record)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return not all(isinstance(size, int) for size in getattr(value, "shape", ()))

@@ -22,6 +22,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, taking, together
 from ejkernel.ops.model import Op
 from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.ops.second import backward_pass, forward_pass, refusing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Plan:
         chain: Who is asked for configurations.
         hints: Fields of `cfg` that arguments of the call have set: a kernel without them serves all the same.
         returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
+        differentiable_twice: Whether the call was made in a `second_derivatives` block.
     """
 
     op: Op
@@ -45,6 +47,7 @@ class Plan:
     chain: ConfigSelectorChain
     hints: frozenset[str] = frozenset()
     returns_lse: bool = False
+    differentiable_twice: bool = False
 
     @property
     def tunes_on_miss(self) -> bool:
@@ -96,6 +99,19 @@ class Plan:
         choice = self.choose(record, "forward") if choice is None else choice
         return Results(*self._apply(choice, record))
 
+    def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
+        """`run(argument)`, the forward pass of a record or the backward pass of a pullback, for a second derivative.
+
+        Raises:
+            NotImplementedError: Later, where it is taken outside of a `second_derivatives` block.
+        """
+        if choice.implementation is None:
+            raise NoImplementationError(choice)
+        if not self.differentiable_twice:
+            return refusing(self.op.name, choice.implementation, run, argument)
+        rule = forward_pass if choice.direction == "forward" else backward_pass
+        return rule(self.op.family, run, argument)
+
     def _apply(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
@@ -137,8 +153,8 @@ def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
     if backward.implementation is None:
         raise NoImplementationError(backward)
     forward = plan.configured(forward, record)
-    output, residuals, pocket = plan.forward(record, forward)
-    assert forward.implementation is not None  # `plan.forward` has run it
+    output, residuals, pocket = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
+    assert forward.implementation is not None  # it has run
     if backward.implementation is not forward.implementation:
         pocket = None  # nobody else's backward may read it, so that it is not kept either
     # The caller gets the named output: a layer that read another would have the kernel run again.
@@ -180,13 +196,18 @@ def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
         backward = plan.configured(backward, saved.record)
     pocket = saved.pocket if own else None
     pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=pocket, lse_cotangent=lse_cotangent)
-    gradients = plan.backward(pullback, backward)
-    missing = saved.wanted - set(gradients)
-    if missing:
-        raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")
+    gradients = plan.differentiated(functools.partial(_wanted_gradients, plan, backward), backward, pullback)
     # None is JAX's word for a cotangent that is zero, whatever the dtype.
     cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
+
+
+def _wanted_gradients(plan: Plan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
+    gradients = plan.backward(pullback, choice)
+    missing = pullback.wanted - set(gradients)
+    if missing:
+        raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")
+    return {name: gradients[name] for name in sorted(pullback.wanted)}
 
 
 def _wanted(op: Op, marked: Any) -> frozenset[str]:

@@ -188,7 +188,9 @@ class Requires:
         head_dims: Container of accepted head sizes (a set or a range); None accepts all.
         handles: Optional record fields it honours. A call that gives any other is refused by that name. And
             `"lse_cotangent"`, where its backward pass honours that of the `Pullback`.
-        extra: Record -> sentences saying why it cannot be served; empty if it can. Never raises.
+        symbolic: Whether sizes may be symbolic, as they can be in `jax.export`.
+        extra: Record -> sentences saying why it cannot be served; empty if it can. Never raises, and is not asked
+            about symbolic sizes that are not accepted.
     """
 
     devices: frozenset[str]
@@ -197,6 +199,7 @@ class Requires:
     modules: tuple[str, ...] = ()
     min_compute_capability: float | None = None
     head_dims: Container[int] | None = None
+    symbolic: bool = False
     extra: Callable[[Any], Iterable[str]] = _no_reasons
 
 

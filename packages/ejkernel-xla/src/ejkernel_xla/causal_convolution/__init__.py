@@ -14,6 +14,7 @@ IMPLEMENTATIONS = (
         gradients=frozenset(FAMILY.differentiable),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
+            symbolic=True,
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset({"bias", "initial_state", "cu_seqlens", "sequence_state", "activation"}),
         ),

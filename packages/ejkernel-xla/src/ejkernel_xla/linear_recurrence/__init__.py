@@ -16,6 +16,7 @@ IMPLEMENTATIONS = (
         gradients=frozenset(FAMILY.differentiable),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
+            symbolic=True,
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             # Everyone's fallback honours every field; the conformance suite fails for one that it does not.
             handles=frozenset(optional_fields(FAMILY.record)),

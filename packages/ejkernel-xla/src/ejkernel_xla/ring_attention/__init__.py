@@ -15,6 +15,7 @@ IMPLEMENTATIONS = (
         gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
+            symbolic=True,
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset(
                 {

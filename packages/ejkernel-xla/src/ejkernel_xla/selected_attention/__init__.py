@@ -17,6 +17,7 @@ IMPLEMENTATIONS = (
         gradients=GATES | COMPRESSED | {"query", "key", "value"},
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
+            symbolic=True,
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=GATES
             | COMPRESSED

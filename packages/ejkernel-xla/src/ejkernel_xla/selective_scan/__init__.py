@@ -14,6 +14,7 @@ IMPLEMENTATIONS = (
         gradients=frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"}),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}),
+            symbolic=True,
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
             handles=frozenset({"initial_state"}),
         ),

@@ -23,22 +23,32 @@ TILE_ELEMENTS = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A sequence axis of `length` cut into tiles of `block` indices."""
+    """A sequence axis of `length` cut into tiles of `block` indices. A symbolic length is one tile."""
 
-    length: int
-    block: int
+    length: Any
+    block: Any
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether the length is known only when the program runs, as in `jax.export`."""
+        return _symbolic(self.length)
 
     @property
     def tiles(self) -> int:
+        """How many there are."""
+        if self.symbolic:
+            return 1
         return -(-self.length // self.block)
 
     @property
     def ragged(self) -> bool:
         """Whether the last tile shares indices with the one before it."""
-        return self.length % self.block != 0
+        return not self.symbolic and self.length % self.block != 0
 
     def start(self, tile: Any) -> Any:
         """First index of a tile, traced or not."""
+        if self.symbolic:
+            return jnp.zeros_like(tile)
         return jnp.minimum(tile * self.block, self.length - self.block)
 
     def fresh(self, tile: Any) -> jax.Array:
@@ -90,21 +100,28 @@ class Cursor(NamedTuple):
 def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Plan:
     """Cuts a record whose lengths are all at least 1 into tiles of at most the given sizes."""
     (batch, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
-    q_axis, kv_axis = Axis(length, min(q_blocksize, length)), Axis(keys, min(kv_blocksize, keys))
+    q_axis, kv_axis = _axis(length, q_blocksize), _axis(keys, kv_blocksize)
     group = heads // kv_heads
+    if q_axis.symbolic or kv_axis.symbolic:
+        return Plan(q_axis, kv_axis, 1, 1, group, (batch, kv_heads))
     room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
     many = q_axis.tiles * kv_axis.tiles > 1
     some_heads = 1 if many and _heads_differ(record) else _divisor(kv_heads, room)  # each head skips its own tiles
-    rows = _divisor(batch, room // kv_heads) if some_heads == kv_heads else 1
+    one_row = some_heads != kv_heads or _symbolic(batch)  # a symbolic batch has no divisor but 1
+    rows = 1 if one_row else _divisor(batch, room // kv_heads)
     if many and _rows_differ(record):
         rows = 1  # each batch row then skips its own tiles
     return Plan(q_axis, kv_axis, rows, some_heads, group, (batch // rows, kv_heads // some_heads))
 
 
+def _axis(length: Any, block: int) -> Axis:
+    return Axis(length, min(block, length) if isinstance(length, int) else length)
+
+
 def take(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
     """A slice of x; dimensions of size 1 broadcast, so they are taken whole."""
     starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
-    sizes = [min(n, size) for n, size in zip(x.shape, sizes, strict=True)]
+    sizes = [_least(n, size) for n, size in zip(x.shape, sizes, strict=True)]
     return lax.dynamic_slice(x, _int32(starts), sizes)
 
 
@@ -116,13 +133,24 @@ def put(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
 def add(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
     """x with tile added to a slice; tile is summed over the dimensions that have size 1 in x alone."""
     starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
-    shared = tuple(d for d, (n, size) in enumerate(zip(x.shape, tile.shape, strict=True)) if n == 1 and size > 1)
+    shared = tuple(d for d, (n, size) in enumerate(zip(x.shape, tile.shape, strict=True)) if n == 1 and size != 1)
     tile = jnp.sum(tile, axis=shared, keepdims=True)
     return put(x, starts, take(x, starts, tile.shape) + tile)
 
 
 def _int32(starts: Sequence[Any]) -> list[jax.Array]:
     return [jnp.asarray(start, jnp.int32) for start in starts]
+
+
+def _symbolic(size: Any) -> bool:
+    return not isinstance(size, int)
+
+
+def _least(n: Any, size: Any) -> Any:
+    """The smaller one. Of a symbolic axis one row is taken or all; one row is all that others may have of it."""
+    if isinstance(n, int) and isinstance(size, int):
+        return min(n, size)
+    return n if n == 1 else size
 
 
 def _divisor(n: int, limit: int) -> int:
@@ -136,4 +164,4 @@ def _heads_differ(record: TiledAttention) -> bool:
 
 def _rows_differ(record: TiledAttention) -> bool:
     per_row = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
-    return any(x is not None and x.shape[0] > 1 for x in per_row)
+    return any(x is not None and x.shape[0] != 1 for x in per_row)

@@ -57,4 +57,9 @@ def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
     """Sizes clamped to the lengths. The query heads of a KV head share a tile: many of them leave few queries each."""
     (_, length, heads, _), (_, key_length, kv_heads, _) = record.query.shape, record.key.shape
     shared = max(64, TILE_ELEMENTS * kv_heads // (heads * keys))
-    return ChunkedSoftmax(block_q=max(1, min(queries, shared, length)), block_kv=max(1, min(keys, key_length)))
+    return ChunkedSoftmax(block_q=_clamped(min(queries, shared), length), block_kv=_clamped(keys, key_length))
+
+
+def _clamped(block: int, length: Any) -> int:
+    """A symbolic length is one tile, whatever it is."""
+    return max(1, min(block, length)) if isinstance(length, int) else block

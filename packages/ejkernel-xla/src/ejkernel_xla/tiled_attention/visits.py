@@ -43,7 +43,7 @@ class Visits:
     def fold(self, at: Cursor, full: Step[Carry], masked: Step[Carry], carry: Carry) -> Carry:
         """Applies `full(tile, carry)` or `masked(tile, carry)` to every key tile that the query tile visits."""
         first, last, clear, unclear = (
-            jnp.asarray(table)[at.chunk if table.shape[0] > 1 else 0, at.tile]
+            jnp.asarray(table)[at.chunk if table.shape[0] != 1 else 0, at.tile]
             for table in (self.first, self.last, self.clear, self.unclear)
         )
         if self.any_full:
@@ -61,6 +61,8 @@ class Visits:
 
 def find_visits(record: TiledAttention, plan: Plan) -> Visits | ListedVisits:
     """Sorts the tile pairs of a record into empty, full and masked ones."""
+    if plan.queries.symbolic or plan.keys.symbolic:
+        return _all_visits(record, plan)
     some, every, traced = _sorted(record, plan)
     if record.pattern is not None:
         return list_visits(record, record.pattern, plan, some, every)
@@ -68,6 +70,19 @@ def find_visits(record: TiledAttention, plan: Plan) -> Visits | ListedVisits:
     any_full = record.mask is None and (traced or bool((unclear > clear).any()))
     any_masked = traced or bool((last - first > unclear - clear).any())
     return Visits(first, last, clear, unclear, any_full, any_masked)
+
+
+def _all_visits(record: TiledAttention, plan: Plan) -> Visits:
+    """Every tile, masked: of a symbolic length there is one.
+
+    Raises:
+        NotImplementedError: The record has a pattern, which lists tiles.
+    """
+    if record.pattern is not None:
+        raise NotImplementedError(f"pattern: got symbolic lengths {record.query.shape[1]} and {record.key.shape[1]}")
+    first = np.zeros((1, plan.queries.tiles), np.int32)
+    last = first + plan.keys.tiles
+    return Visits(first, last, last, last, any_full=False, any_masked=True)
 
 
 def _sorted(record: TiledAttention, plan: Plan) -> tuple[Any, Any, bool]:
@@ -122,7 +137,7 @@ def _extremes(values: jax.Array | None, axis: Axis) -> tuple[Any, Any]:
 def _per_chunk(table: Any, plan: Plan) -> Any:
     """[B|1, ...] as [chunks, rows a chunk, ...], or [1, 1, ...]."""
     rows = 1 if table.shape[0] == 1 else plan.batch
-    return table.reshape(-1, rows, *table.shape[1:])
+    return table.reshape(table.shape[0] // rows, rows, *table.shape[1:])
 
 
 def _runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:

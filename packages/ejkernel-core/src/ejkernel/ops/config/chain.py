@@ -7,7 +7,7 @@
 | memory | measured, or read from the store, in this process | |
 | persistent | the user's store, then the tables shipped with the backend | copied to memory |
 | autotune | measured now, if the policy says so and nothing is being traced | memory and the user's store |
-| heuristics | the implementation's rule | never |
+| heuristics | what was predicted for the device, else the implementation's rule | predictions, apart |
 | error | none of them may answer | |
 """
 
@@ -16,6 +16,8 @@ import datetime
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import msgspec
 
 from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops.config import overlay
@@ -27,7 +29,7 @@ from ejkernel.ops.config.params import given_values
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective
 from ejkernel.ops.config.selection import Request, Selection, foreign_part, op_label
-from ejkernel.ops.config.table import shipped_part
+from ejkernel.ops.config.table import Entry, shipped_part
 
 MEASURED = frozenset({"memory", "persistent", "autotune"})
 """The tiers whose answers were measured, here or elsewhere; no others are ever kept."""
@@ -90,6 +92,7 @@ class ConfigSelectorChain:
         self._measured_keys: set[ConfigKey] = set()
         self._agreement = Agreement()
         self._untunable: dict[ConfigKey, str] = {}
+        self._predictions: dict[ConfigKey, Any] = {}
 
     def choose(self, request: Request, argument: Any = None) -> Selection:
         """The configuration part for a call.
@@ -132,12 +135,16 @@ class ConfigSelectorChain:
         if name is not None:
             self.event(name, request.op.name, direction=request.direction, **details)
 
-    def tune(self, request: Request, make_argument: Callable[[], Any]) -> TuningResult | None:
+    def tune(
+        self, request: Request, make_argument: Callable[[], Any], *, predicted: bool = False
+    ) -> TuningResult | None:
         """Measures a call, whatever is known of it, and stores the winner.
 
         Args:
             request: The call.
             make_argument: Makes what the implementation's function is given.
+            predicted: Whether the tuner predicts times instead of measuring them. Such a winner is kept apart, and
+                stands in for the rule alone.
 
         Returns:
             The measurements. None in the processes of a job that took process 0's word for them.
@@ -150,8 +157,10 @@ class ConfigSelectorChain:
         key, results = request.key(), list[TuningResult]()
 
         def propose() -> Selection:
-            results.append(self._measured(request, make_argument()))
-            return Selection(results[0].best.part, "autotune", ("autotune: measured on request",))
+            results.append(self._measured(request, make_argument(), predicted))
+            if predicted:
+                return Selection(results[0].winner.part, "heuristics", ("heuristics: predicted on request",))
+            return Selection(results[0].winner.part, "autotune", ("autotune: measured on request",))
 
         self._keep(key, self._agreement.decide(key, request.part_type(), propose, anew=True))
         return results[0] if results else None
@@ -160,11 +169,27 @@ class ConfigSelectorChain:
         """Whether a tier before autotune answers."""
         return self._explicit(request, []) is not None or self._stored(request.key(), request, []) is not None
 
-    def store(self, key: ConfigKey, part: Any, seconds: float, measured_at: str) -> None:
-        """Keeps a measured part in memory and in the user's store. Nothing else is ever kept."""
+    def store(
+        self,
+        key: ConfigKey,
+        part: Any,
+        seconds: float,
+        measured_at: str,
+        *,
+        spread: float = 0.0,
+        samples: int = 0,
+    ) -> None:
+        """Keeps a measured part in memory and in the user's store. Nothing else is ever kept there."""
         self.cache.put(key, part)
         if self.persistent is not None and self.persist_autotune:
-            self.persistent.put(key, part, seconds, measured_at)
+            self.persistent.put(key, part, seconds, measured_at, spread=spread, samples=samples)
+
+    def _store_prediction(self, key: ConfigKey, part: Any, seconds: float, predicted_at: str) -> None:
+        """Keeps a predicted part apart from those that were measured."""
+        self._predictions[key] = part
+        if self.persistent is not None and self.persist_autotune:
+            config = msgspec.to_builtins(part)
+            self.persistent.predicted.update({str(key): Entry(config, seconds, predicted_at, predicted=True)})
 
     def _keep(self, key: ConfigKey, selection: Selection) -> None:
         if selection.tier in MEASURED:
@@ -225,7 +250,7 @@ class ConfigSelectorChain:
             trail.append("autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline")
         else:
             try:
-                part = self._measured(request, argument).best.part
+                part = self._measured(request, argument).winner.part
                 return Selection(part, "autotune", (*trail, "autotune: measured now"))
             except TunerError as error:
                 self._untunable[key] = str(error)
@@ -233,19 +258,22 @@ class ConfigSelectorChain:
                 trail.append(f"autotune: failed, {error}")
         return None
 
-    def _measured(self, request: Request, argument: Any) -> TuningResult:
+    def _measured(self, request: Request, argument: Any, predicted: bool = False) -> TuningResult:
         from ejkernel.ops.execution.tuner import Tuner
 
         if self.forbid_reautotune and request.key() in self._measured_keys:
             raise EjkernelRuntimeError(f"forbid_reautotune: got True, and {request.key()} was measured already")
         self.event("autotune_start", request.op.name, direction=request.direction)
         result = (self.tuner or Tuner()).tune(request, argument)
-        seconds = result.best.seconds
-        assert seconds is not None  # a tuner raises where nothing ran
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.store(result.key, result.best.part, seconds, now)
+        winner, now = result.winner, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        assert winner.seconds is not None  # a tuner raises where nothing ran
+        if predicted:
+            self._store_prediction(result.key, winner.part, winner.seconds, now)
+        else:
+            spread, samples = winner.spread, winner.samples
+            self.store(result.key, winner.part, winner.seconds, now, spread=spread, samples=samples)
         self._measured_keys.add(result.key)
-        self.event("autotune_finish", request.op.name, direction=request.direction, part=result.best.part)
+        self.event("autotune_finish", request.op.name, direction=request.direction, part=winner.part)
         self._untunable.pop(result.key, None)
         return result
 
@@ -254,17 +282,28 @@ class ConfigSelectorChain:
             self.event("error", request.op.name, direction=request.direction)
             steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
             raise NoConfigError(f"no configuration for {key}\n  {steps}")
-        return Selection(request.heuristic(), "heuristics", (*trail, "heuristics: the implementation's rule"))
+        part, source = self._predicted(key, request)
+        if part is None:
+            return Selection(request.heuristic(), "heuristics", (*trail, "heuristics: the implementation's rule"))
+        step = f"heuristics: predicted and not measured, {source}"
+        return Selection(request.completed(part), "heuristics", (*trail, step))
+
+    def _predicted(self, key: ConfigKey, request: Request) -> tuple[Any | None, str]:
+        """What a model of the device predicts to be fastest, and who says so."""
+        if key in self._predictions:
+            return self._predictions[key], "in this process"
+        part = self.persistent.predicted.get(key, request.part_type()) if self.persistent is not None else None
+        return (part, "user store") if part is not None else _shipped(key, request, predicted=True)
 
 
-def _shipped(key: ConfigKey, request: Request) -> tuple[Any | None, str]:
+def _shipped(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:
     """The entry of a shipped table, and what to call it.
 
     Kernels see records and not operations: what was measured for one operation holds for the others of its family.
     """
     tuned, kind, part_type = request.implementation.tuned, request.kind(), request.part_type()
     for op in request.relatives():
-        part = shipped_part(tuned, op.name, dataclasses.replace(key, op=op_label(op)), part_type, kind)
+        part = shipped_part(tuned, op.name, dataclasses.replace(key, op=op_label(op)), part_type, kind, predicted)
         if part is not None:
             return part, "shipped table" if op is request.op else f"shipped table of {op.name}"
     return None, "shipped table"

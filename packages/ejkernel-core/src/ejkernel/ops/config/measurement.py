@@ -16,24 +16,53 @@ class TunerWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One candidate: its configuration part and its median time, or why it did not run."""
+    """One candidate: its configuration part and its median time, or why it did not run.
+
+    Attributes:
+        part: The configuration part.
+        seconds: Median time of a call; None where it did not run.
+        error: Why it did not.
+        spread: Interquartile range of the samples, in seconds; 0 where there is one sample or a prediction.
+        samples: How many there are.
+    """
 
     part: Any
     seconds: float | None
     error: str | None = None
+    spread: float = 0.0
+    samples: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
     """The candidates of one direction of one call, fastest first; those that did not run come last.
 
-    `kind` is what the call has in common with those that share its entry in a shipped table, if there are others.
+    Attributes:
+        key: The call.
+        implementation: Whose candidates.
+        measurements: The candidates.
+        kind: What the call has in common with those that share its entry in a shipped table, if there are others.
+        rule: What the heuristics would have taken; None where nobody says.
     """
 
     key: ConfigKey
     implementation: str
     measurements: tuple[Measurement, ...]
     kind: str | None = None
+    rule: Any = None
+
+    @property
+    def winner(self) -> Measurement:
+        """What is to be used: the fastest, if it is ahead of the rule's by more than their spread; else the rule's.
+
+        Noise alone puts some candidate first. Where it cannot be told from the rule's own, the rule stays, so that two
+        machines of a fleet do not disagree for nothing.
+        """
+        own = next((m for m in self.measurements if m.part == self.rule and m.seconds is not None), self.best)
+        assert own.seconds is not None  # `next` has looked, and a tuner raises where nothing ran
+        assert self.best.seconds is not None
+        ahead = own.seconds - self.best.seconds
+        return self.best if ahead > max(own.spread, self.best.spread) else own
 
     @property
     def best(self) -> Measurement:

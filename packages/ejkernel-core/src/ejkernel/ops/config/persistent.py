@@ -9,7 +9,7 @@ import contextlib
 import glob
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.table import DAMAGED, Entry, StoreWarning, Table, as_part, decode, encode, table_name
 
 FILE_NAME = "configs.json"
+PREDICTED = ".predicted.json"
 DIRECTORY_VARIABLE = "EJKERNEL_PERSISTENT_CACHE_DIR"
 LOCK_TIMEOUT_S = 60.0
 
@@ -52,6 +53,11 @@ class PersistentCache:
         self._readable = self._writable = True
 
     @property
+    def predicted(self) -> "PersistentCache":
+        """The store beside this one that holds what was predicted and not measured."""
+        return PersistentCache(self.path.with_suffix(PREDICTED))
+
+    @property
     def path(self) -> Path:
         """The file."""
         if self._path is None:
@@ -81,20 +87,41 @@ class PersistentCache:
 
     def get(self, key: ConfigKey, part: type) -> Any | None:
         """The configuration part stored under `key`, or None."""
-        return as_part(self.entries().get(str(key)), part, f"{self.path}, entry {key}")
+        entry = self.entries().get(str(key))
+        if entry is not None and entry.predicted and not self.path.name.endswith(PREDICTED):
+            return None  # somebody put files together by hand
+        return as_part(entry, part, f"{self.path}, entry {key}")
 
-    def put(self, key: ConfigKey, part: Any, seconds: float, measured_at: str = "") -> None:
+    def put(
+        self,
+        key: ConfigKey,
+        part: Any,
+        seconds: float,
+        measured_at: str = "",
+        *,
+        spread: float = 0.0,
+        samples: int = 0,
+    ) -> None:
         """Stores one measured part."""
-        self.update({str(key): Entry(msgspec.to_builtins(part), seconds, measured_at)})
+        entry = Entry(msgspec.to_builtins(part), seconds, measured_at, spread=spread, samples=samples)
+        self.update({str(key): entry})
 
     def update(self, entries: Mapping[str, Entry]) -> None:
         """Merges entries into the file under its lock."""
+        self._change(lambda there: {**there, **entries})
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Takes entries out of the file under its lock; keys that are not there are no error."""
+        gone = frozenset(keys)
+        self._change(lambda there: {key: entry for key, entry in there.items() if key not in gone})
+
+    def _change(self, change: Callable[[Mapping[str, Entry]], Mapping[str, Entry]]) -> None:
         if not self._writable:
             return
         try:
             with self._locked():
                 self._sweep()
-                self._replace(encode(Table({**self._read_or_set_aside(), **entries})))
+                self._replace(encode(Table(change(self._read_or_set_aside()))))
         except _UNUSABLE as error:
             self._give_up(f"cannot be written ({error})")
 

@@ -28,11 +28,17 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         config: The configuration part, as plain data.
         seconds: Median time a call took with it.
         measured_at: ISO 8601 time of the measurement, UTC.
+        spread: Interquartile range of its samples, in seconds.
+        samples: How many there were; 0 where that was not noted.
+        predicted: Whether nobody measured it: a model of the device gave the time. Never served as measured.
     """
 
     config: dict[str, Any]
     seconds: float
     measured_at: str = ""
+    spread: float = 0.0
+    samples: int = 0
+    predicted: bool = False
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -106,7 +112,9 @@ def table_name(device: str, op_name: str) -> str:
     return f"{device.replace(' ', '_').replace('/', '_')}/{op_name}.json"
 
 
-def shipped_part(tuned: str | None, op_name: str, key: ConfigKey, part: type, kind: str | None = None) -> Any | None:
+def shipped_part(
+    tuned: str | None, op_name: str, key: ConfigKey, part: type, kind: str | None = None, predicted: bool = False
+) -> Any | None:
     """The part that a backend's own table has for `key`, or None.
 
     Args:
@@ -115,11 +123,15 @@ def shipped_part(tuned: str | None, op_name: str, key: ConfigKey, part: type, ki
         key: The call.
         part: Type of the configuration part.
         kind: What it has in common with the calls that share an entry, if there are others.
+        predicted: Whether predictions are asked for, instead of measurements.
     """
     if tuned is None:
         return None
     name = table_name(key.device, op_name)
-    return as_part(_shipped(tuned, name).get(key.shipped(kind)), part, f"{tuned}/{name}, entry {key}")
+    entry = _shipped(tuned, name).get(key.shipped(kind))
+    if entry is None or entry.predicted != predicted:
+        return None
+    return as_part(entry, part, f"{tuned}/{name}, entry {key}")
 
 
 @functools.cache

@@ -62,7 +62,9 @@ def tune_described(
     with target_device(plan.device):
         for choice, forward in passes(plan, record, directions):
             argument = _argument(plan, record, choice, forward)
-            results.append(plan.chain.tune(plan.request(choice, record), functools.partial(_given, argument)))
+            results.append(
+                plan.chain.tune(plan.request(choice, record), functools.partial(_given, argument), predicted=True)
+            )
     return [result for result in results if result is not None]
 
 

@@ -1,12 +1,13 @@
 """Measuring configurations on the real device."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,9 @@ BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 SAMPLE = 0.02
 """Seconds that a sample takes at least, so that neither the clock nor the start of a call shows in it."""
+
+MIN_SAMPLES = 2
+"""Fewer have no spread."""
 
 MOST = 100
 """Calls in a sample at most."""
@@ -98,19 +102,29 @@ class _Contender:
                 self.error = f"{type(error).__name__}: {error}"
 
     def measurement(self) -> Measurement:
-        return Measurement(self.part, None if self.error else statistics.median(self.times), self.error)
+        if self.error:
+            return Measurement(self.part, None, self.error)
+        return Measurement(self.part, statistics.median(self.times), None, spread(self.times), len(self.times))
+
+
+def spread(times: Sequence[float]) -> float:
+    """Interquartile range; 0 for a single sample."""
+    if len(times) < MIN_SAMPLES:
+        return 0.0
+    first, _, third = statistics.quantiles(times, n=4, method="inclusive")
+    return third - first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuner:
-    """Times candidates eagerly: all are compiled and warmed up, then they take turns, and medians count.
+    """Times candidates eagerly: all are compiled and warmed up, then they are timed interleaved, and medians count.
 
     A sample is as many calls as it takes to be long. Candidates that are clearly slow are left out after two rounds.
 
     Attributes:
         warmup_iterations: Untimed runs after compilation.
         timing_iterations: Samples of each candidate.
-        show_progress: Whether to show a progress bar.
+        show_progress: Whether to show progress, of compiling too.
         warmup: Short for `warmup_iterations`.
         iters: Short for `timing_iterations`.
 
@@ -163,19 +177,21 @@ class Tuner:
         parts = implementation.config.candidates(request.record, request.device, request.direction)
         unique = dict.fromkeys((request.heuristic(), *parts))
         contenders = [_contender(part, kernel, argument) for part in unique]
-        _compile(contenders, kernel, argument)
         label = f"{request.op.name} {request.direction} {implementation.name}"
-        self._race(contenders, label)
+        with self._progress(2 * len(contenders), label) as advance:
+            _compile(contenders, kernel, argument, advance)
+            self._race(contenders, advance)
         measured = [contender.measurement() for contender in contenders]
         ranked = sorted(measured, key=lambda m: float("inf") if m.seconds is None else m.seconds)
         if ranked[0].seconds is None:
             raise TunerError("\n  ".join([f"no candidate of {label} ran:", *(f"{m.part}: {m.error}" for m in ranked)]))
-        return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind())
+        return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind(), request.heuristic())
 
-    def _race(self, contenders: list[_Contender], label: str) -> None:
+    def _race(self, contenders: list[_Contender], advance: Callable[[str], None]) -> None:
         """Lets the contenders take turns, in rounds, so that a device that slows down does so for all of them."""
-        for contender in self._progress(contenders, label):
+        for contender in contenders:
             contender.attempt(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
+            advance("measuring")
         running = contenders
         for turn in range(self.timing_iterations):
             for contender in running[:: -1 if turn % 2 else 1]:
@@ -185,24 +201,41 @@ class Tuner:
                 limit = SLOW * min((min(contender.times) for contender in running), default=0.0)
                 running = [contender for contender in running if min(contender.times) <= limit]
 
-    def _progress(self, contenders: list[_Contender], label: str) -> Any:
+    @contextlib.contextmanager
+    def _progress(self, steps: int, label: str) -> Generator[Callable[[str], None]]:
+        """Gives a function that is told of each step; each candidate is compiled and measured."""
         if not self.show_progress:
-            return contenders
+            yield lambda step: None
+            return
         import tqdm
 
-        return tqdm.tqdm(contenders, desc=label, unit="config")
+        with tqdm.tqdm(total=steps, desc=f"{label}, compiling", unit="step") as bar:
+
+            def advance(step: str) -> None:
+                bar.set_description(f"{label}, {step}", refresh=False)
+                bar.update()
+
+            yield advance
 
 
 def _contender(part: Any, function: Callable[..., Any], *args: Any) -> _Contender:
     return _Contender(part=part, run=functools.partial(function, *args), alone=_device_of(args).platform == "cpu")
 
 
-def _compile(contenders: list[_Contender], kernel: Callable[[Any, Any], Any], argument: Any) -> None:
+def _compile(
+    contenders: list[_Contender],
+    kernel: Callable[[Any, Any], Any],
+    argument: Any,
+    advance: Callable[[str], None],
+) -> None:
     """Traces the contenders one by one, as JAX's settings hold for a thread, and compiles them side by side."""
     for contender in contenders:
         contender.attempt(functools.partial(contender.trace, kernel, argument))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda contender: contender.attempt(functools.partial(contender.compile, argument)), contenders))
+        jobs = [pool.submit(c.attempt, functools.partial(c.compile, argument)) for c in contenders]
+        for job in concurrent.futures.as_completed(jobs):
+            job.result()
+            advance("compiling")
 
 
 def traced(tree: Any) -> bool:

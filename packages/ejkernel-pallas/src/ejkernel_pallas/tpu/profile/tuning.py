@@ -71,7 +71,7 @@ class ProfileTuner:
         if ranked[0].seconds is None:
             lines = (f"{m.part}: {m.error}" for m in ranked)
             raise TunerError("\n  ".join([f"no candidate of {label} can be predicted for {self.target}:", *lines]))
-        return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind())
+        return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind(), request.heuristic())
 
     def _profiles(self, cases: list[Case], label: str) -> list[Report]:
         if not self.show_progress:

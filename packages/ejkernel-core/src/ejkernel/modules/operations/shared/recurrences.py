@@ -144,7 +144,8 @@ def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]
     return (inverse * (cotangent - x * (inverse**2 * along[..., None])),)
 
 
-_normalised.defvjp(lambda x: (_normalised(x), x), _normalised_gradient)
+# Written out in the forward rule, which forward-mode derivatives of gradients go through.
+_normalised.defvjp(lambda x: (x * _inverse_length(x), x), _normalised_gradient)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -1,0 +1,188 @@
+"""Calls written down, so that they can be tuned in another process, on another machine: `ejkernel tune --calls FILE`.
+
+A file is JSON, `{"calls": [...]}`, made by `save_recorded` or by hand:
+
+    {"op": "flash_attention", "platform": "triton",
+     "arguments": {"query": "1,4096,16,128:bfloat16", "key": "1,4096,4,128:bfloat16", "value": "1,4096,4,128:bfloat16",
+                   "causal": true, "sliding_window": [1023, 0]}}
+
+An array is its sizes and its dtype. `mesh` holds the sizes of a mesh's axes by name and `in_specs` the partition specs,
+for a call of which one shard is to be tuned.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from ejkernel.ops.model import Op
+from ejkernel.ops.plugins import registry
+from ejkernel.ops.recording import RecordedCall, get_recorded
+
+if TYPE_CHECKING:
+    from ejkernel.types import MaskInfo
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class WrittenCall:
+    """One call of a file.
+
+    Attributes:
+        op: The operation.
+        args: Its argument record, with `jax.ShapeDtypeStruct` leaves.
+        platform: The toolchain asked for, or None.
+        mesh: With in_specs: what is tuned is one shard.
+        in_specs: Partition specs of the first arguments.
+    """
+
+    op: Op
+    args: Any
+    platform: str | None = None
+    mesh: Any = None
+    in_specs: Any = None
+
+
+def save_recorded(path: str | os.PathLike[str], calls: Iterable[RecordedCall] | None = None) -> int:
+    """Writes recorded calls to a file for `ejkernel tune --calls`, and returns how many there are.
+
+    Args:
+        path: File; replaced if it is there.
+        calls: Which; None for all that were recorded.
+
+    Raises:
+        ValueError: A call has an argument that cannot be written, such as a function.
+    """
+    written = [_written(call) for call in (get_recorded() if calls is None else calls)]
+    data = msgspec.json.format(msgspec.json.encode({"calls": written}), indent=1)
+    Path(path).write_bytes(data + b"\n")
+    return len(written)
+
+
+def read_calls(path: str | os.PathLike[str]) -> list[WrittenCall]:
+    """The calls of a file.
+
+    Raises:
+        ValueError: It is no such file, or one of its calls is wrong; says which.
+        OSError: It cannot be read.
+    """
+    data: Any = msgspec.json.decode(Path(path).read_bytes())
+    calls: Any = data.get("calls") if isinstance(data, dict) else None
+    if not isinstance(calls, list):
+        raise ValueError(f'{path}: wants {{"calls": [...]}}')
+    found: list[WrittenCall] = []
+    for number, call in enumerate(calls, 1):
+        try:
+            found.append(_read(call))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: call {number}: {error}") from error
+    return found
+
+
+def _written(call: RecordedCall) -> dict[str, Any]:
+    op: Op = call.plan.op
+    values = {f.name: getattr(call.args, f.name) for f in dataclasses.fields(call.args)}
+    given = {n: _encoded(f"{op.name}: {n}", v) for n, v in values.items() if v is not None}
+    made: dict[str, Any] = {"op": op.name, "arguments": given}
+    if call.plan.platform not in (None, "auto"):
+        made["platform"] = call.plan.platform
+    if call.mesh is not None:
+        made["mesh"] = dict(call.mesh.shape)
+        made["in_specs"] = [None if spec is None else list(spec) for spec in call.in_specs]
+    return made
+
+
+def _encoded(name: str, value: Any) -> Any:
+    """A value as JSON: words that can be mistaken for nothing else where JSON has no such type."""
+    from ejkernel.types import MaskInfo
+
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        items: Iterable[Any] = value
+        return [_encoded(name, item) for item in items]
+    if isinstance(value, MaskInfo):
+        leaves, fixed = value.tree_flatten_with_keys()
+        return {"mask_info": [_encoded(name, leaf) for _, leaf in leaves], "fixed": list(fixed)}
+    if isinstance(value, jax.lax.Precision):
+        return {"precision": value.name}
+    if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
+        return {"dtype": jnp.dtype(value).name}
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{','.join(map(str, value.shape))}:{jnp.dtype(value.dtype).name}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
+        if len(fields) == 1 and isinstance(fields[0], int):
+            return fields[0]  # a number that is a part of the structure
+    raise ValueError(f"{name}: got a {type(value).__name__}, which cannot be written to a file of calls")
+
+
+def _read(call: Mapping[str, Any]) -> WrittenCall:
+    op = registry().op(call["op"])
+    given = {name: _decoded(value) for name, value in call["arguments"].items()}
+    unknown = sorted(given.keys() - {f.name for f in dataclasses.fields(op.arguments)})
+    if unknown:
+        raise ValueError(f"{op.name} has no argument {', '.join(unknown)}")
+    args = op.arguments(**given)
+    op.validate(args)
+    sizes, specs = call.get("mesh"), call.get("in_specs")
+    mesh = None if sizes is None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return WrittenCall(
+        op=op,
+        args=args,
+        platform=call.get("platform"),
+        mesh=mesh,
+        in_specs=None if specs is None else tuple(map(_spec, specs)),
+    )
+
+
+def _spec(entries: Any) -> Any:
+    return None if entries is None else PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        items: list[Any] = value
+        return tuple(_decoded(item) for item in items)
+    if isinstance(value, str):
+        return _array(value)
+    if not isinstance(value, dict):
+        return value
+    named: dict[str, Any] = value
+    for word, decode in _WORDS.items():
+        if word in named:
+            return decode(named)
+    raise ValueError(f"got {named}, wants one of {', '.join(_WORDS)}")
+
+
+def _array(text: str) -> Any:
+    """A shape such as `1,64,2,16:bfloat16`, or `:int32` for a scalar; any other text is itself."""
+    sizes, colon, dtype = text.rpartition(":")
+    parts = sizes.split(",") if sizes else []
+    if not colon or not all(part.strip().isdecimal() for part in parts):
+        return text
+    return jax.ShapeDtypeStruct(tuple(map(int, parts)), jnp.dtype(dtype))
+
+
+def _mask(value: dict[str, Any]) -> "MaskInfo":
+    from ejkernel.types import MaskInfo
+
+    leaves = tuple(_decoded(leaf) for leaf in value["mask_info"])
+    return MaskInfo.tree_unflatten(tuple(tuple(x) if isinstance(x, list) else x for x in value["fixed"]), leaves)
+
+
+_WORDS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "mask_info": _mask,
+    "precision": lambda value: jax.lax.Precision[value["precision"]],
+    "dtype": lambda value: jnp.dtype(value["dtype"]),
+}
+
+__all__ = ["WrittenCall", "read_calls", "save_recorded"]

@@ -1,0 +1,177 @@
+"""Second derivatives: derivatives of the two passes.
+
+Kernels are not differentiated. In a `second_derivatives()` block both passes have the derivatives of the family's
+reference: plain jnp, which can be differentiated as often as anybody wants. Elsewhere a second derivative is refused by
+name, with one exception: XLA's passes have forward-mode derivatives of their own, so `jax.hessian` needs no block
+there.
+
+The block is not the rule because its passes have to keep all of their inputs, of which most kernels read a part.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.model import Family, Implementation
+from ejkernel.ops.pullback import Pullback, Results
+
+Run = Callable[[Any], Any]
+
+# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
+_wanted: Any = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def second_derivatives() -> Generator[None]:
+    """Lets gradients of the calls traced inside of the block be differentiated again, in any mode, as often as wanted.
+
+    First derivatives are those of the chosen kernels. Those of gradients are of the reference of the operation's
+    family, and take its time and memory: that of all pairs, [B, H, T, S], for softmax attention.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import flash_attention
+        from ejkernel.ops import second_derivatives
+
+        x = jax.random.normal(jax.random.key(0), (1, 4, 1, 8))
+
+        def loss(x):
+            return jnp.sum(flash_attention(x, x, x, causal=True) ** 2)
+
+        with second_derivatives():
+            curvature = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+        assert curvature.shape == x.shape
+        ```
+    """
+    with _wanted(True):
+        yield
+
+
+def second_derivatives_wanted() -> bool:
+    """Whether a `second_derivatives` block is around."""
+    return _wanted.value
+
+
+def refusing(op: str, implementation: Implementation, run: Run, argument: Any) -> Any:
+    """`run(argument)`, a pass of a kernel, whose derivatives are refused by name.
+
+    What XLA is left to compile can be differentiated forwards.
+
+    Raises:
+        NotImplementedError: It is differentiated.
+    """
+    wants = "make the call under `ejkernel.ops.second_derivatives()`"
+    message = f"{op} has no second derivative by {implementation.name}: {wants}"
+    if implementation.platform == "xla":
+        return jax.tree.map(functools.partial(_each, _forwards_only, message), run(argument))
+    # Leaf by leaf, so that what the kernel does not read is not kept for it.
+    return run(jax.tree.map(functools.partial(_each, _constant, message), argument))
+
+
+def _each(guard: Callable[[str, Any], Any], message: str, x: Any) -> Any:
+    return guard(message, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(message: str, x: jax.Array) -> jax.Array:
+    """x, which nobody may differentiate."""
+    return x
+
+
+@_constant.defjvp
+def _constant_tangent(message: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(message)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _forwards_only(message: str, x: jax.Array) -> jax.Array:
+    """x, which nobody may differentiate in reverse mode."""
+    return x
+
+
+@_forwards_only.defjvp
+def _forwards_only_tangent(message: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return _forwards_only(message, *primals), _untransposed().bind(*tangents, message=message)
+
+
+@functools.cache
+def _untransposed() -> Any:
+    """A primitive that hands on a tangent, and cannot be transposed; `linear_call` of JAX cannot be batched."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    made: Any = Primitive("ejkernel_forwards_only")
+    made.def_impl(lambda x, *, message: x)
+    made.def_abstract_eval(lambda x, *, message: x)
+
+    def refuse(cotangent: Any, x: Any, *, message: str) -> Any:
+        raise NotImplementedError(message)
+
+    ad.deflinear2(made, refuse)
+    batching.defvectorized(made)
+    mlir.register_lowering(made, lambda _, x, *, message: [x])
+    return made
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def forward_pass(family: Family, run: Run, record: Any) -> Results:
+    """`run(record)`, a forward pass, with the reference's derivatives.
+
+    Args:
+        family: What `run` is an implementation of.
+        run: record -> Results.
+        record: The family record.
+    """
+    return run(record)
+
+
+@forward_pass.defjvp
+def _forward_tangent(family: Family, run: Run, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Results, Results]:
+    made = forward_pass(family, run, *primals)
+    _, (output, residuals) = jax.jvp(family.reference, primals, tangents)
+    return made, Results(output, residuals, jax.tree.map(_no_tangent, made.pocket))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def backward_pass(family: Family, run: Run, pullback: Pullback) -> dict[str, Any]:
+    """`run(pullback)`, a backward pass, with the derivatives of the reference's.
+
+    Args:
+        family: What `run` is an implementation of.
+        run: Pullback -> the wanted gradients, and no others.
+        pullback: The pieces. Residuals, output and pocket follow from the record.
+    """
+    return run(pullback)
+
+
+@backward_pass.defjvp
+def _backward_tangent(
+    family: Family, run: Run, primals: tuple[Pullback], tangents: tuple[Pullback]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    (pullback,), (moved,) = primals, tangents
+    gradients = functools.partial(_reference_gradients, family, pullback.wanted)
+    at, along = ((each.record, each.cotangent, each.lse_cotangent) for each in (pullback, moved))
+    return backward_pass(family, run, pullback), jax.jvp(gradients, at, along)[1]
+
+
+def _reference_gradients(
+    family: Family, wanted: frozenset[str], record: Any, cotangent: Any, lse_cotangent: Any
+) -> dict[str, Any]:
+    def value(fields: dict[str, Any]) -> Any:
+        output, residuals = family.reference(dataclasses.replace(record, **fields))
+        return output if lse_cotangent is None else (output, residuals.lse)
+
+    _, pull = jax.vjp(value, {name: getattr(record, name) for name in sorted(wanted)})
+    return pull(cotangent if lse_cotangent is None else (cotangent, lse_cotangent))[0]
+
+
+def _no_tangent(x: jax.Array) -> Any:
+    """Nobody but its own backward pass reads a pocket, and that has its derivatives from the record."""
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
