@@ -18,7 +18,8 @@ from ejkernel.planning.quantized_formats import MODES, Format, Mode, decode, enc
 
 __all__ = ["MODES", "Mode", "dequantize", "prepack_quantized_weights", "quantize"]
 
-Quantized = tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]
+Quantized = tuple[jax.Array, ...]
+"""Words and scales; of affine codes zeros, too."""
 
 
 def quantize(

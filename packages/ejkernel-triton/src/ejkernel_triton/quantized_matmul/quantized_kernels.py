@@ -42,7 +42,7 @@ def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
     of a step.
     """
     HELD: tl.constexpr = spec.GROUP // spec.PER  # words of a group
-    COUNT: tl.constexpr = spec.BLOCK_W // HELD if spec.BLOCK_W > HELD else 1
+    COUNT: tl.constexpr = (spec.BLOCK_W + HELD - 1) // HELD
     groups = tile * spec.BLOCK_W // HELD + tl.arange(0, COUNT)
     keep = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
     at = rows[:, None] * spec.GROUPS + groups[None, :]
