@@ -118,6 +118,21 @@ def rows(record: GroupedMatmul, lhs: jax.Array, scale: jax.Array | None) -> jax.
     return lhs.astype(accumulator(record)) * factors
 
 
+def gradients_of_rows(
+    record: GroupedMatmul, product: jax.Array, lhs: jax.Array, scale: jax.Array
+) -> dict[str, jax.Array]:
+    """Gradients of rows and of their scales, in the dtype of that of their product.
+
+    Args:
+        record: Whose they are.
+        product: [..., K], the gradient of `rows(record, lhs, scale)`.
+        lhs: [..., K].
+        scale: [..., blocks].
+    """
+    shares = (product * lhs.astype(product.dtype)).reshape(*scale.shape, -1)
+    return {"lhs": rows(record, product, scale), "lhs_scale": jnp.sum(shares, axis=-1)}
+
+
 def spread(record: GroupedMatmul, scale: jax.Array) -> jax.Array:
     """Scales [..., blocks, 1, N] repeated to the shape of the matrices."""
     factors = jnp.repeat(scale[..., 0, :], record.lhs.shape[1] // scale.shape[-3], axis=-2)

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows, spread
-from ejkernel.families.grouped_matmul import rows as rows_of
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, gradients_of_rows, group_rows, spread
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
 from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
@@ -85,12 +84,8 @@ def _tile(
 
 def _of_rows(record: GroupedMatmul, product: jax.Array, at: Tile) -> Gradients:
     """Gradients of a tile's rows and of their scales, from that of the product of the two."""
-    scales = at.scales(record)
-    if scales is None:
-        return {"lhs": product}
-    share = product * at.take(record.lhs).astype(product.dtype)
-    blocks = share.reshape(*scales.shape, -1)
-    return {"lhs": rows_of(record, product, scales), "lhs_scale": jnp.sum(blocks, axis=-1)}
+    scale = at.scales(record)
+    return {"lhs": product} if scale is None else gradients_of_rows(record, product, at.take(record.lhs), scale)
 
 
 def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
