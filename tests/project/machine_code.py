@@ -87,7 +87,7 @@ def modules(chip: str, backend: str, only: str, tag: str) -> Iterator[tuple[str,
                     continue
                 for case in op.cases:
                     subject = subjects.Subject(op=op, implementation=implementation, case=case)
-                    if tag and tag not in case.tags or not re.search(only, str(subject)):
+                    if (tag and tag not in case.tags) or not re.search(only, str(subject)):
                         continue
                     if not subjects.refusal(subject, "forward"):
                         yield str(subject), kernels(subject, chip, backend)
@@ -115,7 +115,7 @@ def kernels(subject: Any, chip: str, backend: str) -> list[str]:
 def mosaic_kernels(run: Any, args: Any, chip: str) -> list[str]:
     """The Mosaic modules of a program, printed without locations and names."""
     # The parser of MLIR that JAX lowers with; JAX has no public one.
-    from jax._src.interpreters import mlir  # noqa: PLC2701
+    from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
     program = jax.jit(run).trace(args).lower(lowering_platforms=(LOWERED_FOR[CHIPS[chip].platform],))
@@ -133,7 +133,7 @@ def mosaic_kernels(run: Any, args: Any, chip: str) -> list[str]:
 def kernel_text(op: Any, context: Any, ir: Any) -> str:
     """The module within a custom call."""
     # Each kind of kernel has a dialect of its own, which the parser must know.
-    from jax._src.lib import mosaic_gpu_dialect, tpu  # noqa: PLC2701
+    from jax._src.lib import mosaic_gpu_dialect, tpu
 
     context.allow_unregistered_dialects = True
     tpu.register_dialect(context)
@@ -159,7 +159,7 @@ def triton_kernels(run: Any, args: Any, chip: str) -> list[str]:
         jax.eval_shape(run, args)
     made: dict[Any, str] = {}
     for call in calls:
-        arrays = tuple((x.dtype.name for x in (*call.inputs, *call.outputs)))
+        arrays = tuple(x.dtype.name for x in (*call.inputs, *call.outputs))
         key = (str(call.kernel), arrays, str(sorted(map(str, call.constants.items()))), call.num_warps, call.num_stages)
         if key not in made:
             built = ahead.compile_for(call, f"sm_{round((CHIPS[chip].compute_capability or 0) * 10)}")
