@@ -6,7 +6,8 @@
 
 A tile is part of one matrix; its steps are 64 rows of the matrix's group each, from the multiple of 8 at or before its
 first row on, which is where copies can begin. The first and the last step may have rows of other groups: the producer
-waits for those copies and writes zeros over them, in both operands, as zero times NaN is NaN. Sums are taken in the
+begins the copies of the step after, waits for those, and writes zeros over such rows, in both operands, as zero times
+NaN is NaN. Sums are taken in the
 order of rows, so that two runs give the same bits.
 """
 
@@ -86,8 +87,9 @@ def matrices_kernel(call: Call) -> None:
     warpgroup, spec = lax.axis_index("warpgroup"), call.spec
     count = spec.matrices * spec.down * spec.across
 
-    def every(turn: Any) -> None:
-        lax.while_loop(lambda carry: carry[0] < count, functools.partial(turn, call), (lax.axis_index("block"), I32(0)))
+    def every(turn: Any, *state: Any) -> Any:
+        begin = (lax.axis_index("block"), I32(0), *state)
+        return lax.while_loop(lambda carry: carry[0] < count, functools.partial(turn, call), begin)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
@@ -98,7 +100,7 @@ def matrices_kernel(call: Call) -> None:
     @pl.when(warpgroup == WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
-        every(_fetch_tile)
+        _clean(call, *every(_fetch_tile, I32(0), I32(STEP))[1:])
 
     if spec.members > 1:
         clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
@@ -120,12 +122,16 @@ def _tile(call: Call, number: Any) -> Tile:
 
 
 def _fetch_tile(call: Call, carry: Any) -> Any:
-    """Fetches all steps of a tile."""
-    number, done = carry
+    """Fetches all steps of a tile.
+
+    A step with rows of other groups is cleaned when the copies of the next one are under way.
+    """
+    number, *state = carry
     tile, spec, shared = _tile(call, number), call.spec, call.shared
     left, right = call.operands["left"], call.operands["right"]
 
-    def step(index: Any, done: Any) -> Any:
+    def step(index: Any, state: Any) -> Any:
+        done, *dirty = state
         slot = lax.rem(done, I32(spec.tile.stages))
         pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
         start = tile.start + index * STEP
@@ -142,21 +148,27 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
 
         own = (start >= tile.first) & (start + STEP <= tile.end)
         pl.when(own)(lambda: fetch(full))
+        pl.when(~own)(lambda: fetch(shared.raw.at[slot]))
+        _clean(call, done, *dirty)
+        first, end = tile.first - start, tile.end - start
+        return done + 1, jnp.maximum(first, 0), jnp.minimum(end, STEP)
 
-        @pl.when(~own)
-        def _clean() -> None:
-            raw = shared.raw.at[slot]
-            fetch(raw)
-            plgpu.barrier_wait(raw)
-            for buffer in (shared.left, shared.right):
-                zero_rows(buffer.at[slot], tile.first - start, tile.end - start)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(full)
-            plgpu.barrier_arrive(full)
+    return number + call.blocks, *lax.fori_loop(0, tile.steps, step, tuple(state))
 
-        return done + 1
 
-    return number + call.blocks, lax.fori_loop(0, tile.steps, step, done)
+def _clean(call: Call, done: Any, first: Any, end: Any) -> None:
+    """Zeros in the rows of other groups of the step before, if it has any: those before `first` and from `end` on."""
+    shared = call.shared
+    slot = lax.rem(done + (call.spec.tile.stages - 1), I32(call.spec.tile.stages))
+
+    @pl.when((first > 0) | (end < STEP))
+    def _zero() -> None:
+        plgpu.barrier_wait(shared.raw.at[slot])
+        for buffer in (shared.left, shared.right):
+            zero_rows(buffer.at[slot], first, end)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.full.at[slot])
+        plgpu.barrier_arrive(shared.full.at[slot])
 
 
 def _multiply_tile(call: Call, carry: Any) -> Any:

@@ -164,29 +164,55 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
     tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
+    warpgroup = lax.axis_index("warpgroup")
 
-    def product(size: int) -> None:
+    def product(part: Part) -> None:
         made = pl.run_scoped(
-            functools.partial(_steps, call, done, size), plgpu.WGMMAAccumulatorRef((ROWS, size), jnp.float32)
+            functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((ROWS, part.size), jnp.float32)
         )
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
-        _write(call, tile.first(lax.axis_index("warpgroup")), tile.column, tile.end, made)
+        _write(call, tile.first(part.rows), tile.column + part.start, tile.end, made)
 
+    size, half = spec.tile.block_n, spec.tile.block_n // 2
+    whole, tail = Part(warpgroup, 0, size), Part(warpgroup, 0, spec.tail)
+
+    others = [tile.row < tile.end]  # always so: there is no constant for a condition
+    if spec.tile.halves:
+        # Both warpgroups have the only 64 rows, and half of the columns each.
+        few = tile.end - tile.row <= ROWS
+        pl.when(few)(lambda: product(Part(I32(0), warpgroup * half, half)))
+        others.append(~few)
     if spec.tail:
         # Columns that the output does not have are not multiplied.
-        some = tile.column + spec.tile.block_n > spec.columns
-        pl.when(~some)(lambda: product(spec.tile.block_n))
-        pl.when(some)(lambda: product(spec.tail))
+        some = tile.column + size > spec.columns
+        pl.when(functools.reduce(jnp.logical_and, others) & some)(lambda: product(tail))
+        others.append(~some)
+    if len(others) > 1:
+        pl.when(functools.reduce(jnp.logical_and, others))(lambda: product(whole))
     else:
-        product(spec.tile.block_n)
+        product(whole)
     return number + call.blocks, done + spec.steps
 
 
-def _steps(call: Call, done: Any, size: int, acc: Any) -> Any:
-    """The first `size` columns of a warpgroup's part of a tile."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a warpgroup has of a tile.
+
+    Attributes:
+        rows: Which of the parts of 64 rows.
+        start: First column.
+        size: Columns.
+    """
+
+    rows: Any
+    start: Any
+    size: int
+
+
+def _steps(call: Call, done: Any, part: Part, acc: Any) -> Any:
+    """The products of a warpgroup's part of a tile."""
     spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
-    warpgroup = lax.axis_index("warpgroup")
-    columns = () if size == spec.tile.block_n else (pl.ds(0, size),)
+    columns = () if part.size == spec.tile.block_n else (pl.ds(part.start, part.size),)
 
     def step(index: Any, done: Any) -> Any:
         slot = lax.rem(done, I32(stages))
@@ -194,7 +220,7 @@ def _steps(call: Call, done: Any, size: int, acc: Any) -> Any:
         own = columns if spec.transposed or not columns else (slice(None), *columns)
         matrix = shared.b.at[slot, *own]
         matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
-        plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + warpgroup], matrix)
+        plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
         plgpu.wgmma_wait(1)  # the product before this one has read its operands
         last = lax.rem(done + (stages - 1), I32(stages))
         pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))

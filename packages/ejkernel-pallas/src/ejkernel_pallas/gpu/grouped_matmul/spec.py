@@ -34,6 +34,7 @@ class HopperGrouped:
         band: Tiles of rows, or of all rows of a cluster, that are gone down before the next column.
         cluster_m: Blocks of a cluster below one another, 1 or 2: they read the part of a matrix that both have once.
         cluster_n: Blocks of a cluster side by side, 1 or 2: they read the rows that both have once.
+        halves: Whether tiles of at most 64 rows are multiplied by halves of their columns, one a warpgroup.
     """
 
     block_n: int
@@ -42,6 +43,7 @@ class HopperGrouped:
     band: int
     cluster_m: int
     cluster_n: int
+    halves: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,8 @@ class HopperGroupedBackward(HopperGrouped):
     @property
     def of_rhs(self) -> HopperGrouped:
         """The configuration of the kernel that owns matrices."""
-        names = [field.name for field in dataclasses.fields(HopperGrouped)]
-        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names})
+        names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name != "halves"]
+        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, halves=False)
 
 
 FACES = {"block_n": "block_n", "num_stages": "stages"}
@@ -87,11 +89,12 @@ class Tile(NamedTuple):
     band: int
     below: int = 1
     beside: int = 1
+    halves: bool = False
 
     @property
     def fields(self) -> dict[str, int]:
         """By the names of a configuration."""
-        return dict(zip(("block_n", "stages", "slots", "band", "cluster_m", "cluster_n"), self, strict=True))
+        return dict(zip(("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "halves"), self, strict=True))
 
 
 FORWARD = (
@@ -122,7 +125,9 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
 
 
 def _both(of_lhs: Tile, of_rhs: Tile) -> HopperGroupedBackward:
-    return HopperGroupedBackward(**of_lhs.fields, **{f"rhs_{name}": value for name, value in of_rhs.fields.items()})
+    return HopperGroupedBackward(
+        **of_lhs.fields, **{f"rhs_{name}": value for name, value in of_rhs.fields.items() if name != "halves"}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,8 +203,8 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Spec:
     """
     if params.block_n not in (64, 128, 192, 256):
         raise ValueError(f"cfg: got block_n={params.block_n}, the Mosaic GPU kernels want 64, 128, 192 or 256")
-    if params.stages < 2 or params.slots < 1 or params.band < 1:
-        raise ValueError(f"cfg: got {given_values(params)}, wants at least 2 stages, a slot and a band of 1")
+    if params.stages < 3 or params.slots < 1 or params.band < 1:
+        raise ValueError(f"cfg: got {given_values(params)}, wants at least 3 stages, a slot and a band of 1")
     if (params.cluster_m, params.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
         raise ValueError(f"cfg: got {given_values(params)}, wants clusters of 1 by 1, 1 by 2 or 2 by 1 blocks")
     if shared_bytes(params) > SHARED_MEMORY - RESERVE:
