@@ -87,19 +87,10 @@ permute.defvjp(_permute, _permuted_back)
 
 def sort_by(key: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The stable order of keys 0 to `bins`, its inverse, and how many there are of each below `bins`."""
-    order = _order(key, bins)
+    order = jnp.argsort(key, stable=True)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype), unique_indices=True)
     sizes = jnp.sum(key[:, None] == jnp.arange(bins), axis=0, dtype=jnp.int32)
     return order, inverse, sizes
-
-
-def _order(key: jax.Array, bins: int) -> jax.Array:
-    """The stable order. Key and index become one number if they fit: numbers are sorted faster than pairs."""
-    count = key.shape[0]
-    if (bins + 1) * count > jnp.iinfo(jnp.uint32).max:
-        return jnp.argsort(key, stable=True)
-    pairs = key.astype(jnp.uint32) * count + jnp.arange(count, dtype=jnp.uint32)
-    return (jnp.sort(pairs) % count).astype(jnp.int32)
 
 
 def mlp(layer: Experts, rows: jax.Array, sizes: jax.Array) -> jax.Array:

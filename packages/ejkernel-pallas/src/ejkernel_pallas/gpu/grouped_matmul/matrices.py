@@ -24,11 +24,12 @@ from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     FETCHING_REGISTERS,
+    LEAD,
     REGISTERS,
     STEP,
     WARPGROUPS,
 )
-from ejkernel_pallas.gpu.hopper import clusters
+from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 
@@ -94,7 +95,11 @@ def matrices_kernel(call: Call) -> None:
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
-        every(_multiply_tile)
+        if spec.overlapped:
+            nothing = arrays.full_tile((ROWS, spec.tile.block_n)).astype(spec.out), *(I32(spec.contracted),) * 3
+            _write(call, *every(_multiply_overlapped, *nothing)[2:])
+        else:
+            every(_multiply_tile)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -174,35 +179,69 @@ def _clean(call: Call, done: Any, first: Any, end: Any) -> None:
 def _multiply_tile(call: Call, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
-    tile, spec, shared = _tile(call, number), call.spec, call.shared
-    warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
+    tile, spec = _tile(call, number), call.spec
 
-    def multiply(acc: Any) -> Any:
-        def step(index: Any, done: Any) -> Any:
-            slot = lax.rem(done, I32(stages))
-            plgpu.barrier_wait(shared.full.at[slot])
-            own = shared.left.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
-            plgpu.wgmma(acc, plgpu.transpose_ref(own, (1, 0)), shared.right.at[slot])
-            plgpu.wgmma_wait(1)  # the product before this one has read its operands
-            last = lax.rem(done + (stages - 1), I32(stages))
-            pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
-            return done + 1
-
-        lax.fori_loop(0, tile.steps, step, done)
+    def products(acc: Any) -> Any:
+        lax.fori_loop(0, tile.steps, functools.partial(_step, call, acc), done)
         return acc[...]
 
-    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
-    done = done + tile.steps
-    last = lax.rem(done + (stages - 1), I32(stages))
-    pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
-    _write(call, tile, made.astype(spec.out))
+    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
+    done = _ended(call, tile, done)
+    _write(call, made.astype(spec.out), tile.matrix, tile.row, tile.column)
     return number + call.blocks, done
 
 
-def _write(call: Call, tile: Tile, made: Any) -> None:
+def _multiply_overlapped(call: Call, carry: Any) -> Any:
+    """A warpgroup's part of a tile in registers, whose first products run while the tile before is written."""
+    number, done, *left = carry
+    tile, spec, shared = _tile(call, number), call.spec, call.shared
+    lead = jnp.minimum(tile.steps, LEAD)
+
+    def products(acc: Any) -> Any:
+        lax.fori_loop(0, lead, lambda index, _: _multiply(call, done + index, acc), None)
+        _write(call, *left)
+        plgpu.wgmma_wait(1)
+        slot = lax.rem(done, I32(spec.tile.stages))
+        pl.when(lead > 1)(lambda: plgpu.barrier_arrive(shared.free.at[slot]))
+        lax.fori_loop(lead, tile.steps, functools.partial(_step, call, acc), done + lead)
+        return acc[...]
+
+    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
+    done = _ended(call, tile, done)
+    return number + call.blocks, done, made.astype(spec.out), tile.matrix, tile.row, tile.column
+
+
+def _step(call: Call, acc: Any, index: Any, done: Any) -> Any:
+    """A product, and the end of the one before: the stage that it has read is free."""
+    shared, stages = call.shared, call.spec.tile.stages
+    _multiply(call, done, acc)
+    plgpu.wgmma_wait(1)
+    last = lax.rem(done + (stages - 1), I32(stages))
+    pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+    return done + 1
+
+
+def _multiply(call: Call, done: Any, acc: Any) -> None:
+    """Begins the product of a step."""
+    shared, slot = call.shared, lax.rem(done, I32(call.spec.tile.stages))
+    plgpu.barrier_wait(shared.full.at[slot])
+    own = shared.left.at[slot, :, pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)]
+    plgpu.wgmma(acc, plgpu.transpose_ref(own, (1, 0)), shared.right.at[slot])
+
+
+def _ended(call: Call, tile: Tile, done: Any) -> Any:
+    """Frees the last stage of a tile; how many steps there were up to its end."""
+    shared, stages = call.shared, call.spec.tile.stages
+    done = done + tile.steps
+    last = lax.rem(done + (stages - 1), I32(stages))
+    pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+    return done
+
+
+def _write(call: Call, made: Any, matrix: Any, row: Any, column: Any) -> None:
     """Writes a warpgroup's rows by way of shared memory, part of the columns after part."""
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    row = tile.row + warpgroup * ROWS
+    row = row + warpgroup * ROWS
     for number in range(spec.tile.block_n // spec.part):
         start = number * spec.part
 
@@ -211,8 +250,8 @@ def _write(call: Call, tile: Tile, made: Any) -> None:
             plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
             shared.out[slot] = made[:, start : start + spec.part]
             plgpu.commit_smem()
-            target = call.output.at[tile.matrix, pl.ds(row, ROWS), pl.ds(tile.column + start, spec.part)]
+            target = call.output.at[matrix, pl.ds(row, ROWS), pl.ds(column + start, spec.part)]
             plgpu.copy_smem_to_gmem(shared.out.at[slot], target)
 
         # Rows and columns of the last tiles that the matrix does not have need no copy.
-        pl.when((row < spec.contracted) & (tile.column + start < spec.columns))(part)
+        pl.when((row < spec.contracted) & (column + start < spec.columns))(part)
