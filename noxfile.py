@@ -144,6 +144,13 @@ for _version in PYTHONS:
 
 
 @nox.session
+def random(session: nox.Session) -> None:
+    """Compare thousands of random calls with loops: 150 programs of each kind, of which each is called six times."""
+    install_all(session, "test")
+    pytest(session, "tests/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
+
+
+@nox.session
 def third_party(session: nox.Session) -> None:
     """Install two backends from outside: the suite must pass the honest one and catch the one that lies."""
     outside = ("./tests/third_party_plugin", "./tests/third_party_liar")
@@ -242,10 +249,13 @@ def wheels(session: nox.Session) -> None:
 
 
 def tag_compiled_wheels(session: nox.Session) -> None:
-    """Name wheels for the oldest C library that they run with; package indices refuse those of one machine's tag."""
+    """Name compiled wheels manylinux_2_28; fails where one asks for a newer C or C++ library than that promises."""
     for wheel in sorted(DIST.glob("*-linux_*.whl")):
-        session.run("auditwheel", "repair", "--wheel-dir", str(DIST), str(wheel))
+        tag = f"manylinux_2_28_{wheel.stem.rpartition('-linux_')[2]}"
+        session.run("auditwheel", "repair", "--plat", tag, "--wheel-dir", str(DIST), str(wheel))
         wheel.unlink()
+    session.install(*group("test"))
+    session.run("python", "-m", "pytest", "tests/cuda/test_wheel.py", env={"EJKERNEL_CUDA_WHEELS": str(DIST)})
 
 
 def check_wheels(session: nox.Session) -> None:
