@@ -92,6 +92,7 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> Non
     if jax.device_count() > 1:
         mesh = jax.make_mesh((jax.device_count(),), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
         sides["all devices"] = (functools.partial(moe.sharded, mesh, "experts"), (layer, x))
+    label = f"T{tokens} E{experts} D{size} F{inner} k{top_k}"
     operations = 6.0 * tokens * top_k * size * inner
     passes = {"forward": (lambda f: f, 1), "with gradients": (graded, 3)}
     parts = parts_of(layer, x, rows)
@@ -110,7 +111,6 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> Non
             for side, (_, arrays) in sides.items()
         }
         for side, seconds in times.items():
-            label = f"T{tokens} E{experts} D{size} F{inner} k{top_k}"
             rate, share = factor * operations / seconds / 1e12, times["products"] / seconds
             print(f"| {label} | {name} | {side} | {seconds * 1e3:.3f} | {rate:.0f} TFLOP/s | {share:.2f} |", flush=True)
     for name, (_, arrays) in parts.items():

@@ -100,7 +100,7 @@ class Tile(NamedTuple):
     halves: bool = False
 
     @property
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, Any]:
         """By the names of a configuration."""
         names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves")
         return dict(zip(names, self, strict=True))
