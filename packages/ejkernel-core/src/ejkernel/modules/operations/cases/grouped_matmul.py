@@ -127,7 +127,7 @@ def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:
     form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
     *rows, groups = args.rhs_scale.shape
     weights = jax.random.normal(key, (*rows, groups * form.group_size))
-    packed, scale, *zeros = quantize(weights, form.group_size, form.bits, form.mode, "col")
+    packed, scale, *zeros = quantize(weights, form.group_size, form.bits, args.rhs_mode, "col")
     return {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
 
 
