@@ -8,9 +8,10 @@ import architecture
 import block_maps
 import hopper_pipeline
 import speed
+import terminal
 from style import HERE
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed):
+    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed, terminal):
         figures.draw(folder)
