@@ -1,6 +1,6 @@
 """What `ejkernel explain` and `ejkernel tune` print, as pictures of a terminal.
 
-The text is what the commands printed, kept in `terminal_*.txt`: `explain` for an H200, which need not be here, and `tune`
+The text is what the commands printed, kept in `terminal_*.txt`: `explain` for an H200, which need not be here; `tune`
 measured on the CPU of the machine at hand. `python docs/figures/terminal.py` runs both again and keeps what they print.
 """
 
