@@ -26,28 +26,31 @@ SWIZZLED = 1 << 30
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def begin(queries: Any, keys: Any) -> jax.Array:
+def begin(queries: Any, keys: Any, *more: tuple[Any, Any]) -> jax.Array:
     """Issues a product, and gives the registers that it is summed up in, which nothing but `finish` may read.
 
     Args:
         queries: Reference to bfloat16 or float16 [64, D] in shared memory.
         keys: Likewise, [keys, D].
+        more: Pairs of both with other columns, whose products are added.
 
     Returns:
         Float32 [64, keys], not there yet.
     """
-    shape, code = (ROWS, keys.shape[0]), _code(keys.shape[0], keys.shape[1], KINDS[jnp.dtype(keys.dtype).name])
+    refs = [queries, keys, *(ref for both in more for ref in both)]
+    shape, sizes = (ROWS, keys.shape[0]), [ref.shape[1] for ref in refs[::2]]
+    code = _code(keys.shape[0], sizes, KINDS[jnp.dtype(keys.dtype).name])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS)),
+        arg_types=(plgpu.RefType(TRANSFORMS),) * len(refs),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def issue(_: Any, *refs: Any) -> Any:
         places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        return _assembled(like, code, ["=f"] * _registers(shape) + ["r", "r"], places)
+        return _assembled(like, code, ["=f"] * _registers(shape) + ["r"] * len(refs), places)
 
-    return issue(queries, keys)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return issue(*refs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def finish(scores: jax.Array, *, under_way: int) -> jax.Array:
@@ -83,17 +86,20 @@ def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]
     return with_registers(like, [vector.from_elements(register.type, both) for register, *both in halves])
 
 
-def _code(keys: int, size: int, kind: str) -> str:
+def _code(keys: int, sizes: list[int], kind: str) -> str:
     """PTX of a product: an instruction for every 16 columns, of which only the first adds to nothing."""
     count = _registers((ROWS, keys))
     sums, instruction = ", ".join(f"${n}" for n in range(count)), f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
-    lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | size}; wgmma.fence.sync.aligned;"]
-    for column in range(0, size, STEP):
-        part, rest = divmod(column, PART)
-        units = part * PART + rest * 2 // UNIT
-        lines += [f"add.u32 place, ${count}, {units}; mov.b64 left, {{place, upper}};"]
-        lines += [f"add.u32 place, ${count + 1}, {units}; mov.b64 right, {{place, upper}};"]
-        lines += [f"setp.ne.b32 adds, zero, {column};"]
-        lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
+    lines += ["mov.b32 zero, 0; wgmma.fence.sync.aligned;"]
+    for pair_number, size in enumerate(sizes):
+        first = count + 2 * pair_number
+        lines += [f"mov.b32 upper, {SWIZZLED | size};"]
+        for column in range(0, size, STEP):
+            part, rest = divmod(column, PART)
+            units = part * PART + rest * 2 // UNIT
+            lines += [f"add.u32 place, ${first}, {units}; mov.b64 left, {{place, upper}};"]
+            lines += [f"add.u32 place, ${first + 1}, {units}; mov.b64 right, {{place, upper}};"]
+            lines += [f"setp.ne.b32 adds, zero, {column + pair_number};"]
+            lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
