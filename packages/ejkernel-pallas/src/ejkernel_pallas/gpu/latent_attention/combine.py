@@ -1,59 +1,105 @@
-"""Merging the parts of items that several programs worked on."""
+"""Merging the parts of items that several programs worked on, in a kernel of its own.
+
+A block has 64 heads and `COLUMNS` columns of one item. The programs that have a part of it follow each other: the first
+wrote its second slot, all others their first. Items that one program had are copied.
+"""
+
+import dataclasses
+from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
+from jax import lax
 
+from ejkernel_pallas.gpu.hopper import arrays
+from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.launch import launch
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.latent_attention.plan import Plan
-from ejkernel_pallas.gpu.latent_attention.spec import Spec
+from ejkernel_pallas.gpu.latent_attention.spec import LATENT, Spec
+
+I32 = jnp.int32
+COLUMNS = 128
+"""Of a block."""
 
 
-def combined(
-    spec: Spec, plan: Plan, output: jax.Array, lse: jax.Array, parts: jax.Array, sums: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, 512] and lse [T, H] with the items that were cut.
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What the latent kernel wrote.
 
-    Args:
-        spec: Constants.
-        plan: Items and shares.
-        output: [T, H, 512], without the items that were cut.
-        lse: [T, tiles * 64], likewise.
-        parts: [programs * 2 * tiles, 64, 512] float32.
-        sums: [programs * 2 * tiles, 64] their log-sum-exps.
+    Attributes:
+        output: [T * tiles * 64, 512] of items that one program had.
+        lse: [T * tiles, 64] likewise.
+        parts: [programs * 2 * tiles, 64, 512] float32, of parts of the others.
+        part_lse: [programs * 2 * tiles, 64].
     """
-    owner, cut = _owners(spec, plan)
-    heads = spec.tiles * ROWS
-    lined = sums.reshape(2 * spec.programs, heads)
-    mine = owner[None] == cut[:, None]  # item of the cut, slot
-    scores = jnp.where(mine[..., None], lined[None], -jnp.inf)
-    row_max = jnp.max(scores, axis=1)
-    row_max = jnp.where(row_max > -jnp.inf, row_max, 0)
-    weights = jnp.exp(scores - row_max[:, None])
-    total = jnp.sum(weights, axis=1)
-    merged_lse = row_max + jnp.log(total)
-    weights = weights / jnp.where(total > 0, total, 1)[:, None]
-    # Slots that no program wrote hold anything.
-    live = jnp.any(mine, axis=0)
-    numerators = parts.reshape(2 * spec.programs, heads, -1)
-    numerators = jnp.where(live[:, None, None], numerators, 0)
-    merged = jnp.einsum("csh,shv->chv", weights, numerators)
-    output = output.at[cut].set(merged[:, : spec.heads].astype(output.dtype), mode="drop")
-    return output, lse.at[cut].set(merged_lse, mode="drop")[:, : spec.heads]
+
+    output: Any
+    lse: Any
+    parts: Any
+    part_lse: Any
 
 
-def _owners(spec: Spec, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """The item of every slot, -1 for none; and the item that each program is the first to begin within, T for none."""
-    begin, end = plan.shares[:-1, 1], plan.shares[1:, 1]
-    first, last = plan.shares[:-1, 0], plan.shares[1:, 0]
-    start, steps = plan.items[:, 2], plan.items[:, 3]
-    works = begin < end
-    # Begins within an item: its part is in the first slot.
-    within = works & (begin > start[first])
-    head = jnp.where(within, first, -1)
-    # Ends within an item that it has the beginning of: its part is in the second slot.
-    tail_cut = works & (end > start[last]) & (end < start[last] + steps[last]) & (start[last] >= begin)
-    tail = jnp.where(tail_cut, last, -1)
-    owner = jnp.stack((head, tail), axis=1).reshape(-1)
-    earlier = jnp.concatenate((jnp.array([-1], jnp.int32), head[:-1]))
-    cut = jnp.where(within & (head != earlier), head, spec.rows)
-    return owner, cut
+def combined(spec: Spec, plan: Plan, made: Parts) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, 512] and lse [T, H] of all items."""
+    operands = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    operands |= {"items": plan.items, "shares": plan.shares}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (made.output, made.lse)]
+    across = LATENT // COLUMNS
+
+    def body(given: dict[str, Any], outputs: Any, buffers: dict[str, Any]) -> None:
+        del buffers
+        block = lax.axis_index("block")
+        tile, column = lax.div(block, I32(across)), lax.rem(block, I32(across)) * COLUMNS
+        _combine(spec, given, outputs, tile, column)
+
+    output, lse = launch(body, operands, shapes, {"unused": _nothing()}, spec.rows * spec.tiles * across, 0)
+    output = output.reshape(spec.rows, spec.tiles * ROWS, LATENT)[:, : spec.heads]
+    return output, lse.reshape(spec.rows, spec.tiles * ROWS)[:, : spec.heads]
+
+
+def _nothing() -> Any:
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return plgpu.SMEM((1,), jnp.int32)
+
+
+def _combine(spec: Spec, given: dict[str, Any], outputs: Any, number: Any, column: Any) -> None:
+    """The columns of one tile of heads of an item."""
+    item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
+    start, steps = given["items"][item, 2], given["items"][item, 3]
+    share = jnp.maximum(given["shares"][1, 1], 1)
+    first, last = lax.div(start, share), lax.div(start + steps - 1, share)
+    rows, columns = pl.ds(number * ROWS, ROWS), pl.ds(column, COLUMNS)
+
+    @pl.when(first == last)
+    def _copy() -> None:
+        outputs[0][rows, columns] = arrays.load_tile(given["output"].at[rows, columns])
+
+        @pl.when(column == 0)
+        def _lse() -> None:
+            outputs[1][number] = arrays.load_rows(given["lse"].at[number])
+
+    @pl.when(first != last)
+    def _merge() -> None:
+        def slot(program: Any) -> Any:
+            return (program * 2 + (program == first).astype(I32)) * spec.tiles + tile
+
+        def add(program: Any, state: Any) -> Any:
+            output, row_max, row_sum = state
+            part_lse = arrays.load_rows(given["part_lse"].at[slot(program)])
+            part = arrays.load_tile(given["parts"].at[slot(program), :, columns])
+            top = jnp.maximum(row_max, part_lse)
+            alpha, beta = jnp.exp(row_max - top), jnp.exp(part_lse - top)
+            output = output * over_columns(alpha, output.shape) + part * over_columns(beta, part.shape)
+            return output, top, row_sum * alpha + beta
+
+        zeros = arrays.full_tile((ROWS, COLUMNS)), arrays.full_rows(ROWS, -1e30), arrays.full_rows(ROWS, 0.0)
+        output, row_max, row_sum = lax.fori_loop(first, last + 1, add, zeros)
+        output = output * over_columns(1 / row_sum, output.shape)
+        outputs[0][rows, columns] = output.astype(spec.dtype)
+
+        @pl.when(column == 0)
+        def _lse() -> None:
+            outputs[1][number] = row_max + jnp.log(row_sum)

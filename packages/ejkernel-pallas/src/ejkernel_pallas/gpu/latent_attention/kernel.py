@@ -22,7 +22,7 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
-from ejkernel_pallas.gpu.hopper.row_ranges import store_rows, zero_rows
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.producer import produce
@@ -166,19 +166,13 @@ def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
     """Writes a warpgroup's half of the rows of an item, or of a part of it."""
     result, sums, parts, part_sums = call.outputs
     _, tile = program_of(call)
-    heads, columns = pl.ds(tile * ROWS, ROWS), pl.ds(number * HALF, HALF)
+    number_of_tile, columns = item.row * call.spec.tiles + tile, pl.ds(number * HALF, HALF)
 
     @pl.when(item.whole)
     def _whole() -> None:
-        if call.spec.heads % ROWS:
-            count = jnp.minimum(call.spec.heads - tile * ROWS, ROWS)
-            row = item.row * call.spec.heads + tile * ROWS
-            store_rows(result, output.astype(call.spec.dtype), row, I32(number * HALF), count)
-        else:
-            rows = pl.ds(item.row * call.spec.heads + tile * ROWS, ROWS)
-            result[rows, columns] = output.astype(call.spec.dtype)
+        result[pl.ds(number_of_tile * ROWS, ROWS), columns] = output.astype(call.spec.dtype)
         if number == 0:
-            sums[item.row, heads] = lse
+            sums[number_of_tile] = lse
 
     @pl.when(~item.whole)
     def _part() -> None:

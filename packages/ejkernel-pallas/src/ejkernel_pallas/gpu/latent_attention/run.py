@@ -14,7 +14,7 @@ from ejkernel.planning.latent_pages import Rotary, as_pages, rotary_of
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.latent_attention.call import Call, Shared
-from ejkernel_pallas.gpu.latent_attention.combine import combined
+from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
 from ejkernel_pallas.gpu.latent_attention.kernel import latent_kernel
 from ejkernel_pallas.gpu.latent_attention.plan import Plan, make_plan
 from ejkernel_pallas.gpu.latent_attention.spec import (
@@ -70,17 +70,10 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands = dict(zip(("query", "latent", "rotary", "tables", "items", "shares"), arrays, strict=True))
-        return _launch(spec, operands)
+        return combined(spec, Plan(*arrays[-2:]), Parts(*_launch(spec, operands)))
 
-    arrays = (record.query, record.key_pages, rotary.rows, tables, plan.items, plan.shares)
-    output, lse, parts, sums = run(*arrays)
-    output = output.reshape(spec.rows, spec.heads, LATENT)
-    output, lse = combined(spec, plan, output, lse, parts, sums)
-    return output, jnp.where(_keys(plan)[:, None] > 0, lse, -jnp.inf)
-
-
-def _keys(plan: Plan) -> jax.Array:
-    return plan.items[:, 1]
+    output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
+    return output, jnp.where(plan.items[:, 1:2] > 0, lse, -jnp.inf)
 
 
 def _launch(spec: Spec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -91,8 +84,8 @@ def _launch(spec: Spec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]
 
     parts = 2 * spec.blocks
     outputs = [
-        jax.ShapeDtypeStruct((spec.rows * spec.heads, LATENT), spec.dtype),
-        jax.ShapeDtypeStruct((spec.rows, spec.tiles * ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles * ROWS, LATENT), spec.dtype),
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles, ROWS), jnp.float32),
         jax.ShapeDtypeStruct((parts, ROWS, LATENT), jnp.float32),
         jax.ShapeDtypeStruct((parts, ROWS), jnp.float32),
     ]
