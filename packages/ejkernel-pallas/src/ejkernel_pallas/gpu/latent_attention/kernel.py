@@ -101,21 +101,32 @@ def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
 
 
 def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
-    """A step of the warpgroup that owns block 1 and the right half."""
+    """A step of the warpgroup that owns block 1 and the right half.
+
+    The product of the other's weights is under way while it exponentiates its own scores.
+    """
     shared = call.shared
     scores = _scores(call, item, 1, step)
     own_max = scores.max(axis=1)
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_rows(shared.row_max.at[0])
-    row_max = jnp.maximum(before, own_max)
-    weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
-    row_sum = state.row_sum * jnp.exp2(state.row_max - row_max) + weights.sum(axis=1)
     output = state.output * over_columns(jnp.exp2(state.row_max - before), state.output.shape)
-    weights = _publish(call, 1, weights, row_max)
-    output = _product(output, shared.rotary.at[0], shared.right.at[0])
+
+    def multiply(refs: Any) -> None:
+        output_ref, weights_ref, max_ref, sum_ref = refs
+        plgpu.wgmma(output_ref, shared.rotary.at[0], shared.right.at[0])
+        row_max = jnp.maximum(before, own_max)
+        weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
+        sum_ref[...] = state.row_sum * jnp.exp2(state.row_max - row_max) + weights.sum(axis=1)
+        max_ref[...] = row_max
+        weights_ref[...] = _publish(call, 1, weights, row_max)
+
+    narrow = scores.astype(call.spec.dtype)
+    refs = plgpu.WGMMAAccumulatorRef.init(output), narrow, state.row_max, state.row_sum
+    output, weights, row_max, row_sum = pl.run_state(multiply)(refs)
     plgpu.barrier_arrive(shared.other_free.at[0])
     output = output * over_columns(jnp.exp2(before - row_max), output.shape)
-    output = _product(output, weights, shared.right.at[1])
+    output = _product(output, lax.optimization_barrier(weights), shared.right.at[1])
     plgpu.barrier_arrive(shared.own_free.at[1])
     return State(output, row_max, row_sum)
 
@@ -124,18 +135,16 @@ def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
     """Scores of a block as powers of two, `LOWEST` where there is no key."""
     shared = call.shared
     left, right, rotary = shared.left.at[block], shared.right.at[block], shared.rotary.at[block]
+    own, other = ((shared.q_left, left), (shared.q_right, right))[:: 1 if block == 0 else -1]
+    end = item.keys - (step * UNIT + block * BLOCK_KV)
     plgpu.barrier_wait(shared.own_full.at[block])
+    # Slots beyond the sequence may hold NaN, and a weight of zero times NaN is NaN.
+    pl.when(end < BLOCK_KV)(lambda: _zero(own[1:], end))
+    scores = wgmma.begin(*own)
     plgpu.barrier_wait(shared.other_full.at[block])
-    end, present = item.keys - (step * UNIT + block * BLOCK_KV), shared.present[block]
-
-    @pl.when(end < BLOCK_KV)
-    def _zero() -> None:
-        # Slots beyond the sequence may hold NaN, and a weight of zero times NaN is NaN.
-        for tile in (left, right, rotary):
-            zero_rows(tile, I32(0), end)
-        plgpu.commit_smem()
-
-    scores = wgmma.begin(shared.q_left, left, (shared.q_right, right), (shared.q_rotary, rotary))
+    pl.when(end < BLOCK_KV)(lambda: _zero((other[1], rotary), end))
+    scores = wgmma.extend(scores, other, (shared.q_rotary, rotary))
+    present = shared.present[block]
     scores = wgmma.finish(scores, under_way=0)
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     attends = column < end
@@ -143,6 +152,13 @@ def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
         bits = jnp.right_shift(present, lax.div(column, I32(GROUP)))
         attends = attends & (jnp.bitwise_and(bits, 1) > 0)
     return jnp.where(attends, scores * call.spec.exponent, LOWEST)
+
+
+def _zero(tiles: Any, end: Any) -> None:
+    """Writes zeros to the rows of tiles from `end` on."""
+    for tile in tiles:
+        zero_rows(tile, I32(0), end)
+    plgpu.commit_smem()
 
 
 def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
