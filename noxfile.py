@@ -144,6 +144,13 @@ for _version in PYTHONS:
 
 
 @nox.session
+def random(session: nox.Session) -> None:
+    """Compare thousands of random calls with loops: 150 programs of each kind, of which each is called six times."""
+    install_all(session, "test")
+    pytest(session, "tests/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
+
+
+@nox.session
 def third_party(session: nox.Session) -> None:
     """Install two backends from outside: the suite must pass the honest one and catch the one that lies."""
     outside = ("./tests/third_party_plugin", "./tests/third_party_liar")

@@ -1,12 +1,14 @@
 """`ejkernel bench`."""
 
 import importlib.util
+import json
 
 import pytest
+from click.testing import Result
 
 from ejkernel.ops import registry
 
-SMALL = ("flash_attention", "--shape", "1,64,2,16", "--repeat", "2")
+SMALL = ("flash_attention", "--shape", "1,64,2,16", "--repeat", "2", "--no-baselines")
 OTHERS = """
 import dataclasses
 import jax
@@ -35,16 +37,15 @@ def ejkernel_implementations():
 """
 
 
-def verdicts(output: str) -> dict[tuple[str, str], str]:
-    """The last column of the table, by pass and implementation."""
-    lines = [line for line in output.splitlines() if line.startswith("forward ")]
-    cells = [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in lines]
-    return {(cell[0], cell[1]): cell[-1] for cell in cells}
+def verdicts(result: Result) -> dict[tuple[str, str], str]:
+    """How each pass of each implementation compared with the reference."""
+    timings = json.loads(result.stdout)["timings"]
+    return {(t["passes"], t["implementation"]): t["check"]["text"] for t in timings}
 
 
 def test_every_implementation_is_checked_and_timed_both_ways(run, install):
     install("forward_backend", OTHERS.replace("WHICH", "0:1"))
-    found = verdicts(run("bench", *SMALL, "-o", "causal=true").output)
+    found = verdicts(run("bench", *SMALL, "-o", "causal=true", "--json"))
     passes = ("forward", "forward + backward")
     wanted = {("forward", "xla"), ("forward", "forward_only"), (passes[1], "xla"), (passes[1], "forward_only + xla")}
     assert set(found) == wanted
@@ -57,21 +58,21 @@ def test_every_implementation_is_checked_and_timed_both_ways(run, install):
 )
 def test_a_wrong_kernel_is_caught_and_fails_the_command(run, install, which, name, passes):
     install(f"{name}_backend", OTHERS.replace("WHICH", which))
-    found = verdicts(run("bench", *SMALL, status=1).output)
+    found = verdicts(run("bench", *SMALL, "--json", status=1))
     assert found[passes, name].startswith("DIFFERS")
     assert found[passes, "xla"].startswith("agrees")
 
 
 def test_a_kernel_that_does_not_run_is_reported_and_the_others_are_timed(run, install):
     install("large_backend", OTHERS.replace("WHICH", "3:4"))
-    found = verdicts(run("bench", *SMALL, status=1).output)
+    found = verdicts(run("bench", *SMALL, "--json", status=1))
     assert "RESOURCE_EXHAUSTED" in found["forward", "large"]
     assert found["forward", "xla"].startswith("agrees")
 
 
 def test_what_is_too_large_to_check_says_so(run, monkeypatch):
     monkeypatch.setattr("ejkernel.cli.check.LIMIT_BYTES", 0)
-    found = verdicts(run("bench", *SMALL).output)
+    found = verdicts(run("bench", *SMALL, "--json"))
     assert all(text.startswith("skipped: the reference needs") for text in found.values())
 
 
@@ -85,7 +86,7 @@ def test_cases_are_drawn_one_panel_a_pass(run, tmp_path):
 
 def test_without_shapes_the_benchmark_cases_run(run, monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr("ejkernel.cli.bench._time", lambda call, repeat, out: asked.append(call.label) or [])
+    monkeypatch.setattr("ejkernel.cli.bench._time", lambda call, settings, out: asked.append(call.label) or [])
     run("bench", "flash_attention", status=1)
     assert asked == ["model"]
 
@@ -103,4 +104,4 @@ def test_a_call_that_nobody_serves_fails_with_the_reasons(run):
 
 def test_operations_without_gradients_are_timed_forward(run):
     case = registry().op("page_attention").cases[0].name
-    assert {passes for passes, _ in verdicts(run("bench", "page_attention", "--case", case).output)} == {"forward"}
+    assert {passes for passes, _ in verdicts(run("bench", "page_attention", "--case", case, "--json"))} == {"forward"}

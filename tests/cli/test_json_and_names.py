@@ -23,6 +23,7 @@ COMMANDS = {
     "ops": ("ops",),
     "tune": ("tune", *SMALL, *TUNED),
     "cache list": ("cache", "list"),
+    "bench": ("bench", *SMALL, "--repeat", "1"),
 }
 
 
@@ -65,7 +66,7 @@ def test_ops_as_json_lists_every_operation(run):
 
 
 @pytest.mark.parametrize("width", [80, 40])
-@pytest.mark.parametrize("command", ["doctor", "explain", "tune", "cache list"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "tune", "cache list", "bench"])
 def test_no_name_is_broken_at_any_width(run, monkeypatch, command, width):
     run("tune", *SMALL, *TUNED)
     monkeypatch.setenv("COLUMNS", str(width))

@@ -14,6 +14,7 @@ def grouped_matmul(
     rhs_scale: np.ndarray | None = None,
     rhs_bias: np.ndarray | None = None,
     transpose_rhs: bool = False,
+    lhs_scale: np.ndarray | None = None,
 ) -> np.ndarray:
     """The output, float64 [M, N]."""
     matrices = [_matrix(each, scale, transpose_rhs) for each, scale in zip(rhs, _each(rhs_scale, rhs), strict=True)]
@@ -24,10 +25,17 @@ def grouped_matmul(
     for row, group in zip(range(len(lhs)), owners, strict=False):
         given = group - group_offset
         if 0 <= given < len(matrices):
-            output[row] += lhs[row].astype(float) @ matrices[given]
+            output[row] += _row(lhs[row].astype(float), None if lhs_scale is None else lhs_scale[row]) @ matrices[given]
             if rhs_bias is not None:
                 output[row] += rhs_bias[given, 0]
     return output
+
+
+def _row(row: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    """[K], block by block."""
+    return (
+        row if scale is None else np.concatenate([x * y for x, y in zip(np.split(row, len(scale)), scale, strict=True)])
+    )
 
 
 def _matrix(rhs: np.ndarray, scale: np.ndarray | None, transposed: bool) -> np.ndarray:

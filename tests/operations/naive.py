@@ -51,6 +51,19 @@ def attention(call: Call) -> np.ndarray:
     return output
 
 
+def lse(call: Call) -> np.ndarray:
+    """The log of the softmax denominator, sinks included, float64 [B, H, T]."""
+    batch, queries, heads, _ = call.query.shape
+    found = np.full((batch, heads, queries), -np.inf)
+    for b, h, i in np.ndindex(found.shape):
+        kv_head = h // (heads // call.key.shape[2])
+        attended = [j for j in range(call.key.shape[1]) if attends(call, b, h, i, j)]
+        terms = [*(_score(call, b, h, i, j, kv_head) for j in attended), *_sinks(call, h)]
+        if terms:
+            found[b, h, i] = max(terms) + np.log(sum(np.exp(term - max(terms)) for term in terms))
+    return found
+
+
 def attended_rows(call: Call) -> np.ndarray:
     """Which rows have a key to attend, bool [B, T, H]."""
     found = np.zeros(call.query.shape[:3], bool)

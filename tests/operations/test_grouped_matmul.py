@@ -17,7 +17,6 @@ from ejkernel.modules.operations.grouped_matmul import GroupedMatmulArguments, r
 
 TILES = GroupedMatmulConfig(block_m=64)  # and tiles of 16 for what is left of a group
 POSITIONAL = ("lhs", "rhs", "group_sizes", "group_offset", "existing_out")
-FLOATS = ("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias")
 
 # rows, sizes of the groups, number of matrices, offset, optional arguments, transposed
 CALLS = {
@@ -28,7 +27,7 @@ CALLS = {
     "more rows than there are": (40, [30, 30, 30], 3, None, ("existing_out",), False),
     "offset": (129, [7, 0, 80, 3, 30], 2, 1, ("existing_out", "rhs_scale"), False),
     "offset past the end": (40, [7, 20, 3], 2, 2, ("rhs_bias",), True),
-    "everything, transposed": (63, [16, 0, 47], 3, 0, ("existing_out", "rhs_scale", "rhs_bias"), True),
+    "everything, transposed": (63, [16, 0, 47], 3, 0, ("existing_out", "rhs_scale", "rhs_bias", "lhs_scale"), True),
 }
 
 
@@ -41,6 +40,7 @@ def make(name, dtype=np.float64):
         "existing_out": (rows, n),
         "rhs_scale": (count, 4, 1, n),
         "rhs_bias": (count, 1, n),
+        "lhs_scale": (rows, 3),
     }
     floats = {field: rng.normal(size=shape).astype(dtype) for field, shape in shapes.items()}
     given = {field: x for field, x in floats.items() if field in ("lhs", "rhs", *optional)}
@@ -91,15 +91,16 @@ def full(dtype=np.float32):
     return (*floats.values(), jnp.array(rest["group_sizes"], jnp.int32), jnp.array([0], jnp.int32))
 
 
-def everything(lhs, rhs, existing_out, rhs_scale, rhs_bias, sizes, offset):
-    options = {"rhs_scale": rhs_scale, "rhs_bias": rhs_bias, "transpose_rhs": True, "cfg": TILES}
+def everything(lhs, rhs, existing_out, rhs_scale, rhs_bias, lhs_scale, sizes, offset):
+    scales = {"rhs_scale": rhs_scale, "lhs_scale": lhs_scale}
+    options = {**scales, "rhs_bias": rhs_bias, "transpose_rhs": True, "cfg": TILES}
     return grouped_matmul(lhs, rhs, sizes, offset, existing_out, **options)
 
 
 def test_transforms():
     arrays = full()
-    others = (*(x + 1 for x in arrays[:5]), jnp.array([3, 40, 11], jnp.int32), jnp.array([1], jnp.int32))
-    transformed.check_transforms(everything, arrays, range(5), others)
+    others = (*(x + 1 for x in arrays[:6]), jnp.array([3, 40, 11], jnp.int32), jnp.array([1], jnp.int32))
+    transformed.check_transforms(everything, arrays, range(6), others)
     transformed.check_no_new_compilations(everything, arrays, others)
 
 
@@ -165,6 +166,27 @@ def test_quantised_matrices_give_the_products_of_what_they_stand_for():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_and_matrices_of_8_bits_give_the_products_of_what_they_stand_for():
+    rng, eight = np.random.default_rng(1), jnp.float8_e4m3fn
+    lhs, rhs = (jnp.asarray(rng.normal(size=s) * 8, eight) for s in ((30, 16), (2, 16, 5)))
+    scales = rng.uniform(0.1, 1, (30, 2)).astype(np.float32), rng.uniform(0.1, 1, (2, 4, 1, 5)).astype(np.float32)
+    sizes = jnp.array([9, 18])
+    got = grouped_matmul(lhs, rhs, sizes, lhs_scale=scales[0], rhs_scale=scales[1])
+    arrays = (np.asarray(x).astype(float) for x in (lhs, rhs))
+    want = grouped_matmul_loop.grouped_matmul(*arrays, [9, 18], rhs_scale=scales[1], lhs_scale=scales[0])
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
+    wide = rhs.astype(jnp.bfloat16)
+    np.testing.assert_allclose(
+        grouped_matmul(lhs, wide, sizes, lhs_scale=scales[0]),
+        grouped_matmul_loop.grouped_matmul(
+            np.asarray(lhs).astype(float), np.asarray(wide).astype(float), [9, 18], lhs_scale=scales[0]
+        ),
+        rtol=1e-5,
+        atol=1e-3,
+    )
+
+
 def test_the_output_has_the_dtype_that_was_asked_for():
     lhs, rhs = jnp.ones((4, 3), jnp.bfloat16), jnp.ones((1, 3, 2), jnp.bfloat16)
     sizes = jnp.array([3])
@@ -218,6 +240,9 @@ LHS, RHS, SIZES = jnp.zeros((8, 6)), jnp.zeros((2, 6, 4)), jnp.array([3, 5])
             {"rhs_scale": jnp.zeros((2, 4, 1, 4))},
             "rhs_scale: got 4 blocks, wants a divisor of the 6",
         ),
+        ((LHS.astype(jnp.float8_e4m3fn), RHS, SIZES), {}, "lhs: got float8_e4m3fn without lhs_scale, wants"),
+        ((LHS, RHS, SIZES), {"lhs_scale": jnp.zeros((8, 4))}, "lhs_scale: got 4 blocks, wants a divisor of the 6"),
+        ((LHS, RHS, SIZES), {"lhs_scale": jnp.zeros((7, 1))}, r"lhs_scale: got shape \(7, 1\), wants \[M=8"),
         ((LHS, RHS, SIZES), {"preferred_element_type": int}, "preferred_element_type: got .*, wants a floating dtype"),
     ],
 )

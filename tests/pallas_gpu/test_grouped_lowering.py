@@ -26,36 +26,52 @@ def make(rows=520, depth=128, width=320, transposed=False, out=jnp.bfloat16, dty
     )
 
 
-def lowered(record, params):
+def lowered(record, of_rows, of_matrices):
     """A call and its gradients."""
     width = record.rhs.shape[1 if record.transpose_rhs else 2]
 
     def run(record, cotangent):
-        output, _ = forward(record, params)
+        output, _ = forward(record, of_rows)
         wanted = frozenset({"lhs", "rhs"})
         saved = Pullback(record=record, residuals=(), output=output, cotangent=cotangent, wanted=wanted)
-        return output, backward(saved, params)
+        return output, backward(saved, of_matrices)
 
     cotangent = SHAPE((record.lhs.shape[0], width), record.out_dtype)
     traced = jax.jit(run).trace(record, cotangent)
     return traced.lower(lowering_platforms=("cuda",)).as_text(), traced.out_info
 
 
-@pytest.mark.parametrize("params", spec.CANDIDATES[::2], ids=str)
+FORWARD, BACKWARD = (spec.candidates(make(), None, direction) for direction in ("forward", "backward"))
+CLUSTERS = [
+    (
+        dataclasses.replace(FORWARD[0], **fields),
+        dataclasses.replace(BACKWARD[0], **fields, **{f"rhs_{name}": value for name, value in fields.items()}),
+    )
+    for fields in ({"cluster_m": 2}, {"cluster_n": 2})
+]
+
+
+@pytest.mark.parametrize("params", [(FORWARD[0], BACKWARD[0]), *CLUSTERS], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"transposed": True, "dtype": jnp.float16}, {"out": jnp.float32}], ids=str)
 def test_a_call_and_its_gradients_lower(fields, params):
     record = make(**fields)
-    text, (output, gradients) = lowered(record, params)
+    text, (output, gradients) = lowered(record, *params)
     assert text.count("@mosaic_gpu") == 3
     assert (output.shape, output.dtype) == ((520, 320), record.out_dtype)
     for name in ("lhs", "rhs"):
         assert (gradients[name].shape, gradients[name].dtype) == (getattr(record, name).shape, record.lhs.dtype)
+
+
+@pytest.mark.parametrize("params", [*FORWARD, *(params.of_rhs for params in BACKWARD)], ids=str)
+def test_candidates_fit_into_shared_memory(params):
     assert spec.shared_bytes(params) <= SHARED_MEMORY - spec.RESERVE
 
 
-@pytest.mark.parametrize(("name", "value"), [("block_n", 100), ("stages", 1), ("stages", 9), ("band", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("block_n", 100), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0), ("cluster_m", 3)]
+)
 def test_tiles_that_are_none_are_refused(name, value):
-    params = dataclasses.replace(spec.CANDIDATES[0], **{name: value})
+    params = dataclasses.replace(FORWARD[0], **{name: value})
     with pytest.raises(ValueError, match=f"{name}={value}"):
         spec.make_spec(make(), params, jnp.bfloat16)
 

@@ -18,7 +18,7 @@ from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton import ahead, chips, grouped_matmul, launch
-from ejkernel_triton.grouped_matmul import config
+from ejkernel_triton.grouped_matmul import config, spec
 from ejkernel_triton.grouped_matmul.backward import backward
 from ejkernel_triton.grouped_matmul.forward import forward
 
@@ -42,6 +42,21 @@ def test_conformance():
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout
     assert "skipped" not in ran.stdout
+
+
+def bytes_of(blocks=1, rows=32768, precision=None):
+    """The same product of rows and matrices of 8 bits, with scales in a number of blocks."""
+    groups, depth, width = 64, 2048, 1408
+    return GroupedMatmul(
+        lhs=SHAPE((rows, depth), jnp.float8_e4m3fn),
+        rhs=SHAPE((groups, width, depth), jnp.float8_e4m3fn),
+        group_sizes=SHAPE((groups,), jnp.int32),
+        out_dtype=jnp.dtype(jnp.bfloat16),
+        lhs_scale=SHAPE((rows, blocks), jnp.float32),
+        rhs_scale=SHAPE((groups, blocks, 1, width), jnp.float32),
+        transpose_rhs=True,
+        precision=precision,
+    )
 
 
 def record_of(rows=32768, dtype="bfloat16", stored=None, blocks=0, beside=False, precision=None):
@@ -96,6 +111,35 @@ def test_kernels_fit_the_chip_and_spill_nothing(name, chip):
         took = ahead.compile_for(call, chip)
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
         assert took.shared <= chips.CHIPS[chip].shared_memory
+
+
+BYTES = {
+    "8 bits": bytes_of(),
+    "8 bits, summed by the matrix unit": bytes_of(precision=lax.Precision.DEFAULT),
+    "8 bits in blocks": bytes_of(16),
+    "8 bits, decoding": bytes_of(rows=256),
+}
+
+
+@pytest.mark.parametrize("chip", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("name", BYTES)
+def test_products_of_8_bits_fit_the_chip_and_spill_nothing(name, chip):
+    record, device = BYTES[name], CHIPS[chip]
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(lambda record: forward(record, config.heuristic(record, device, "forward"))[0], record)
+    took = ahead.compile_for(calls[0], chip)
+    assert took.spilled == 0, (took.registers, took.spilled)
+    assert took.shared <= chips.CHIPS[chip].shared_memory
+
+
+def test_a_step_of_8_bits_has_one_scale():
+    with target_device(CHIPS["sm_80"]):
+        assert spec.step_of_bytes(bytes_of()) == 0
+    with target_device(CHIPS["sm_90"]):
+        assert [spec.step_of_bytes(bytes_of(blocks)) for blocks in (1, 16, 32, 64, 128)] == [128, 128, 64, 32, 0]
+        wide = config.heuristic(bytes_of(), CHIPS["sm_90"], "forward")
+        with pytest.raises(ValueError, match="block_k=128, wants a divisor of 64"):
+            jax.eval_shape(lambda record: forward(record, wide)[0], bytes_of(32))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -50,7 +50,7 @@ class Filter:
     def fits(self, key: str, entry: Entry) -> bool:
         """Whether an entry is meant; keys of other versions have no parts to compare."""
         parts = key.split(" | ")
-        named = dict(zip(("op", "implementation", "direction", "device"), parts, strict=False))
+        named: dict[str, str] = dict(zip(("op", "implementation", "direction", "device"), parts, strict=False))
         wanted = {"op": self.op, "implementation": self.implementation, "device": self.device}
         same = all(value is None or named.get(name, "").split("@")[0] == value for name, value in wanted.items())
         old = self.before is None or entry.measured_at < self.before
@@ -240,9 +240,8 @@ def _plain(key: str, entry: Entry) -> dict[str, Any]:
     """An entry as plain data."""
     parts = key.split(" | ")
     names = ("operation", "implementation", "direction", "device", "schema", "call", "core")
-    about = dict(zip(names, parts, strict=True)) if len(parts) == KEY_PARTS else {}
-    # `to_builtins` leaves out what has its default.
-    return {"key": key, **about, **{name: getattr(entry, name) for name in msgspec.structs.asdict(entry)}}
+    about: dict[str, Any] = dict(zip(names, parts, strict=True)) if len(parts) == KEY_PARTS else {}
+    return {"key": key, **about, **msgspec.structs.asdict(entry)}
 
 
 def _row(key: str, entry: Entry) -> tuple[str, ...]:

@@ -175,6 +175,24 @@ class CallSpec:
             raise click.UsageError("--case can be given once here")
         return found[0]
 
+    def resized(self, letters: tuple[str, ...], size: int) -> Call:
+        """The call that the shapes describe, with another size for some axes.
+
+        Args:
+            letters: Axis letters, as the operation names its arguments' axes.
+            size: Their size.
+
+        Raises:
+            click.UsageError: No given array has such an axis, or it is no valid call.
+        """
+        arrays = self._arrays()
+        changed = {name: _resized(x, self.op.axes.get(name, "").split(), letters, size) for name, x in arrays.items()}
+        missing = [letter for letter in letters if all(letter not in self.op.axes.get(n, "").split() for n in arrays)]
+        if missing:
+            known = ", ".join(f"{name}[{self.op.axes[name]}]" for name in arrays if name in self.op.axes)
+            raise click.UsageError(f"--sweep: no given array has an axis {', '.join(missing)}; there are {known}")
+        return self._called(changed | self._literals())
+
     def _from_case(self, name: str) -> Call:
         known = {case.name: case for case in self.op.cases}
         if name not in known:
@@ -184,7 +202,9 @@ class CallSpec:
         return Call(op=self.op, label=name, abstract=abstract, platform=self.platform, make=make)
 
     def _from_shapes(self) -> Call:
-        given = self._arrays() | self._literals()
+        return self._called(self._arrays() | self._literals())
+
+    def _called(self, given: dict[str, Any]) -> Call:
         missing = [name for name in required_arrays(self.op) if name not in given]
         if missing:
             raise click.UsageError(f"{self.op.name} needs the shape of {', '.join(missing)}: --shape {missing[0]}=...")
@@ -326,6 +346,11 @@ def _members(parameter: inspect.Parameter) -> tuple[Any, ...]:
 
 def _is_array(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, AbstractArray)
+
+
+def _resized(x: jax.ShapeDtypeStruct, axes: list[str], letters: tuple[str, ...], size: int) -> jax.ShapeDtypeStruct:
+    sizes = [size if axis in letters else old for axis, old in zip(axes, x.shape, strict=False)]
+    return jax.ShapeDtypeStruct((*sizes, *x.shape[len(sizes) :]), x.dtype)
 
 
 def _by_name(op: Op, shapes: tuple[Shape, ...]) -> dict[str, Shape]:

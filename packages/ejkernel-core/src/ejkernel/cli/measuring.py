@@ -9,13 +9,18 @@ import jax
 
 
 def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = False) -> list[float]:
-    """Median seconds of each call; they take turns.
+    """Median seconds of each call; they are timed interleaved.
 
     Args:
         calls: What to time; each returns its arrays.
         repeats: Timed runs of each.
         warm: Whether they have run before; otherwise they do once, untimed.
     """
+    return [statistics.median(times) for times in samples(calls, repeats, warm=warm)]
+
+
+def samples(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = False) -> list[list[float]]:
+    """The seconds of every run of each call; arguments as `interleaved`."""
     times: list[list[float]] = [[] for _ in calls]
     for call in () if warm else calls:
         jax.block_until_ready(call())
@@ -24,7 +29,7 @@ def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool 
             start = time.perf_counter()
             jax.block_until_ready(call())
             record.append(time.perf_counter() - start)
-    return [statistics.median(record) for record in times]
+    return times
 
 
 def temporary_bytes(compiled: Any) -> int | None:

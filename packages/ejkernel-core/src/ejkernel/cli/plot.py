@@ -1,33 +1,91 @@
 """Drawing the times of `ejkernel bench`; the one module that imports matplotlib."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+COLOR = "#3b6ea5"
+LINE = 100  # characters of a title's line
 
-def draw(timings: Sequence[Any], path: Path) -> None:
+
+def draw(timings: Sequence[Any], path: Path, title: str) -> None:
     """Draws a bar for every timing that ran, and a panel for every call and pass.
+
+    The bars are labelled on the axis, so that there is no legend to lie over them.
 
     Args:
         timings: `ejkernel.cli.bench.Timing`s.
         path: PNG file to write.
+        title: The operation, the device and the versions.
     """
-    panels: dict[tuple[str, str], list[Any]] = {}
-    for timing in timings:
-        if timing.seconds:
-            panels.setdefault((timing.call, timing.passes), []).append(timing)
+    panels = _panels([timing for timing in timings if timing.seconds], lambda timing: (timing.call, timing.passes))
     heights = [1.0 + 0.5 * len(bars) for bars in panels.values()]
     # Without pyplot: it keeps figures alive, and looks for a display.
-    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize=10)
     axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False)
     for axis, ((call, passes), bars) in zip(axes[:, 0], panels.items(), strict=True):
         bars = sorted(bars, key=lambda timing: timing.seconds, reverse=True)
-        drawn = axis.barh([bar.implementation for bar in bars], [bar.seconds * 1e3 for bar in bars], color="#3b6ea5")
-        axis.bar_label(drawn, fmt="%.3g ms", padding=4)
-        axis.margins(x=0.15)
-        axis.set_title(f"{passes}: {call}", loc="left", fontsize=9, wrap=True)
-        axis.set_xlabel("median milliseconds")
+        names, times = [bar.implementation for bar in bars], [bar.seconds * 1e3 for bar in bars]
+        errors = [bar.spread * 5e2 for bar in bars]
+        drawn = axis.barh(names, times, xerr=errors, color=COLOR, ecolor="#555555")
+        axis.bar_label(drawn, labels=[_label(bar) for bar in bars], padding=6)
+        axis.margins(x=0.35)
+        axis.set_title("\n".join(textwrap.wrap(f"{passes}: {call}", LINE)), loc="left", fontsize=9)
+        axis.set_xlabel("median milliseconds; the line is the interquartile range")
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, format="png")
+
+
+def draw_sweep(timings: Sequence[Any], path: Path, title: str, axis_name: str) -> None:
+    """Draws a line for every implementation over the sizes of an axis, and a panel for every pass.
+
+    Args:
+        timings: `ejkernel.cli.bench.Timing`s.
+        path: PNG file to write.
+        title: The operation, the device and the versions.
+        axis_name: The letters that were swept over.
+    """
+    panels = _panels([timing for timing in timings if timing.seconds], lambda timing: timing.passes)
+    rates = all(timing.count.flops is not None for timings in panels.values() for timing in timings)
+    figure = Figure(figsize=(9, 3.2 * len(panels) + 0.8), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    handles: dict[str, Any] = {}
+    for axis, (passes, points) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+        for name, line in _panels(points, _first).items():
+            sizes = [point.at for point in line]
+            values = [point.count.rates(point.seconds)[0] if rates else point.seconds * 1e3 for point in line]
+            # One colour for an implementation in all panels.
+            color = handles[name].get_color() if name in handles else f"C{len(handles)}"
+            (drawn,) = axis.plot(sizes, values, marker="o", color=color)
+            handles.setdefault(name, drawn)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("linear" if rates else "log")
+        axis.set_title(passes, loc="left", fontsize=9)
+        axis.set_xlabel(f"size of {axis_name}")
+        axis.set_ylabel("TFLOP/s" if rates else "median milliseconds")
+        axis.spines[["top", "right"]].set_visible(False)
+    # Below the panels, where it lies over no line.
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def _first(timing: Any) -> str:
+    """Whose forward pass it is."""
+    return timing.implementation.partition(" + ")[0]
+
+
+def _panels(timings: Sequence[Any], key: Any) -> dict[Any, list[Any]]:
+    panels: dict[Any, list[Any]] = {}
+    for timing in timings:
+        panels.setdefault(key(timing), []).append(timing)
+    return panels
+
+
+def _label(bar: Any) -> str:
+    flops = bar.count.rates(bar.seconds)[0]
+    rate = "" if flops is None else f", {flops:.3g} TFLOP/s"
+    return f"{bar.seconds * 1e3:.3g} ms{rate}"

@@ -4,7 +4,8 @@ The rows of lhs belong to groups, one after another: group g owns the `group_siz
 groups before it. For a row i of group g, among the groups whose matrices are given:
 
     w_g   = rhs_g * rhs_scale_g          one scale for every column and block of rows of the matrix
-    out_i = lhs_i w_g + rhs_bias_g + existing_out_i
+    x_i   = lhs_i * lhs_scale_i          one scale for every row and block of contracted elements
+    out_i = x_i w_g + rhs_bias_g + existing_out_i
 
 Every other row is `existing_out_i`, or 0. Sums are taken in float32 (float64 for float64 lhs).
 
@@ -28,7 +29,7 @@ class GroupedMatmul:
     """Canonical input of one grouped matmul. M rows, K contracted, N columns, E matrices.
 
     Attributes:
-        lhs: [M, K] floating.
+        lhs: [M, K] floating; of 8 bits with `lhs_scale` only.
         rhs: [E, K, N], or [E, N, K] if `transpose_rhs`; floating, or integer with `rhs_scale`.
         group_sizes: [G] int32, rows of every group.
         out_dtype: Floating dtype of the output.
@@ -37,6 +38,8 @@ class GroupedMatmul:
         existing_out: [M, N] floating, added to the product.
         rhs_scale: [E, blocks, 1, N] floating, factors on blocks of `K / blocks` of the contracted elements.
         rhs_bias: [E, 1, N] floating.
+        lhs_scale: [M, blocks] floating, factors on blocks of `K / blocks` of the contracted elements; not as many
+            blocks as `rhs_scale` has, if need be.
         transpose_rhs: Whether the matrices lie with their columns first.
         precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
     """
@@ -49,13 +52,19 @@ class GroupedMatmul:
     existing_out: jax.Array | None = None
     rhs_scale: jax.Array | None = None
     rhs_bias: jax.Array | None = None
+    lhs_scale: jax.Array | None = None
     transpose_rhs: bool = static(False)
     precision: lax.Precision | None = static(default=None)
 
 
 def accumulator(record: GroupedMatmul) -> Any:
     """The dtype of sums: float32, or float64 for float64 lhs."""
-    return jnp.promote_types(record.lhs.dtype, jnp.float32)
+    return dtype_of_sums(record.lhs.dtype)
+
+
+def dtype_of_sums(dtype: Any) -> Any:
+    """The dtype in which products of a dtype are summed, and that of the output if nobody says another."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def columns(record: GroupedMatmul) -> int:
@@ -95,6 +104,35 @@ def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> ja
     return rhs.astype(accumulator(record)) * factors
 
 
+def rows(record: GroupedMatmul, lhs: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Rows as they are multiplied with.
+
+    Args:
+        record: Whose they are.
+        lhs: [..., K], some of the record's.
+        scale: [..., blocks], their scales.
+    """
+    if scale is None:
+        return lhs
+    factors = jnp.repeat(scale.astype(accumulator(record)), lhs.shape[-1] // scale.shape[-1], axis=-1)
+    return lhs.astype(accumulator(record)) * factors
+
+
+def gradients_of_rows(
+    record: GroupedMatmul, product: jax.Array, lhs: jax.Array, scale: jax.Array
+) -> dict[str, jax.Array]:
+    """Gradients of rows and of their scales, in the dtype of that of their product.
+
+    Args:
+        record: Whose they are.
+        product: [..., K], the gradient of `rows(record, lhs, scale)`.
+        lhs: [..., K].
+        scale: [..., blocks].
+    """
+    shares = (product * lhs.astype(product.dtype)).reshape(*scale.shape, -1)
+    return {"lhs": rows(record, product, scale), "lhs_scale": jnp.sum(shares, axis=-1)}
+
+
 def spread(record: GroupedMatmul, scale: jax.Array) -> jax.Array:
     """Scales [..., blocks, 1, N] repeated to the shape of the matrices."""
     factors = jnp.repeat(scale[..., 0, :], record.lhs.shape[1] // scale.shape[-3], axis=-2)
@@ -110,7 +148,7 @@ def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
     dtype, (first, end) = accumulator(record), group_rows(record)
     row = jnp.arange(record.lhs.shape[0], dtype=jnp.int32)
     owns = (row >= first[:, None]) & (row < end[:, None])
-    lhs = jnp.where(owns.any(axis=0)[:, None], record.lhs.astype(dtype), 0)
+    lhs = jnp.where(owns.any(axis=0)[:, None], rows(record, record.lhs, record.lhs_scale).astype(dtype), 0)
     rhs = matrix(record, record.rhs, record.rhs_scale).astype(dtype)
     rhs = jnp.swapaxes(rhs, 1, 2) if record.transpose_rhs else rhs
     products = jnp.einsum("mk,ekn->emn", lhs, rhs, precision=lax.Precision.HIGHEST)
@@ -141,6 +179,7 @@ def axes(record: GroupedMatmul) -> dict[str, str]:
         "existing_out": "m n",
         "rhs_scale": "e q c n",
         "rhs_bias": "e c n",
+        "lhs_scale": "m l",
         "output": "m n",
     }
 
@@ -148,7 +187,7 @@ def axes(record: GroupedMatmul) -> dict[str, str]:
 FAMILY = Family(
     name="grouped_matmul",
     record=GroupedMatmul,
-    differentiable=("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias"),
+    differentiable=("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale"),
     dtype=lambda record: record.lhs.dtype,
     head_dims=lambda record: (record.lhs.shape[-1], columns(record)),
     axes=axes,

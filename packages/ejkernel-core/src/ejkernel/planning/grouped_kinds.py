@@ -20,6 +20,8 @@ def kind_of(record: GroupedMatmul) -> str:
     count = "few" if rows <= 16 else "some" if rows <= 96 else "many"
     size = "large" if record.lhs.shape[1] * columns(record) >= LARGE else "small"
     given = [
-        name for name in ("existing_out", "rhs_scale", "rhs_bias", "precision") if getattr(record, name) is not None
+        name
+        for name in ("existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "precision")
+        if getattr(record, name) is not None
     ]
     return " ".join((*fields, f"transposed={record.transpose_rhs}", f"rows={count}", f"matrices={size}", *given))

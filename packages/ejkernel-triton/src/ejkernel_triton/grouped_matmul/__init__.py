@@ -1,5 +1,6 @@
 """Grouped matmul in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,11 +8,13 @@ from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import current_device
 from ejkernel.planning.grouped_kinds import kind_of
+from ejkernel_triton import requirements
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config
+from ejkernel_triton.grouped_matmul.spec import EIGHT_BITS
 from ejkernel_triton.requirements import triton_requires
 
-OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
+OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -50,7 +53,9 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_triton.grouped_matmul.forward:forward",
             backward="ejkernel_triton.grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=triton_requires(handles=OPTIONAL, extra=_reasons),
+            requires=dataclasses.replace(
+                triton_requires(handles=OPTIONAL, extra=_reasons), dtypes=requirements.DTYPES | {EIGHT_BITS}
+            ),
             config=ConfigSpace(
                 forward=config.GroupedForward,
                 backward=config.GroupedBackward,

@@ -5,16 +5,17 @@ is summed over its rows by kernels whose programs own tiles of matrices. Where t
 scaled matrices is made in float32, and those of matrices and scales from it.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows, spread
+from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_rows, spread
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import BAND, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import gradient_of_lhs
-from ejkernel_triton.grouped_matmul.spec import MatricesSpec, operand_of, precision_of, widens
+from ejkernel_triton.grouped_matmul.spec import MatricesSpec, operand_of, precision_of, widened, widens
 from ejkernel_triton.launch import Shape, launch
 
 
@@ -28,6 +29,8 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
+    if pullback.record.lhs_scale is not None:
+        return _of_scaled_rows(pullback, config)
     record, cotangent, wanted = pullback.record, pullback.cotangent, pullback.wanted
     gradients: dict[str, jax.Array] = {}
     if "existing_out" in wanted:
@@ -41,6 +44,16 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     if wanted & {"rhs", "rhs_scale"}:
         gradients |= _of_matrices(record, cotangent, config, wanted)
     return gradients
+
+
+def _of_scaled_rows(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
+    """Gradients of a record whose rows have scales: those of the rows with their scales in them, and from it both."""
+    record, wanted = pullback.record, pullback.wanted
+    inner = wanted - {"lhs_scale"} | ({"lhs"} if "lhs_scale" in wanted else set())
+    gradients = backward(dataclasses.replace(pullback, record=widened(record), wanted=frozenset(inner)), config)
+    if "lhs" in inner:
+        gradients |= gradients_of_rows(record, gradients["lhs"], record.lhs, record.lhs_scale)
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in wanted}
 
 
 def _of_matrices(

@@ -11,7 +11,7 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning.grouped_kinds import average_rows
 from ejkernel_triton.chips import KIBI, Chip, chip_of
-from ejkernel_triton.grouped_matmul.spec import operand_of
+from ejkernel_triton.grouped_matmul.spec import blocks_of_scales, operand_of, step_of_bytes, widened
 from ejkernel_triton.launch import interpreting
 
 
@@ -106,6 +106,23 @@ OF_MATRICES = (
     Tile(256, 128, 64, 8, 3),
 )
 """Of the kernel that owns matrices."""
+OF_BYTES = (
+    Tile(128, 128, 128, 8, 4),
+    Tile(128, 128, 128, 8, 3),
+    Tile(128, 128, 64, 8, 4),
+    Tile(64, 128, 128, 4, 4),
+)
+"""Of rows and matrices of 8 bits, with float32 sums of every step, for which larger tiles have no registers."""
+BYTES_IN_BLOCKS = (Tile(64, 128, 128, 8, 4), Tile(128, 64, 128, 8, 4))
+"""With scales of every step, where the matrix unit has other layouts than Hopper's."""
+QUICK_BYTES = (
+    Tile(128, 256, 128, 8, 4),
+    Tile(128, 256, 128, 8, 3),
+    Tile(128, 128, 128, 4, 3),
+    Tile(256, 128, 128, 8, 4),
+    Tile(128, 256, 64, 8, 5),
+)
+"""Likewise, with sums left to the matrix unit."""
 SMALL = {
     64: (Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(64, 128, 64, 4, 4, True)),
     32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 64, 4, 5), Tile(32, 64, 128, 4, 4)),
@@ -122,13 +139,14 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:
     """Tile sizes worth measuring for a record on a device, the best first."""
     chip = chip_of(device)
-    tiles = _row_tiles(record, chip, direction)
+    step = step_of_bytes(record) if direction == "forward" else 0
+    tiles = _byte_tiles(record, step, chip) if step else _row_tiles(widened(record), chip, direction)
     if interpreting():
         tiles = (Tile(32, 32, 32, 4, 1),)
     found = [_forward(tile, chip) for tile in tiles]
     if direction == "forward":
         return tuple(found)
-    others = (Tile(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(record, chip)
+    others = (Tile(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(widened(record), chip)
     pairs = [(found[0], tile) for tile in others] + [(own, others[0]) for own in found[1:]]
     return tuple(_backward(own, tile) for own, tile in pairs)
 
@@ -137,8 +155,7 @@ def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple
     """Tiles of the kernel that owns rows."""
     adds = record.existing_out is not None or record.rhs_bias is not None
     adds = direction == "forward" and (adds or (_is_wide_output(record) and chip.architecture != "hopper"))
-    few = average_rows(record)
-    height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
+    height = _height(record)
     if _wide(record, direction):
         tiles = tuple(Tile(min(height, 64), n, 32, _warps(record), s) for n, s in ((64, 3), (128, 3)))
     elif height < 128:
@@ -152,6 +169,24 @@ def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple
         tiles = TRANSPOSED if direction == "backward" else BESIDE if adds else LARGE
     shrunk = tuple(_shrunk(tile, chip) for tile in tiles)
     return tuple(tile for tile in shrunk if tile.stages > 2) or shrunk
+
+
+def _byte_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[Tile, ...]:
+    """Tiles of the forward kernel where rows and matrices of 8 bits meet as they are."""
+    height = _height(record)
+    if height < 128:
+        tiles = tuple(tile._replace(k=128) for tile in SMALL[height])
+    else:
+        tiles = QUICK_BYTES if record.precision == lax.Precision.DEFAULT else OF_BYTES
+        if max(blocks_of_scales(record)) > 1:
+            tiles = OF_BYTES if chip.architecture == "hopper" else BYTES_IN_BLOCKS
+    return tuple(dict.fromkeys(_shrunk(tile._replace(k=min(tile.k, step)), chip, 1) for tile in tiles))
+
+
+def _height(record: GroupedMatmul) -> int:
+    """Rows of a tile."""
+    few = average_rows(record)
+    return next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
 
 
 def _wide(record: GroupedMatmul, direction: Direction) -> bool:
@@ -181,11 +216,11 @@ def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[Tile, ...]:
     return tuple(_shrunk(tile, chip) for tile in tiles)
 
 
-def _shrunk(tile: Tile, chip: Chip) -> Tile:
-    """A tile with as few stages as the chip's shared memory holds, 16 bits an element; AMD's pipelines have two."""
+def _shrunk(tile: Tile, chip: Chip, size: int = 2) -> Tile:
+    """A tile with as few stages as the chip's shared memory holds, at `size` bytes an element; AMD's have two."""
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     # Operands that are converted on their way take one more tile of columns.
-    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * 2 > chip.shared_memory - 2 * KIBI:
+    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > chip.shared_memory - 2 * KIBI:
         stages -= 1
     return tile._replace(stages=stages)
 

@@ -5,11 +5,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.planning.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.grouped_matmul.config import GroupedForward
-from ejkernel_triton.grouped_matmul.spec import RowsSpec, as_row, operand_of, precision_of, widens
+from ejkernel_triton.grouped_matmul.spec import (
+    RowsSpec,
+    as_row,
+    blocks_of_scales,
+    operand_of,
+    precision_of,
+    step_of_bytes,
+    widened,
+    widens,
+)
 from ejkernel_triton.launch import Shape, launch
 
 
@@ -20,14 +30,35 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
         record: The canonical arguments.
         config: Tile sizes, programs, warps and stages.
 
+    Raises:
+        ValueError: A step of 8 bits would have several scales.
+
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
+    if step_of_bytes(record):
+        return _bytes(record, config), ()
+    record = widened(record)
     spread = () if record.rhs_scale is None else (jnp.float32,)
     spec = _spec(record, config, operand_of(record, *spread))
     if record.rhs_scale is not None and record.rhs_scale.shape[1] == 1:
         spec = dataclasses.replace(spec, SCALES="columns")
     return multiply(record, record.lhs, spec, config, record.out_dtype), ()
+
+
+def _bytes(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
+    """The output of rows and matrices of 8 bits, which meet as they are."""
+    step, (lhs_blocks, rhs_blocks) = step_of_bytes(record), blocks_of_scales(record)
+    if step % config.block_k:
+        raise ValueError(f"cfg: got block_k={config.block_k}, wants a divisor of {step}, which share a scale")
+    spec = dataclasses.replace(
+        _spec(record, config, record.lhs.dtype),
+        SCALES="columns" if rhs_blocks == 1 else "steps",
+        LHS_SCALES="rows" if lhs_blocks == 1 else "steps",
+        LHS_BLOCKS=lhs_blocks,
+        IMPRECISE=None if record.precision == lax.Precision.DEFAULT else config.block_k,
+    )
+    return multiply(record, record.lhs, spec, config, record.out_dtype)
 
 
 def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
@@ -73,11 +104,14 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> RowsSp
         SCALE_STRIDES=(width, 1),
         PER_SCALE=(contracted // blocks, 1),
         SCALE_ELEMENTS=blocks * width,
+        LHS_SCALES="no",
+        LHS_BLOCKS=1,
         BIAS=record.rhs_bias is not None,
         EXISTING=record.existing_out is not None,
         OPERAND=jnp.dtype(operand).name,
         PRECISION=precision_of(record),
         WIDEN=widens(operand),
+        IMPRECISE=None,
     )
 
 
@@ -96,13 +130,14 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: RowsSpec, config: Gro
     """
     from ejkernel_triton.grouped_matmul.rows_kernel import rows_kernel
 
-    scale = None if record.rhs_scale is None else record.rhs_scale.astype(jnp.float32)
+    scale = _floats(record.rhs_scale)
     (output,) = launch(
         rows_kernel,
         (
             rows[None],
             record.rhs[None],
             as_row(scale),
+            None if spec.LHS_SCALES == "no" else as_row(_floats(record.lhs_scale)),
             as_row(record.rhs_bias) if spec.BIAS else None,
             as_row(record.existing_out) if spec.EXISTING else None,
             find_row_tiles(record, spec.BLOCK_M)[None],
@@ -115,3 +150,7 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: RowsSpec, config: Gro
         constants={"spec": spec},
     )
     return output[0]
+
+
+def _floats(scale: jax.Array | None) -> jax.Array | None:
+    return None if scale is None else scale.astype(jnp.float32)

@@ -37,7 +37,23 @@ def scaled(tile, scale, matrix, c, n, spec: tl.constexpr):
 
 
 @triton.jit
-def product(lhs, rhs, scale, matrix, row, column, spec: tl.constexpr):
+def add_bytes(acc, a, b, lhs_scale, rhs_scale, step, spec: tl.constexpr):
+    """acc + a b of 8 bits, which meet as they are; a step has one scale for each row, and one for each column."""
+    if spec.WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    if spec.LHS_SCALES == "steps" or spec.SCALES == "steps":
+        part = tl.dot(a, b)
+        if spec.LHS_SCALES == "steps":
+            part *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_BLOCKS // spec.CONTRACTED)[:, None]
+        if spec.SCALES == "steps":
+            part *= tl.load(rhs_scale + step * spec.BLOCK_K // spec.PER_SCALE[0] * spec.SCALE_STRIDES[0])[None, :]
+        return acc + part
+    else:
+        return tl.dot(a, b, acc, max_num_imprecise_acc=spec.IMPRECISE)
+
+
+@triton.jit
+def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr):
     """Accumulator [BLOCK_M, BLOCK_N] of a tile of rows and columns."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
@@ -51,6 +67,9 @@ def product(lhs, rhs, scale, matrix, row, column, spec: tl.constexpr):
     left = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
     right = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
     right += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
+    if spec.LHS_SCALES != "no":
+        of_rows = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_BLOCKS
+        of_columns = scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + tl.minimum(n, spec.COLUMNS - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     steps: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(0, steps):
@@ -63,17 +82,22 @@ def product(lhs, rhs, scale, matrix, row, column, spec: tl.constexpr):
             a = tl.load(left, mask=there[None, :], other=0.0)
             b = tl.load(right, mask=there[:, None] & in_columns[None, :], other=0.0)
             c = tl.minimum(step * BLOCK_K + k, spec.CONTRACTED - 1)
-        acc = add_dot(acc, operand(a, spec), scaled(b, scale, matrix, c, n, spec), spec)
+        if spec.LHS_SCALES == "no":
+            acc = add_dot(acc, operand(a, spec), scaled(b, scale, matrix, c, n, spec), spec)
+        else:
+            acc = add_bytes(acc, a, b, of_rows, of_columns, step, spec)
         left += BLOCK_K
         right += BLOCK_K * spec.RHS_STRIDES[0]
     return acc
 
 
 @triton.jit
-def store(acc, scale, bias, existing, output, matrix, row, end, column, spec: tl.constexpr):
-    """The epilogue: scales of columns, bias, `existing_out`, and the rows of the tile's own group to memory."""
+def store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec: tl.constexpr):
+    """The epilogue: scales of rows and columns, bias, `existing_out`; stores the rows of the tile's own group."""
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     matrix = tl.cast(matrix, tl.int64)
+    if spec.LHS_SCALES == "rows":
+        acc *= tl.load(lhs_scale + tl.minimum(row + tl.arange(0, spec.BLOCK_M), spec.ROWS - 1))[:, None]
     if spec.SCALES == "columns":
         acc *= tl.load(scale + matrix * spec.SCALE_ELEMENTS + n, mask=in_columns, other=0.0)[None, :]
     if spec.BIAS:
@@ -108,7 +132,7 @@ def fill(existing, output, tiles, program, before, count, total, spec: tl.conste
 
 
 @triton.jit
-def rows_kernel(lhs, rhs, scale, bias, existing, tiles, output, spec: tl.constexpr, per: tl.constexpr):
+def rows_kernel(lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec: tl.constexpr, per: tl.constexpr):
     """A program multiplies every PROGRAMS-th tile; `tiles` holds the entries, and then how many have no matrix and come
     first, how many have one, and how many there are."""
     program = tl.program_id(0)
@@ -118,6 +142,8 @@ def rows_kernel(lhs, rhs, scale, bias, existing, tiles, output, spec: tl.constex
     rhs = at_batch(rhs, batch, per.RHS, spec.MATRICES * spec.CONTRACTED * spec.COLUMNS)
     if spec.SCALES != "no":
         scale = at_batch(scale, batch, per.SCALE, spec.MATRICES * spec.SCALE_ELEMENTS)
+    if spec.LHS_SCALES != "no":
+        lhs_scale = at_batch(lhs_scale, batch, per.LHS_SCALE, spec.ROWS * spec.LHS_BLOCKS)
     if spec.BIAS:
         bias = at_batch(bias, batch, per.BIAS, spec.MATRICES * spec.COLUMNS)
     if spec.EXISTING:
@@ -133,5 +159,5 @@ def rows_kernel(lhs, rhs, scale, bias, existing, tiles, output, spec: tl.constex
         own = tiles + (before + entry) * FIELDS
         matrix, row, end = tl.load(own + MATRIX), tl.load(own + ROW), tl.load(own + END)
         column *= spec.BLOCK_N
-        acc = product(lhs, rhs, scale, matrix, row, column, spec)
-        store(acc, scale, bias, existing, output, matrix, row, end, column, spec)
+        acc = product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec)
+        store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec)

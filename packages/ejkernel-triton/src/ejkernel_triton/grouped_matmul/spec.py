@@ -1,15 +1,17 @@
 """What the grouped-matmul kernels are compiled for: all about a record that is neither an array nor a group's size."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.families.grouped_matmul import GroupedMatmul, rows
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
+from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
 
@@ -31,15 +33,21 @@ class RowsSpec:
         ENTRIES: Entries of the tile list.
         PROGRAMS: Programs that share the tiles.
         BAND: Tiles of rows that are gone down before the next column.
-        SCALES: How scales are applied: `"no"`, to `"columns"` of the accumulator, or to `"elements"` of the matrix.
+        SCALES: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the matrix, or to
+            the product of each of the `"steps"`.
         SCALE_STRIDES: Elements from one contracted element's scale, and from one column's, to the next.
         PER_SCALE: Contracted elements, and columns, that share a scale.
         SCALE_ELEMENTS: Scales of a matrix.
+        LHS_SCALES: How scales of rows are applied: `"no"`, to `"rows"` of the accumulator, or to the product of each of
+            the `"steps"`.
+        LHS_BLOCKS: Scales of a row.
         BIAS: Whether there is a bias.
         EXISTING: Whether there is an `existing_out`.
         OPERAND: Dtype in which rows meet matrices.
         PRECISION: Of products of float32.
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+        IMPRECISE: Contracted elements whose products of 8 bits Hopper's matrix unit may sum by itself, which keeps
+            about 14 bits, before float32 takes over; None for all.
     """
 
     ROWS: int
@@ -58,11 +66,14 @@ class RowsSpec:
     SCALE_STRIDES: tuple[int, int]
     PER_SCALE: tuple[int, int]
     SCALE_ELEMENTS: int
+    LHS_SCALES: str
+    LHS_BLOCKS: int
     BIAS: bool
     EXISTING: bool
     OPERAND: str
     PRECISION: str
     WIDEN: bool
+    IMPRECISE: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,47 @@ class MatricesSpec:
     BAND: int
     PRECISION: str
     WIDEN: bool
+
+
+EIGHT_BITS = "float8_e4m3fn"
+"""Dtype of rows and matrices that meet as they are."""
+LONGEST = 128
+"""Contracted elements of the longest step."""
+SHORTEST = 32
+"""Contracted elements of the matrix unit's products of 8 bits, and so of a step."""
+
+
+def blocks_of_scales(record: GroupedMatmul) -> tuple[int, int]:
+    """Blocks of contracted elements that have a scale each, of rows and of matrices."""
+    left, right = (1 if x is None else x.shape[1] for x in (record.lhs_scale, record.rhs_scale))
+    return left, right
+
+
+def step_of_bytes(record: GroupedMatmul) -> int:
+    """The longest step in which rows and matrices of 8 bits meet as they are, as it has one scale; 0 if they cannot."""
+    if record.lhs_scale is None or record.rhs_scale is None:
+        return 0
+    chip = chip_of(current_device())
+    able = interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
+    if not able or not str(record.lhs.dtype) == str(record.rhs.dtype) == EIGHT_BITS:
+        return 0
+    depth = record.lhs.shape[1]
+    lengths = [depth // blocks for blocks in blocks_of_scales(record) if blocks > 1]
+    common = math.gcd(*lengths) if lengths else LONGEST
+    step = min(common & -common, LONGEST)
+    return step if step >= SHORTEST else 0
+
+
+def widened(record: GroupedMatmul) -> GroupedMatmul:
+    """A record whose rows have no scales: they are multiplied in, and rows of 8 bits are float32 then."""
+    if record.lhs_scale is None:
+        return record
+    dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_of(record, jnp.float32)
+    if not isinstance(record.lhs, jax.Array):  # a record of shapes
+        lhs = jax.ShapeDtypeStruct(record.lhs.shape, dtype)
+    else:
+        lhs = rows(record, record.lhs, record.lhs_scale).astype(dtype)
+    return dataclasses.replace(record, lhs=lhs, lhs_scale=None)
 
 
 def operand_of(record: GroupedMatmul, *others: Any) -> Any:

@@ -2,8 +2,8 @@
 
 With do the cotangent of the output and w_g the scaled matrix of a group, over the rows i of that group:
 
-    dlhs_i = do_i w_g^T
-    dw_g   = sum_i lhs_i^T do_i,    drhs_g = dw_g * scale_g,    dscale_g = sum over each block of dw_g * rhs_g
+    dx_i   = do_i w_g^T,           dlhs_i = dx_i * lhs_scale_i,   dlhs_scale_i = sum over each block of dx_i * lhs_i
+    dw_g   = sum_i x_i^T do_i,     drhs_g = dw_g * rhs_scale_g,   drhs_scale_g = sum over each block of dw_g * rhs_g
     dbias  = sum_i do_i
 
 Rows of no group have a gradient of 0, but that of `existing_out` is do everywhere.
@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows, spread
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, gradients_of_rows, group_rows, spread
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
 from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
 
 Gradients = dict[str, jax.Array]
+OF_ROWS = ("lhs", "lhs_scale")
+"""Gradients that each tile has rows of; the others are sums over a group's tiles."""
 
 
 def backward(pullback: Pullback, config: RowTiles) -> Gradients:
@@ -42,7 +44,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
                 return _tile(record, weights, at, jnp.where(at.own, at.take(cotangent), 0), carry)
 
             weights = load(record, g)
-            start = (_sums(record, grads), {name: x for name, x in grads.items() if name == "lhs"})
+            start = (_sums(record, grads), {name: x for name, x in grads.items() if name in OF_ROWS})
             sums, lhs = over_tiles(first, end, sizes(record, config), rows, tile, start)
             return {**_store(record, g, sums, grads), **lhs}
 
@@ -67,15 +69,23 @@ def _tile(
 ) -> tuple[Gradients, Gradients]:
     """What some rows contribute; the cotangent is 0 where they are not the tile's own."""
     sums, lhs = (dict(part) for part in carry)
-    if "lhs" in lhs:
-        lhs["lhs"] = at.put(lhs["lhs"], dot(record, cotangent, weights, (1, 0 if record.transpose_rhs else 1)))
+    if lhs:
+        product = dot(record, cotangent, weights, (1, 0 if record.transpose_rhs else 1))
+        found = _of_rows(record, product, at)
+        lhs = {name: at.put(x, found[name]) for name, x in lhs.items()}
     if "weights" in sums:
-        rows = jnp.where(at.own, at.take(record.lhs), 0)
+        rows = jnp.where(at.own, at.rows(record), 0)
         pair = (cotangent, rows) if record.transpose_rhs else (rows, cotangent)
         sums["weights"] = sums["weights"] + dot(record, *pair, (0, 0))
     if "bias" in sums:
         sums["bias"] = sums["bias"] + jnp.sum(cotangent, axis=0, keepdims=True, dtype=sums["bias"].dtype)
     return sums, lhs
+
+
+def _of_rows(record: GroupedMatmul, product: jax.Array, at: Tile) -> Gradients:
+    """Gradients of a tile's rows and of their scales, from that of the product of the two."""
+    scale = at.scales(record)
+    return {"lhs": product} if scale is None else gradients_of_rows(record, product, at.take(record.lhs), scale)
 
 
 def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:

@@ -30,7 +30,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
         weights, bias = load(record, g), _bias(record, g)
 
         def tile(at: Tile, output: jax.Array) -> jax.Array:
-            product = dot(record, at.take(record.lhs), weights, (1, contracted))
+            product = dot(record, at.rows(record), weights, (1, contracted))
             if bias is not None:
                 product = product + bias
             if record.existing_out is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix, rows
 from ejkernel.planning.precision import product_precision
 
 
@@ -26,6 +26,14 @@ class Tile(NamedTuple):
     def take(self, x: jax.Array) -> jax.Array:
         """The tile's rows of x."""
         return lax.dynamic_slice_in_dim(x, self.start, self.own.shape[0])
+
+    def rows(self, record: GroupedMatmul) -> jax.Array:
+        """The tile's rows as they are multiplied with."""
+        return rows(record, self.take(record.lhs), self.scales(record))
+
+    def scales(self, record: GroupedMatmul) -> jax.Array | None:
+        """The scales of the tile's rows."""
+        return None if record.lhs_scale is None else self.take(record.lhs_scale)
 
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """x with the tile's own rows replaced."""
@@ -77,6 +85,7 @@ def dot(record: GroupedMatmul, left: jax.Array, right: jax.Array, axes: tuple[in
         left.astype(dtype),
         right.astype(dtype),
         (((axes[0],), (axes[1],)), ((), ())),
-        precision=product_precision(record.lhs.dtype, record.precision),
+        # With scales, operands of 8 bits have more digits than their dtype.
+        precision=product_precision(dtype if record.lhs.dtype.itemsize == 1 else record.lhs.dtype, record.precision),
         preferred_element_type=accumulator(record),
     )

@@ -25,13 +25,13 @@ TILE_ELEMENTS = 2**20
 class Axis:
     """A sequence axis of `length` cut into tiles of `block` indices. A symbolic length is one tile."""
 
-    length: int
-    block: int
+    length: Any
+    block: Any
 
     @property
     def symbolic(self) -> bool:
         """Whether the length is known only when the program runs, as in `jax.export`."""
-        return not isinstance(self.length, int)
+        return _symbolic(self.length)
 
     @property
     def tiles(self) -> int:
@@ -107,7 +107,7 @@ def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Pl
     room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
     many = q_axis.tiles * kv_axis.tiles > 1
     some_heads = 1 if many and _heads_differ(record) else _divisor(kv_heads, room)  # each head skips its own tiles
-    one_row = some_heads != kv_heads or not isinstance(batch, int)  # a symbolic batch has no divisor but 1
+    one_row = some_heads != kv_heads or _symbolic(batch)  # a symbolic batch has no divisor but 1
     rows = 1 if one_row else _divisor(batch, room // kv_heads)
     if many and _rows_differ(record):
         rows = 1  # each batch row then skips its own tiles
@@ -140,6 +140,10 @@ def add(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
 
 def _int32(starts: Sequence[Any]) -> list[jax.Array]:
     return [jnp.asarray(start, jnp.int32) for start in starts]
+
+
+def _symbolic(size: Any) -> bool:
+    return not isinstance(size, int)
 
 
 def _least(n: Any, size: Any) -> Any:

@@ -40,6 +40,7 @@ class GroupedMatmulArguments:
     preferred_element_type: Any = static(None)
     rhs_scale: jax.Array | None = None
     rhs_bias: jax.Array | None = None
+    lhs_scale: jax.Array | None = None
     transpose_rhs: bool = static(False)
     precision: Any = static(None)
     use_v2: bool = static(False)
@@ -94,6 +95,7 @@ def grouped_matmul(
     preferred_element_type: Any = None,
     rhs_scale: Float[Array, "e blocks 1 n"] | None = None,
     rhs_bias: Float[Array, "e 1 n"] | None = None,
+    lhs_scale: Float[Array, "m lhs_blocks"] | None = None,
     transpose_rhs: bool = False,
     precision: Any = None,
     use_v2: bool = False,
@@ -116,7 +118,7 @@ def grouped_matmul(
     the results.
 
     Args:
-        lhs: [M, K] float16, bfloat16, float32 or float64.
+        lhs: [M, K] float16, bfloat16, float32 or float64, or a floating dtype of 8 bits with `lhs_scale`.
         rhs: [E, K, N], or [E, N, K] with `transpose_rhs`; floating of 16 bits or more, or any numeric dtype with
             `rhs_scale`. Where it is not lhs's dtype, both are multiplied in the one that JAX promotes the two to.
         group_sizes: [E] int, rows of every group; with `group_offset`, [G] for all the groups there are. May be traced;
@@ -126,13 +128,18 @@ def grouped_matmul(
             of all, and rows of the others are left over. May be traced.
         existing_out: [M, N] floating, added to the product; left-over rows are these values alone.
         preferred_element_type: Floating dtype of the output. None means float32, float64 for float64 lhs; lhs's
-            dtype where rhs has another. Sums are never taken in less.
+            dtype where rhs has another. Sums are never taken in less, but for what `precision` says of 8 bits.
         rhs_scale: [E, blocks, 1, N] floating, factors on the matrices: one a column and block of `K / blocks`
             contracted elements.
         rhs_bias: [E, 1, N] floating, added to the rows of each group.
+        lhs_scale: [M, blocks] floating, factors on the rows: one a row and block of `K / blocks` contracted elements.
+            With it lhs may have 8 bits; where rhs has too, kernels multiply them as they are. A gradient of an array
+            of 8 bits is rounded to its dtype.
         transpose_rhs: Whether the matrices lie with their columns first.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
+            With `DEFAULT`, products of 8 bits may be summed in the fewer digits that Hopper's matrix unit keeps, about
+            14 bits.
         use_v2: Either value; dispatch chooses the kernel.
         use_v3: Either value, likewise.
         do_padding: Either value; no kernel needs rows in multiples of its tiles.
@@ -168,17 +175,25 @@ def validate(args: GroupedMatmulArguments) -> None:
     check_shape("rhs", args.rhs, axes, sizes)
     check_not_empty("rhs", args.rhs, axes, axes)
     check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
-    if args.rhs_scale is None and not _is_factor(args.rhs.dtype):
-        raise ValueError(f"rhs: got {args.rhs.dtype} without rhs_scale, wants a floating dtype of 16 bits or more")
+    for name in ("lhs", "rhs"):
+        dtype = getattr(args, name).dtype
+        if getattr(args, f"{name}_scale") is None and not _is_factor(dtype):
+            raise ValueError(f"{name}: got {dtype} without {name}_scale, wants a floating dtype of 16 bits or more")
     _check_groups(args, sizes)
-    for name, wants in (("existing_out", "M N"), ("rhs_scale", "E blocks 1 N"), ("rhs_bias", "E 1 N")):
+    shapes = {
+        "existing_out": "M N",
+        "rhs_scale": "E blocks 1 N",
+        "rhs_bias": "E 1 N",
+        "lhs_scale": "M lhs_blocks",
+    }
+    for name, wants in shapes.items():
         array = getattr(args, name)
         if array is not None:
             check_shape(name, array, wants, sizes)
             check_dtype(name, array, jnp.floating, "a floating dtype")
-    blocks = sizes.get("blocks", 1)
-    if blocks == 0 or sizes["K"] % blocks:
-        raise ValueError(f"rhs_scale: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
+    for name, blocks in (("rhs_scale", sizes.get("blocks", 1)), ("lhs_scale", sizes.get("lhs_blocks", 1))):
+        if blocks == 0 or sizes["K"] % blocks:
+            raise ValueError(f"{name}: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
 
 
 def _is_factor(dtype: Any) -> bool:
@@ -204,18 +219,20 @@ def lower(args: GroupedMatmulArguments) -> Record:
     offset, wanted = args.group_offset, args.preferred_element_type
     lhs, rhs = args.lhs, args.rhs
     if args.rhs_scale is None and lhs.dtype != rhs.dtype:
-        wanted = lhs.dtype if wanted is None else wanted
-        both = jnp.promote_types(lhs.dtype, rhs.dtype)
-        lhs, rhs = lhs.astype(both), rhs.astype(both)
+        if _is_factor(lhs.dtype):
+            wanted = lhs.dtype if wanted is None else wanted
+            rhs = rhs.astype(jnp.promote_types(lhs.dtype, rhs.dtype))
+        lhs = lhs.astype(rhs.dtype)
     return Record(
         lhs=lhs,
         rhs=rhs,
         group_sizes=args.group_sizes.astype(jnp.int32),
-        out_dtype=jnp.promote_types(args.lhs.dtype, jnp.float32) if wanted is None else wanted,
+        out_dtype=family.dtype_of_sums(args.lhs.dtype) if wanted is None else wanted,
         group_offset=None if offset is None else jnp.asarray(offset).reshape(()).astype(jnp.int32),
         existing_out=args.existing_out,
         rhs_scale=args.rhs_scale,
         rhs_bias=args.rhs_bias,
+        lhs_scale=args.lhs_scale,
         transpose_rhs=args.transpose_rhs,
         precision=args.precision,
     )
@@ -250,6 +267,8 @@ OP = Op(
         "float32": Tolerance(rtol=2e-5, atol=2e-5),
         "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
         "float16": Tolerance(rtol=3e-3, atol=3e-3),
+        # Of outputs in float32 of products that are exact: what summing in another order changes.
+        "float8_e4m3fn": Tolerance(rtol=2e-4, atol=2e-4),
     },
     make_inputs=cases.make_inputs,
     axes={"lhs": "m k", "rhs": "e k n", "group_sizes": "g", "group_offset": "c", "existing_out": "m n"},

@@ -47,6 +47,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=spec.heuristic,
                 candidates=spec.candidates,
                 forward=spec.HopperGrouped,
+                backward=spec.HopperGroupedBackward,
                 faces=spec.FACES,
                 kind=kind_of,
             ),

@@ -3,7 +3,11 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 from ejkernel_pallas.gpu.grouped_matmul.spec import Spec
+from ejkernel_pallas.gpu.hopper import clusters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +16,7 @@ class Call:
 
     Attributes:
         spec: Constants.
-        blocks: Thread blocks.
+        blocks: Clusters of thread blocks.
         operands: Arrays in device memory.
         output: Likewise.
         shared: Shared memory and barriers: the `Shared` of the kernel's module.
@@ -23,3 +27,13 @@ class Call:
     operands: dict[str, Any]
     output: Any
     shared: Any
+
+    @property
+    def below(self) -> Any:
+        """This block's number among those of its cluster that lie below one another."""
+        return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_m > 1 else jnp.int32(0)
+
+    @property
+    def beside(self) -> Any:
+        """This block's number among those of its cluster that lie side by side."""
+        return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_n > 1 else jnp.int32(0)

@@ -24,10 +24,10 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     FETCHING_REGISTERS,
     REGISTERS,
-    SLOTS,
     STEP,
     WARPGROUPS,
 )
+from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 
@@ -46,7 +46,8 @@ class Shared:
         out: Slots of the output, [warpgroups * slots, 64, part].
         full: The operands of a stage are there.
         free: They have been read.
-        raw: Operands that have rows of other groups are there.
+        raw: The operands of a stage that have rows of other groups are there. One a stage, as the other member of a
+            cluster, which may be a step ahead, copies half of them.
     """
 
     left: Any
@@ -99,6 +100,9 @@ def matrices_kernel(call: Call) -> None:
         plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
         every(_fetch_tile)
 
+    if spec.members > 1:
+        clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
+
 
 def _tile(call: Call, number: Any) -> Tile:
     """The tile that has a number: matrix after matrix, in each band after band, in a band column after column."""
@@ -107,8 +111,8 @@ def _tile(call: Call, number: Any) -> Tile:
     matrix, place = lax.div(number, I32(per_matrix)), lax.rem(number, I32(per_matrix))
     band, place = lax.div(place, I32(per_band)), lax.rem(place, I32(per_band))
     height = jnp.minimum(spec.down - band * spec.tile.band, spec.tile.band)
-    row = (band * spec.tile.band + lax.rem(place, height)) * BLOCK_M
-    column = lax.div(place, height) * spec.tile.block_n
+    row = ((band * spec.tile.band + lax.rem(place, height)) * spec.tile.cluster_m + call.below) * BLOCK_M
+    column = (lax.div(place, height) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
     first, end = call.operands["bounds"][matrix, 0], call.operands["bounds"][matrix, 1]
     start = lax.div(first, I32(ALIGNED)) * ALIGNED
     steps = jnp.where(end > first, lax.div(end - start + (STEP - 1), I32(STEP)), 0)
@@ -128,17 +132,22 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
         rows, full = pl.ds(start, STEP), shared.full.at[slot]
 
         def fetch(there: Any) -> None:
-            plgpu.copy_gmem_to_smem(left.at[rows, pl.ds(tile.row, BLOCK_M)], shared.left.at[slot], there)
-            across = pl.ds(tile.column, spec.tile.block_n)
-            plgpu.copy_gmem_to_smem(right.at[rows, across], shared.right.at[slot], there)
+            down, across = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, spec.tile.block_n)
+            # Of what both members of a cluster have, each reads a half for both.
+            beside = clusters.AXIS if spec.tile.cluster_n > 1 else None
+            below = clusters.AXIS if spec.tile.cluster_m > 1 else None
+            copy = plgpu.copy_gmem_to_smem
+            copy(left.at[rows, down], shared.left.at[slot], there, collective_axes=beside)
+            copy(right.at[rows, across], shared.right.at[slot], there, collective_axes=below)
 
         own = (start >= tile.first) & (start + STEP <= tile.end)
         pl.when(own)(lambda: fetch(full))
 
         @pl.when(~own)
         def _clean() -> None:
-            fetch(shared.raw)
-            plgpu.barrier_wait(shared.raw)
+            raw = shared.raw.at[slot]
+            fetch(raw)
+            plgpu.barrier_wait(raw)
             for buffer in (shared.left, shared.right):
                 zero_rows(buffer.at[slot], tile.first - start, tile.end - start)
             plgpu.commit_smem()
@@ -186,8 +195,8 @@ def _write(call: Call, tile: Tile, made: Any) -> None:
         start = number * spec.part
 
         def part(number: int = number, start: int = start) -> None:
-            slot = warpgroup * SLOTS + number % SLOTS
-            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the copy before the last has read its slot
+            slot = warpgroup * spec.tile.slots + number % spec.tile.slots
+            plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
             shared.out[slot] = made[:, start : start + spec.part]
             plgpu.commit_smem()
             target = call.output.at[tile.matrix, pl.ds(row, ROWS), pl.ds(tile.column + start, spec.part)]

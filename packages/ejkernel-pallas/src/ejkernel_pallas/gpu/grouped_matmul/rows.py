@@ -27,11 +27,11 @@ from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     FETCHING_REGISTERS,
     REGISTERS,
-    SLOTS,
     STEP,
     WARPGROUPS,
+    Spec,
 )
-from ejkernel_pallas.gpu.hopper import arrays
+from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 
@@ -67,6 +67,7 @@ class Tile:
 
     Attributes:
         matrix: Number of its matrix.
+        shared: Whether all blocks of a cluster, below one another, have that matrix.
         row: First row, of a whole group's tiles.
         begin: First row of the group.
         end: The row after the group's last.
@@ -74,6 +75,7 @@ class Tile:
     """
 
     matrix: Any
+    shared: Any
     row: Any
     begin: Any
     end: Any
@@ -91,13 +93,13 @@ def rows_kernel(call: Call) -> None:
     first = lax.axis_index("block")
 
     def every(turn: Any, tiles: Any) -> Any:
-        carry = lax.while_loop(lambda carry: carry[0] < tiles * spec.across, turn, (first, I32(0)))
-        return carry[1]
+        limit = _turns(spec, tiles) * spec.across
+        return lax.while_loop(lambda carry: carry[0] < limit, turn, (first, I32(0)))[1]
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
-        every(functools.partial(_fill, call, before, count), total - count)
+        every(functools.partial(_fill, call, before, count, total), total - count)
         every(functools.partial(_multiply_tile, call, before, count), count)
         plgpu.wait_smem_to_gmem(0)
 
@@ -106,17 +108,28 @@ def rows_kernel(call: Call) -> None:
         plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
         every(functools.partial(_fetch_tile, call, before, count), count)
 
+    if spec.members > 1:
+        clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
+
+
+def _turns(spec: Spec, tiles: Any) -> Any:
+    """What clusters take of so many tiles of rows: a tile for each member."""
+    return lax.div(tiles + (spec.tile.cluster_m - 1), I32(spec.tile.cluster_m))
+
 
 def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
     """The tile of the output that has a number: bands of tiles of rows, in a band column after column."""
     spec, table = call.spec, call.operands["tiles"]
-    per_band = spec.tile.band * spec.across
+    members, per_band = spec.tile.cluster_m, spec.tile.band * spec.across
     band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
     start = band * spec.tile.band
-    height = jnp.minimum(count - start, spec.tile.band)
-    entry = before + start + lax.rem(place, height)
+    height = jnp.minimum(_turns(spec, count) - start, spec.tile.band)
+    turn, column = start + lax.rem(place, height), lax.div(place, height) * spec.tile.cluster_n + call.beside
+    # Where the last member has no tile, it has the one before too: both store the same bits.
+    entry, other = (before + jnp.minimum(turn * members + n, count - 1) for n in (call.below, members - 1 - call.below))
     matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
-    return Tile(matrix, row, begin, end, lax.div(place, height) * spec.tile.block_n)
+    shared = table[other, 0] == matrix if members > 1 else jnp.bool_(False)
+    return Tile(matrix, shared, row, begin, end, column * spec.tile.block_n)
 
 
 def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
@@ -133,9 +146,15 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         across = pl.ds(tile.column, size)
         for warpgroup, first in enumerate(firsts):
             target = shared.a_lines.at[slot * WARPGROUPS + warpgroup]
-            plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, ROWS), inner], target, full)
+            axes = clusters.AXIS if spec.tile.cluster_n > 1 else None  # each member reads a half for both
+            plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, ROWS), inner], target, full, collective_axes=axes)
         part = (across, inner) if spec.transposed else (inner, across)
-        plgpu.copy_gmem_to_smem(rhs.at[tile.matrix, *part], shared.b.at[slot], full)
+        copy = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b.at[slot], full)
+        if spec.tile.cluster_m > 1:
+            pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.AXIS))
+            pl.when(~tile.shared)(copy)
+        else:
+            copy()
         return done + 1
 
     return number + call.blocks, lax.fori_loop(0, spec.steps, step, done)
@@ -145,38 +164,56 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
     tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
-    warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
 
-    def multiply(acc: Any) -> Any:
-        def step(index: Any, done: Any) -> Any:
-            slot = lax.rem(done, I32(stages))
-            plgpu.barrier_wait(shared.full.at[slot])
-            matrix = shared.b.at[slot]
-            matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
-            plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + warpgroup], matrix)
-            plgpu.wgmma_wait(1)  # the product before this one has read its operands
-            last = lax.rem(done + (stages - 1), I32(stages))
-            pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
-            return done + 1
+    def product(size: int) -> None:
+        made = pl.run_scoped(
+            functools.partial(_steps, call, done, size), plgpu.WGMMAAccumulatorRef((ROWS, size), jnp.float32)
+        )
+        plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
+        _write(call, tile.first(lax.axis_index("warpgroup")), tile.column, tile.end, made)
 
-        lax.fori_loop(0, spec.steps, step, done)
-        return acc[...]
-
-    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
-    done = done + spec.steps
-    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(stages))])
-    _write(call, tile.first(warpgroup), tile.column, tile.end, made)
-    return number + call.blocks, done
+    if spec.tail:
+        # Columns that the output does not have are not multiplied.
+        some = tile.column + spec.tile.block_n > spec.columns
+        pl.when(~some)(lambda: product(spec.tile.block_n))
+        pl.when(some)(lambda: product(spec.tail))
+    else:
+        product(spec.tile.block_n)
+    return number + call.blocks, done + spec.steps
 
 
-def _fill(call: Call, before: Any, count: Any, carry: Any) -> Any:
+def _steps(call: Call, done: Any, size: int, acc: Any) -> Any:
+    """The first `size` columns of a warpgroup's part of a tile."""
+    spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
+    warpgroup = lax.axis_index("warpgroup")
+    columns = () if size == spec.tile.block_n else (pl.ds(0, size),)
+
+    def step(index: Any, done: Any) -> Any:
+        slot = lax.rem(done, I32(stages))
+        plgpu.barrier_wait(shared.full.at[slot])
+        own = columns if spec.transposed or not columns else (slice(None), *columns)
+        matrix = shared.b.at[slot, *own]
+        matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
+        plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + warpgroup], matrix)
+        plgpu.wgmma_wait(1)  # the product before this one has read its operands
+        last = lax.rem(done + (stages - 1), I32(stages))
+        pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+        return done + 1
+
+    lax.fori_loop(0, spec.steps, step, done)
+    return acc[...]
+
+
+def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
     """Zeros for a warpgroup's part of a tile of rows of no group: the first entries and the last ones."""
     number, done = carry
     spec, table = call.spec, call.operands["tiles"]
-    entry = lax.div(number, I32(spec.across))
+    turn = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below
+    entry = jnp.minimum(turn, total - count - 1)
     entry = jnp.where(entry < before, entry, entry + count)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
-    tile = Tile(I32(0), row, begin, end, lax.rem(number, I32(spec.across)) * spec.tile.block_n)
+    column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
+    tile = Tile(I32(0), jnp.bool_(False), row, begin, end, column)
     zeros = arrays.full_tile((ROWS, spec.tile.block_n))
     _write(call, tile.first(lax.axis_index("warpgroup")), tile.column, end, zeros)
     return number + call.blocks, done
@@ -193,17 +230,17 @@ def _write(call: Call, row: Any, column: Any, end: Any, made: Any) -> None:
 def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
     """Writes 64 rows by way of shared memory, part of the columns after part."""
     spec, shared = call.spec, call.shared
-    first = lax.axis_index("warpgroup") * SLOTS
-    for number in range(spec.tile.block_n // spec.part):
+    first = lax.axis_index("warpgroup") * spec.tile.slots
+    for number in range(made.shape[1] // spec.part):
         start = number * spec.part
 
         def part(number: int = number, start: int = start) -> None:
-            slot = first + number % SLOTS
-            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the copy before the last has read its slot
+            slot = first + number % spec.tile.slots
+            plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
             shared.out[slot] = made[:, start : start + spec.part]
             plgpu.commit_smem()
             target = call.output.at[pl.ds(row, ROWS), pl.ds(column + start, spec.part)]
             plgpu.copy_smem_to_gmem(shared.out_lines.at[slot], target)
 
         # Columns of the last tile that the output does not have need no copy.
-        part() if spec.columns % spec.tile.block_n == 0 else pl.when(column + start < spec.columns)(part)
+        part() if spec.even else pl.when(column + start < spec.columns)(part)

@@ -15,13 +15,14 @@ from ejkernel_pallas.gpu.grouped_matmul import matrices, rows
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
-    SLOTS,
     STEP,
     WARPGROUPS,
     HopperGrouped,
+    HopperGroupedBackward,
     Spec,
     make_spec,
 )
+from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
@@ -44,7 +45,7 @@ def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tu
     return _times_matrices(spec, record.lhs, record), ()
 
 
-def backward(pullback: Pullback, params: HopperGrouped) -> dict[str, jax.Array]:
+def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of a record.
 
     Args:
@@ -68,13 +69,14 @@ def backward(pullback: Pullback, params: HopperGrouped) -> dict[str, jax.Array]:
     if "rhs" in pullback.wanted:
         pair = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
         sizes = {"contracted": pair[0].shape[1], "columns": pair[1].shape[1]}
-        gradients["rhs"] = _matrix_sums(dataclasses.replace(spec, **sizes), *pair, record)
+        own = make_spec(record, params.of_rhs, record.rhs.dtype)
+        gradients["rhs"] = _matrix_sums(dataclasses.replace(own, **sizes), *pair, record)
     return gradients
 
 
 def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> jax.Array:
     """Rows [M, contracted] times the matrices of their groups."""
-    blocks = multiprocessors()
+    blocks = multiprocessors() // spec.members
 
     @sequential_vmap
     def run(lhs: jax.Array, rhs: jax.Array, table: jax.Array) -> jax.Array:
@@ -87,7 +89,7 @@ def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> ja
 
         shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
         operands = {"lhs": lhs, "rhs": rhs, "tiles": table}
-        return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS)[0]
+        return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
 
     return run(operand, record.rhs, find_row_tiles(record, BLOCK_M))
 
@@ -95,7 +97,7 @@ def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> ja
 def _matrix_sums(spec: Spec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
     """Sums of left_i^T right_i over the rows of each group."""
     first, end = group_rows(record)
-    blocks = multiprocessors()
+    blocks = multiprocessors() // spec.members
 
     @sequential_vmap
     def run(left: jax.Array, right: jax.Array, bounds: jax.Array) -> jax.Array:
@@ -104,9 +106,22 @@ def _matrix_sums(spec: Spec, left: jax.Array, right: jax.Array, record: GroupedM
 
         shape = jax.ShapeDtypeStruct((spec.matrices, spec.contracted, spec.columns), spec.out)
         operands = {"left": left, "right": right, "bounds": bounds}
-        return launch(body, operands, [shape], _matrices_scratch(spec), blocks, WARPGROUPS)[0]
+        return launch(body, operands, [shape], _matrices_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
 
     return run(left, right, jnp.stack((first, end), axis=1))
+
+
+def _cluster(spec: Spec) -> dict[str, int] | None:
+    """Name and number of the blocks of a cluster."""
+    return {clusters.AXIS: spec.members} if spec.members > 1 else None
+
+
+def _free_barrier(spec: Spec) -> Any:
+    """What says that a stage has been read: by both members of a cluster, as copies of both may write there."""
+    options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": spec.tile.stages}
+    if spec.members == 1:
+        return plgpu.Barrier(**options)
+    return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), **options)
 
 
 def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -127,9 +142,9 @@ def _rows_scratch(spec: Spec) -> dict[str, Any]:
     return {
         "a": _lines((tile.stages * WARPGROUPS, ROWS, STEP), spec.dtype),
         "b": matrix((tile.stages, *part), spec.dtype),
-        "out": _lines((WARPGROUPS * SLOTS, ROWS, spec.part), spec.out),
+        "out": _lines((WARPGROUPS * tile.slots, ROWS, spec.part), spec.out),
         "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=tile.stages),
-        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
+        "free": _free_barrier(spec),
     }
 
 
@@ -141,8 +156,8 @@ def _matrices_scratch(spec: Spec) -> dict[str, Any]:
     return {
         "left": matrix((tile.stages, STEP, BLOCK_M), spec.dtype),
         "right": matrix((tile.stages, STEP, tile.block_n), spec.dtype),
-        "out": plgpu.SMEM((WARPGROUPS * SLOTS, ROWS, spec.part), spec.out, transforms=out),
+        "out": plgpu.SMEM((WARPGROUPS * tile.slots, ROWS, spec.part), spec.out, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
-        "raw": plgpu.Barrier(num_arrivals=2),
+        "free": _free_barrier(spec),
+        "raw": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
     }

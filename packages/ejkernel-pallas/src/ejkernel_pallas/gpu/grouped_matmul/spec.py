@@ -1,7 +1,7 @@
 """Constants, tiles and shared memory of the grouped-matmul kernels on Hopper."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -17,8 +17,6 @@ WARPGROUPS = 2
 """Warpgroups that multiply."""
 REGISTERS, FETCHING_REGISTERS = 240, 24
 """Of a thread that multiplies, and of one that fetches. A multiprocessor has 65536."""
-SLOTS = 2
-"""Places in shared memory through which a warpgroup's output leaves, in turns."""
 RESERVE = 2 * 1024
 """Bytes of shared memory for barriers and what Mosaic keeps there."""
 LINE = 128
@@ -27,17 +25,50 @@ LINE = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperGrouped:
-    """The configuration of the kernels; the backward pass has one for both of its kernels.
+    """Configuration of the kernel whose blocks own rows of the output.
 
     Attributes:
         block_n: Columns of a tile.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        band: Tiles of rows that are gone down before the next column.
+        slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
+        band: Tiles of rows, or of all rows of a cluster, that are gone down before the next column.
+        cluster_m: Blocks of a cluster below one another, 1 or 2: they read the part of a matrix that both have once.
+        cluster_n: Blocks of a cluster side by side, 1 or 2: they read the rows that both have once.
     """
 
     block_n: int
     stages: int
+    slots: int
     band: int
+    cluster_m: int
+    cluster_n: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperGroupedBackward(HopperGrouped):
+    """Configuration of the backward pass: the fields of the gradient of lhs, and those of the gradient of rhs.
+
+    Attributes:
+        rhs_block_n: Columns of a tile of a matrix's gradient.
+        rhs_stages: Pipeline stages of that kernel.
+        rhs_slots: Parts of a warpgroup's output on their way out.
+        rhs_band: Tiles of rows that are gone down before the next column.
+        rhs_cluster_m: Blocks of a cluster below one another.
+        rhs_cluster_n: Blocks of a cluster side by side.
+    """
+
+    rhs_block_n: int
+    rhs_stages: int
+    rhs_slots: int
+    rhs_band: int
+    rhs_cluster_m: int
+    rhs_cluster_n: int
+
+    @property
+    def of_rhs(self) -> HopperGrouped:
+        """The configuration of the kernel that owns matrices."""
+        names = [field.name for field in dataclasses.fields(HopperGrouped)]
+        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names})
 
 
 FACES = {"block_n": "block_n", "num_stages": "stages"}
@@ -46,20 +77,52 @@ FACES = {"block_n": "block_n", "num_stages": "stages"}
 BLOCK_M = WARPGROUPS * ROWS
 """Rows of a tile: 64 for each warpgroup that multiplies."""
 
-CANDIDATES = tuple(
-    HopperGrouped(block_n=n, stages=stages, band=band) for n, stages, band in ((256, 4, 8), (256, 4, 16), (128, 5, 8))
+
+class Tile(NamedTuple):
+    """Columns of a tile, stages, slots, band, and blocks of a cluster below one another and side by side."""
+
+    n: int
+    stages: int
+    slots: int
+    band: int
+    below: int = 1
+    beside: int = 1
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """By the names of a configuration."""
+        return dict(zip(("block_n", "stages", "slots", "band", "cluster_m", "cluster_n"), self, strict=True))
+
+
+FORWARD = (
+    Tile(256, 4, 2, 8),
+    Tile(256, 4, 2, 16),
+    Tile(256, 4, 2, 4),
+    Tile(256, 3, 4, 8),
+    Tile(256, 4, 2, 8, 1, 2),
+    Tile(256, 4, 2, 4, 2, 1),
+    Tile(256, 4, 2, 8, 2, 1),
+    Tile(128, 5, 4, 8),
 )
-"""The best first."""
+OF_LHS = FORWARD
+OF_RHS = FORWARD
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
     """The configuration when nobody chose one."""
-    return CANDIDATES[0]
+    return candidates(record, device, direction)[0]
 
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGrouped, ...]:
-    """The configurations worth measuring."""
-    return CANDIDATES
+    """The configurations worth measuring, the best first."""
+    if direction == "forward":
+        return tuple(HopperGrouped(**tile.fields) for tile in FORWARD)
+    pairs = [(OF_LHS[0], tile) for tile in OF_RHS] + [(tile, OF_RHS[0]) for tile in OF_LHS[1:]]
+    return tuple(_both(*pair) for pair in pairs)
+
+
+def _both(of_lhs: Tile, of_rhs: Tile) -> HopperGroupedBackward:
+    return HopperGroupedBackward(**of_lhs.fields, **{f"rhs_{name}": value for name, value in of_rhs.fields.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,14 +155,29 @@ class Spec:
         return LINE // jnp.dtype(self.out).itemsize
 
     @property
+    def members(self) -> int:
+        """Blocks of a cluster."""
+        return self.tile.cluster_m * self.tile.cluster_n
+
+    @property
     def across(self) -> int:
-        """Tiles of columns."""
-        return -(-self.columns // self.tile.block_n)
+        """Tiles of columns, of all members of a cluster."""
+        return -(-self.columns // (self.tile.block_n * self.tile.cluster_n))
 
     @property
     def down(self) -> int:
-        """Tiles of rows of a matrix, for the kernel that owns those."""
-        return -(-self.contracted // BLOCK_M)
+        """Tiles of rows of a matrix, of all members of a cluster, for the kernel that owns matrices."""
+        return -(-self.contracted // (BLOCK_M * self.tile.cluster_m))
+
+    @property
+    def even(self) -> bool:
+        """Whether the output has all columns of all tiles."""
+        return self.columns == self.across * self.tile.block_n * self.tile.cluster_n
+
+    @property
+    def tail(self) -> int:
+        """Columns of a last tile that the output does not have all columns of, or 0."""
+        return self.columns % self.tile.block_n
 
     @property
     def steps(self) -> int:
@@ -120,8 +198,10 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Spec:
     """
     if params.block_n not in (64, 128, 192, 256):
         raise ValueError(f"cfg: got block_n={params.block_n}, the Mosaic GPU kernels want 64, 128, 192 or 256")
-    if params.stages < 2 or params.band < 1:
-        raise ValueError(f"cfg: got {given_values(params)}, wants at least 2 stages and a band of 1")
+    if params.stages < 2 or params.slots < 1 or params.band < 1:
+        raise ValueError(f"cfg: got {given_values(params)}, wants at least 2 stages, a slot and a band of 1")
+    if (params.cluster_m, params.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
+        raise ValueError(f"cfg: got {given_values(params)}, wants clusters of 1 by 1, 1 by 2 or 2 by 1 blocks")
     if shared_bytes(params) > SHARED_MEMORY - RESERVE:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return Spec(
@@ -139,7 +219,7 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Spec:
 def shared_bytes(params: HopperGrouped) -> int:
     """Shared memory of a kernel, without barriers."""
     stage = (BLOCK_M + params.block_n) * STEP * 2
-    return params.stages * stage + WARPGROUPS * SLOTS * ROWS * LINE
+    return params.stages * stage + WARPGROUPS * params.slots * ROWS * LINE
 
 
 def reasons(record: GroupedMatmul) -> list[str]:

@@ -46,6 +46,22 @@ def _transposed(key: jax.Array) -> dict[str, Any]:
     return {**_normal(key, "rhs", 5, 48, 60), **extra, "transpose_rhs": True}
 
 
+def _eight_bits(key: jax.Array, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
+    """Rows and matrices of 8 bits, with scales of as many blocks each."""
+    dtype, keys = jnp.float8_e4m3fn, jax.random.split(key, 4)
+    rows, matrices = (jax.random.normal(k, s) * 2 for k, s in zip(keys, ((129, 96), (5, 48, 96)), strict=False))
+    if not static.get("transpose_rhs"):
+        matrices = jnp.swapaxes(matrices, 1, 2)
+    scales = (jax.random.uniform(keys[2], (129, blocks[0]), jnp.float32, 0.25, 1.0),)
+    scales += (jax.random.uniform(keys[3], (5, blocks[1], 1, 48), jnp.float32, 0.02, 0.2),)
+    given = {"lhs": rows.astype(dtype), "rhs": matrices.astype(dtype)}
+    return {**given, "lhs_scale": scales[0], "rhs_scale": scales[1], **static}
+
+
+EIGHT = Sizes(k=96)
+SCALED = ("lhs_scale", "rhs_scale")
+
+
 _TABLE: tuple[Row[Sizes], ...] = (
     ("plain", PLAIN, lambda k: {}, (), ()),
     ("one row", Sizes(m=1, groups=(0, 1, 0)), lambda k: {}, (), ("awkward",)),
@@ -56,6 +72,9 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ("transposed, everything", PLAIN, _transposed, ("rhs_scale", "rhs_bias"), ("awkward",)),
     ("bfloat16", Sizes(dtype=jnp.bfloat16), lambda k: {"precision": jax.lax.Precision.HIGHEST}, ("precision",), ()),
     ("square", Sizes(k=48, groups=(30, 99)), lambda k: {"transpose_rhs": True}, ("transpose_rhs",), ("awkward",)),
+    ("8 bits", EIGHT, lambda k: _eight_bits(k, (1, 1), transpose_rhs=True), SCALED, ()),
+    ("8 bits in blocks", EIGHT, lambda k: _eight_bits(k, (3, 3)), SCALED, ("awkward",)),
+    ("rows with scales", PLAIN, lambda k: {"lhs_scale": 1 + jax.random.uniform(k, (129, 2))}, ("lhs_scale",), ()),
     ("experts", Sizes(8192, 2048, 1408, (128,) * 64, dtype=jnp.bfloat16), lambda k: {}, (), ("bench",)),
 )
 

@@ -1,0 +1,108 @@
+"""What a benchmark divides by its times: operations and bytes of a call, and how they were counted."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.model import Family
+
+BY_VALUE = ("mask", "bias", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """The work of one pass of a call.
+
+    Attributes:
+        flops: Floating-point operations; None where nobody has counted them.
+        size: Bytes that must be read and written at least.
+        text: How they were counted.
+    """
+
+    flops: float | None
+    size: float | None
+    text: str
+
+    def rates(self, seconds: float) -> tuple[float | None, float | None]:
+        """TFLOP/s and GB/s."""
+        flops = None if self.flops is None else self.flops / seconds / 1e12
+        return flops, None if self.size is None else self.size / seconds / 1e9
+
+
+def count(family: Family, record: Any, passes: str, output: Any) -> Count:
+    """The work of a call.
+
+    Args:
+        family: What the call lowers to.
+        record: Its record, with values.
+        passes: `"forward"`, or with backward.
+        output: The shapes of what the family makes.
+    """
+    both = passes != "forward"
+    counted = _FLOPS.get(family.name)
+    flops, text = counted(record) if counted is not None else (None, "operations are not counted for this family")
+    factor, words = _BACKWARD.get(family.name, (2.0, "2")) if both else (0.0, "")
+    if flops is not None and both:
+        flops, text = flops * (1 + factor), f"{text}; the backward pass as {words} forward passes"
+    if family.name == "paged_attention":  # most of the cache may be other sequences'
+        return Count(flops, None, f"FLOP: {text}; bytes are not counted")
+    read, written = _size(record), _size(output)
+    if both:  # the inputs again, the output and its cotangent; a gradient for each input
+        read, written = 2 * read + 2 * written, written + read
+    return Count(flops, float(read + written), f"FLOP: {text}; bytes: every input and output once a pass")
+
+
+def _size(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _attention(record: Any) -> tuple[float | None, str]:
+    if getattr(record, "pattern", None) is not None:
+        return None, "operations of patterns are not counted"
+    (batch, queries, heads, dim), keys, values = record.query.shape, record.key.shape[1], record.value.shape[-1]
+    low, high = np.zeros(queries), np.full(queries, keys)
+    at = np.arange(queries)
+    if record.causal:
+        high = np.minimum(high, at + 1)
+    if record.sliding_window is not None:
+        left, right = record.sliding_window
+        low = low if left is None else np.maximum(low, at - left)
+        high = high if right is None else np.minimum(high, at + right + 1)
+    pairs = float(np.maximum(high - low, 0).sum())
+    inside = ", masks given as arrays not subtracted" if set(given_fields(record)) & set(BY_VALUE) else ""
+    text = f"2 * (D + Dv) a pair and head, {pairs:.4g} pairs that attend{inside}"
+    return 2.0 * (dim + values) * pairs * batch * heads, text
+
+
+def _grouped(record: Any) -> tuple[float, str]:
+    m, k = record.lhs.shape
+    rows = min(m, int(np.sum(record.group_sizes)))
+    n = record.rhs.shape[1 if record.transpose_rhs else 2]
+    return 2.0 * rows * k * n, f"2 * M * K * N, M = {rows} rows in groups"
+
+
+def _recurrence(record: Any) -> tuple[float, str]:
+    tokens = math.prod(record.query.shape[:-2])
+    heads, state = record.query.shape[-2], record.key.shape[-1] * record.value.shape[-1]
+    steps = 4.0 if record.beta is None else 6.0
+    text = f"{steps:.0f} * K * V a token and head, those of the recurrence and not what chunks add"
+    return steps * tokens * heads * state, text
+
+
+def _convolution(record: Any) -> tuple[float, str]:
+    return 2.0 * math.prod(record.x.shape) * record.weight.shape[-1], "2 * width an element"
+
+
+_FLOPS: dict[str, Callable[[Any], tuple[float | None, str]]] = {
+    "tiled_attention": _attention,
+    "ring_attention": _attention,
+    "grouped_matmul": _grouped,
+    "linear_recurrence": _recurrence,
+    "causal_convolution": _convolution,
+}
+_BACKWARD = {"tiled_attention": (2.5, "2.5"), "ring_attention": (2.5, "2.5")}
