@@ -11,10 +11,10 @@ from ejkernel.ops.device import current_device
 from ejkernel_pallas.gpu.latent_attention import spec
 from ejkernel_pallas.toolchain import JAX
 
-HANDLES = frozenset({"latent", "new_keys", "num_seqs", "causal", "value_scale"})
+HANDLES = frozenset({"latent", "new_keys", "num_seqs", "value_scale", "sliding_window"})
 """Optional fields of the paged family that the kernel honours."""
 
-DECODE_HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "q_positions"})
+DECODE_HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "q_positions", "sliding_window"})
 """Optional fields of the records of `mla_decode` likewise."""
 
 

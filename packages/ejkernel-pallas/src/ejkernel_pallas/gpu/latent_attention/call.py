@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.latent_attention.spec import Spec
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT, Spec
 
 I32 = jnp.int32
 
@@ -79,8 +79,9 @@ class Item(NamedTuple):
     Attributes:
         row: Query row.
         sequence: Whose keys it attends.
-        keys: How many.
-        first: Its first step, in the item.
+        low: Its first key.
+        keys: One more than its last key.
+        first: The program's first step, from key 0 on.
         steps: Its steps.
         whole: Whether these are all of the item's.
         slot: Where the part goes if not.
@@ -88,6 +89,7 @@ class Item(NamedTuple):
 
     row: Any
     sequence: Any
+    low: Any
     keys: Any
     first: Any
     steps: Any
@@ -109,12 +111,13 @@ def every_item(call: Call, work: Callable[[Item, Any], Any], carry: Any) -> Any:
 
     def one(state: Any) -> Any:
         row, at, carry = state
-        sequence, keys, start, steps = (items[row, n] for n in range(4))
+        sequence, keys, start, steps, low = (items[row, n] for n in range(5))
         stop = jnp.minimum(end, start + steps)
         whole = (at == start) & (stop == start + steps)
         # The part that an item begins with is the last of its program: the second slot.
         slot = (program * 2 + (at == start).astype(I32)) * call.spec.tiles + tile
-        carry = work(Item(row, sequence, keys, at - start, stop - at, whole, slot), carry)
+        first = lax.div(low, I32(UNIT)) + at - start
+        carry = work(Item(row, sequence, low, keys, first, stop - at, whole, slot), carry)
         return row + 1, stop, carry
 
     return lax.while_loop(lambda state: state[1] < end, one, (shares[program, 0], begin, carry))[2]

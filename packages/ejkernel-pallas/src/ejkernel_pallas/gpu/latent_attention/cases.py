@@ -24,7 +24,14 @@ NEWS = ("latent", "new_keys", "num_seqs")
 def cases() -> dict[str, tuple[Case, ...]]:
     """By operation."""
     mixed: Row[Sizes] = ("512 + 64, mixed", MIXED, lambda key: {"return_lse": True}, NEWS, ())
-    small: Row[Sizes] = ("512 + 64, small pages", SMALL_PAGES, lambda key: {"v_scale": 0.5}, ("value_scale",), ())
+    given = {"v_scale": 0.5, "sliding_window": 90}
+    small: Row[Sizes] = (
+        "512 + 64, small pages, window",
+        SMALL_PAGES,
+        lambda key: given,
+        ("value_scale", "sliding_window"),
+        (),
+    )
     return {
         "multi_latent_ragged_page_attention": table(
             MultiLatentRaggedPageAttentionArguments, paged.inputs, (mixed, small)
@@ -41,7 +48,8 @@ def _dense(joined: bool) -> Case:
 
     def make(key: jax.Array) -> MLADecodeArguments:
         given: dict[str, Any] = {**dense.arrays(key, sizes, (328, 0, 131)), "return_lse": True}
+        given |= {"sliding_window": 70} if joined else {}
         return MLADecodeArguments(**given)
 
-    fields = ("q_segment_ids", "kv_segment_ids", "q_positions")
-    return tagged(f"512 + 64, {'one cache' if joined else 'two caches'}", make, fields, ())
+    fields = ("q_segment_ids", "kv_segment_ids", *(("q_positions", "sliding_window") if joined else ()))
+    return tagged(f"512 + 64, {'one cache, window' if joined else 'two caches'}", make, fields, ())

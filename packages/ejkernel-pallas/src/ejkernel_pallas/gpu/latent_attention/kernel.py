@@ -136,28 +136,34 @@ def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
     shared = call.shared
     left, right, rotary = shared.left.at[block], shared.right.at[block], shared.rotary.at[block]
     own, other = ((shared.q_left, left), (shared.q_right, right))[:: 1 if block == 0 else -1]
-    end = item.keys - (step * UNIT + block * BLOCK_KV)
+    key = step * UNIT + block * BLOCK_KV
+    first, end = item.low - key, item.keys - key
+    partial = end < BLOCK_KV
+    if call.spec.started:
+        partial = partial | (first > 0)
     plgpu.barrier_wait(shared.own_full.at[block])
-    # Slots beyond the sequence may hold NaN, and a weight of zero times NaN is NaN.
-    pl.when(end < BLOCK_KV)(lambda: _zero(own[1:], end))
+    # Slots of keys that nobody attends may hold NaN, and a weight of zero times NaN is NaN.
+    pl.when(partial)(lambda: _zero(own[1:], first, end))
     scores = wgmma.begin(*own)
     plgpu.barrier_wait(shared.other_full.at[block])
-    pl.when(end < BLOCK_KV)(lambda: _zero((other[1], rotary), end))
+    pl.when(partial)(lambda: _zero((other[1], rotary), first, end))
     scores = wgmma.extend(scores, other, (shared.q_rotary, rotary))
     present = shared.present[block]
     scores = wgmma.finish(scores, under_way=0)
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     attends = column < end
+    if call.spec.started:
+        attends = attends & (column >= first)
     if call.spec.columns:
         bits = jnp.right_shift(present, lax.div(column, I32(GROUP)))
         attends = attends & (jnp.bitwise_and(bits, 1) > 0)
     return jnp.where(attends, scores * call.spec.exponent, LOWEST)
 
 
-def _zero(tiles: Any, end: Any) -> None:
-    """Writes zeros to the rows of tiles from `end` on."""
+def _zero(tiles: Any, first: Any, end: Any) -> None:
+    """Writes zeros to the rows of tiles before `first` and from `end` on."""
     for tile in tiles:
-        zero_rows(tile, I32(0), end)
+        zero_rows(tile, first, end)
     plgpu.commit_smem()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
@@ -27,6 +27,8 @@ GROUP = 8
 """Rows of shared memory that lie together, at least that many one copy has."""
 WARPGROUPS = 2
 """Consumer warpgroups."""
+FEWEST = 64
+"""Query heads: fewer leave a part of every product empty, and Triton's kernel is faster then."""
 REGISTERS = (240, 24)
 """Of their threads, and of those that copy."""
 
@@ -60,6 +62,7 @@ class Spec:
         columns: Entries of a block table; 0 where each sequence has the page of its own number.
         start: First of the rotary columns in their array.
         copied: Rows that one copy has.
+        started: Whether sequences begin at keys of their own, or a window has them begin later.
         exponent: Factor that makes products powers of two.
         dtype: Of queries, cache and output.
         value_scale: Factor on the output.
@@ -74,6 +77,7 @@ class Spec:
     columns: int
     start: int
     copied: int
+    started: bool
     exponent: float
     dtype: Any
     value_scale: float
@@ -113,6 +117,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Spec:
         columns=0 if record.block_tables is None else record.block_tables.shape[1],
         start=start,
         copied=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
+        started=record.kv_starts is not None or band(record)[0] is not None,
         exponent=record.softmax_scale * LOG2E,
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
@@ -137,10 +142,14 @@ def reasons(record: PagedAttention) -> Iterable[str]:
         yield f"rotary columns from {record.latent[1]} on in rows of {width}: copies want multiples of 8"
     if record.block_tables is None and slots % GROUP:
         yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
-    if record.query.shape[1] % GROUP:
-        yield f"{record.query.shape[1]} heads are no multiple of {GROUP}"
+    yield from _head_reasons(record.query.shape[1])
     if not (record.query.size and record.key_pages.size and record.kv_lens.size):
         yield "an array is empty"
+
+
+def _head_reasons(heads: int) -> Iterable[str]:
+    if heads < FEWEST or heads % GROUP:
+        yield f"{heads} heads are fewer than {FEWEST} or no multiple of {GROUP}"
 
 
 def decode_reasons(record: TiledAttention) -> Iterable[str]:
@@ -150,8 +159,7 @@ def decode_reasons(record: TiledAttention) -> Iterable[str]:
         yield f"keys of {keys} columns and values of {values} are not {LATENT} + {ROTARY} and {LATENT}"
     if slots % GROUP:
         yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
-    if record.query.shape[2] % GROUP:
-        yield f"{record.query.shape[2]} heads are no multiple of {GROUP}"
+    yield from _head_reasons(record.query.shape[2])
     if not (record.query.size and record.key.size):
         yield "an array is empty"
 
