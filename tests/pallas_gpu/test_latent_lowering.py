@@ -79,7 +79,6 @@ def test_every_step_has_one_program(programs):
     [
         (make(), []),
         (make(page=16), []),
-        (make(heads=16), ["16 heads"]),
         (make(heads=68), ["68 heads"]),
         (make(page=4), ["pages of 4"]),
         (make(page=96), ["pages of 96"]),

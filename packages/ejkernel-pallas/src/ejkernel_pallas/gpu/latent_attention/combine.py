@@ -20,8 +20,10 @@ from ejkernel_pallas.gpu.latent_attention.plan import Plan
 from ejkernel_pallas.gpu.latent_attention.spec import LATENT, Spec
 
 I32 = jnp.int32
-COLUMNS = 128
+COLUMNS = 64
 """Of a block."""
+LOWEST = -1e30
+"""The maximum of no parts: finite, so that differences are no NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +88,26 @@ def _combine(spec: Spec, given: dict[str, Any], outputs: Any, number: Any, colum
         def slot(program: Any) -> Any:
             return (program * 2 + (program == first).astype(I32)) * spec.tiles + tile
 
-        def add(program: Any, state: Any) -> Any:
-            output, row_max, row_sum = state
-            part_lse = arrays.load_rows(given["part_lse"].at[slot(program)])
-            part = arrays.load_tile(given["parts"].at[slot(program), :, columns])
-            top = jnp.maximum(row_max, part_lse)
-            alpha, beta = jnp.exp(row_max - top), jnp.exp(part_lse - top)
-            output = output * over_columns(alpha, output.shape) + part * over_columns(beta, part.shape)
-            return output, top, row_sum * alpha + beta
+        def load(program: Any) -> tuple[Any, Any]:
+            place = slot(jnp.minimum(program, last))
+            part_lse = arrays.load_rows(given["part_lse"].at[place])
+            part = arrays.load_tile(given["parts"].at[place, :, columns])
+            return jnp.where(program <= last, part_lse, LOWEST), part
 
-        zeros = arrays.full_tile((ROWS, COLUMNS)), arrays.full_rows(ROWS, -1e30), arrays.full_rows(ROWS, 0.0)
-        output, row_max, row_sum = lax.fori_loop(first, last + 1, add, zeros)
+        def add(number: Any, state: Any) -> Any:
+            output, row_max, row_sum = state
+            # Two at a time, so that all their loads are under way together.
+            pair = [load(first + 2 * number + n) for n in (0, 1)]
+            top = jnp.maximum(row_max, jnp.maximum(pair[0][0], pair[1][0]))
+            alpha = jnp.exp(row_max - top)
+            output, row_sum = output * over_columns(alpha, output.shape), row_sum * alpha
+            for part_lse, part in pair:
+                weight = jnp.exp(part_lse - top)
+                output, row_sum = output + part * over_columns(weight, part.shape), row_sum + weight
+            return output, top, row_sum
+
+        zeros = arrays.full_tile((ROWS, COLUMNS)), arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0)
+        output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add, zeros)
         output = output * over_columns(1 / row_sum, output.shape)
         outputs[0][rows, columns] = output.astype(spec.dtype)
 

@@ -27,8 +27,6 @@ GROUP = 8
 """Rows of shared memory that lie together, at least that many one copy has."""
 WARPGROUPS = 2
 """Consumer warpgroups."""
-FEWEST = 64
-"""Query heads: fewer leave a part of every product empty, and Triton's kernel is faster then."""
 REGISTERS = (240, 24)
 """Of their threads, and of those that copy."""
 
@@ -148,8 +146,8 @@ def reasons(record: PagedAttention) -> Iterable[str]:
 
 
 def _head_reasons(heads: int) -> Iterable[str]:
-    if heads < FEWEST or heads % GROUP:
-        yield f"{heads} heads are fewer than {FEWEST} or no multiple of {GROUP}"
+    if heads % GROUP:
+        yield f"{heads} heads are no multiple of {GROUP}"
 
 
 def decode_reasons(record: TiledAttention) -> Iterable[str]:
