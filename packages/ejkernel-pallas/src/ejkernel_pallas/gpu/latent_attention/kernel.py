@@ -22,11 +22,12 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescaled
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.producer import produce
-from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LN2, REGISTERS, UNIT, WARPGROUPS
+from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LN2, REGISTERS, SLACK, UNIT, WARPGROUPS
 
 I32 = jnp.int32
 LOWEST = -1e30
@@ -83,18 +84,18 @@ def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
     """A step of the warpgroup that owns block 0 and the left half."""
     shared = call.shared
     scores = _scores(call, item, 0, step)
-    row_max = jnp.maximum(state.row_max, scores.max(axis=1))
+    row_max = _moved(call, state.row_max, scores.max(axis=1))
     weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
     weights = _publish(call, 0, weights, row_max)
-    output = state.output * over_columns(alpha, state.output.shape)
+    output = _rescaled(call, state.output, alpha)
     output = _product(output, weights, shared.left.at[0])
     plgpu.barrier_arrive(shared.own_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
     after = arrays.load_rows(shared.row_max.at[1])
     alpha = jnp.exp2(row_max - after)
-    output = output * over_columns(alpha, output.shape)
+    output = _rescaled(call, output, alpha)
     output = _product(output, shared.rotary.at[1], shared.left.at[1])
     plgpu.barrier_arrive(shared.other_free.at[1])
     return State(output, after, row_sum * alpha)
@@ -110,12 +111,12 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     own_max = scores.max(axis=1)
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_rows(shared.row_max.at[0])
-    output = state.output * over_columns(jnp.exp2(state.row_max - before), state.output.shape)
+    output = _rescaled(call, state.output, jnp.exp2(state.row_max - before))
 
     def multiply(refs: Any) -> None:
         output_ref, weights_ref, max_ref, sum_ref = refs
         plgpu.wgmma(output_ref, shared.rotary.at[0], shared.right.at[0])
-        row_max = jnp.maximum(before, own_max)
+        row_max = _moved(call, before, own_max)
         weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
         sum_ref[...] = state.row_sum * jnp.exp2(state.row_max - row_max) + weights.sum(axis=1)
         max_ref[...] = row_max
@@ -125,7 +126,7 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     refs = plgpu.WGMMAAccumulatorRef.init(output), narrow, state.row_max, state.row_sum
     output, weights, row_max, row_sum = pl.run_state(multiply)(refs)
     plgpu.barrier_arrive(shared.other_free.at[0])
-    output = output * over_columns(jnp.exp2(before - row_max), output.shape)
+    output = _rescaled(call, output, jnp.exp2(before - row_max))
     output = _product(output, lax.optimization_barrier(weights), shared.right.at[1])
     plgpu.barrier_arrive(shared.own_free.at[1])
     return State(output, row_max, row_sum)
@@ -176,6 +177,16 @@ def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.weights_full.at[block])
     return weights
+
+
+def _moved(call: Call, row_max: Any, block_max: Any) -> Any:
+    """The running maximum after a block."""
+    top = jnp.maximum(row_max, block_max)
+    return jnp.where(top - row_max > SLACK, top, row_max) if call.spec.lazy else top
+
+
+def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
+    return rescaled(output, alpha) if call.spec.lazy else output * over_columns(alpha, output.shape)
 
 
 def _product(output: Any, weights: Any, values: Any) -> Any:

@@ -27,6 +27,8 @@ GROUP = 8
 """Rows of shared memory that lie together, at least that many one copy has."""
 WARPGROUPS = 2
 """Consumer warpgroups."""
+SLACK = 8.0
+"""How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256, which float16 has."""
 REGISTERS = (240, 24)
 """Of their threads, and of those that copy."""
 
@@ -37,9 +39,11 @@ class HopperLatent:
 
     Attributes:
         num_programs: Thread blocks that the key blocks of a call are dealt to.
+        lazy_rescaling: Whether a row's maximum moves only where scores are `SLACK` above it.
     """
 
     num_programs: int
+    lazy_rescaling: bool = True
 
 
 FACES: dict[str, str] = {}
@@ -62,6 +66,7 @@ class Spec:
         copied: Rows that one copy has.
         started: Whether sequences begin at keys of their own, or a window has them begin later.
         exponent: Factor that makes products powers of two.
+        lazy: Whether a row's maximum moves only where scores are `SLACK` above it.
         dtype: Of queries, cache and output.
         value_scale: Factor on the output.
     """
@@ -77,6 +82,7 @@ class Spec:
     copied: int
     started: bool
     exponent: float
+    lazy: bool
     dtype: Any
     value_scale: float
 
@@ -117,6 +123,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Spec:
         copied=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
         started=record.kv_starts is not None or band(record)[0] is not None,
         exponent=record.softmax_scale * LOG2E,
+        lazy=params.lazy_rescaling,
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
     )
@@ -170,5 +177,6 @@ def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLa
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
-    """What is worth measuring: the rule alone, as shared memory has room for one program."""
-    return (heuristic(record, device, direction),)
+    """What is worth measuring: lazy rescaling or none; shared memory has room for one program."""
+    rule = heuristic(record, device, direction)
+    return rule, dataclasses.replace(rule, lazy_rescaling=False)

@@ -7,11 +7,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith
 
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROWS
-from ejkernel_pallas.gpu.hopper.registers import of_rows, pair, row_like, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescaled
+from ejkernel_pallas.gpu.hopper.registers import of_rows, pair, row_like, scalar
 from ejkernel_pallas.gpu.tiled_attention.soft_cap import capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import Spec
 
@@ -20,8 +21,6 @@ SLACK = 8.0
 
 Weights are then at most 256, which leaves float16 room, and they have as many digits as others.
 """
-ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
-"""PTX: whether a number is below one in some thread of the warp."""
 
 
 def exponentiate(spec: Spec, scores: Any, peak: Any, total: Any, clear: bool) -> tuple[Any, ...]:
@@ -60,25 +59,7 @@ def faded(spec: Spec, output: Any, fade: jax.Array) -> jax.Array:
     if not spec.fades_seldom:
         return output * over_columns(fade, output.shape)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, ROWS),
-        return_type=plgpu.ShapeDtypeStruct(output.shape, output.dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def scale(_: Any, tile: Any, rows: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        factors = [scalar(register) for register in rows.registers.flat]
-        some: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
-        types = [register.type for register in tile.registers.flat]
-        branch: Any = scf.IfOp(some, types, has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            pairs = [vector.broadcast(types[0], factor) for factor in factors]
-            scf.yield_([arith.mulf(register, pairs[n % 2]) for n, register in enumerate(tile.registers.flat)])
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(list(tile.registers.flat))
-        return with_registers(tile, list(branch.results))
-
-    return scale(output, fade)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return rescaled(output, fade)
 
 
 def whole_sum(total: jax.Array) -> jax.Array:
