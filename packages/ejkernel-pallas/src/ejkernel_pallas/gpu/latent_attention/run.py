@@ -28,6 +28,9 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
     make_spec,
 )
 
+OPERANDS: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "shares")
+"""Of the kernel, in the order in which `attend` gives them."""
+
 
 def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Array, ...], None]:
     """Attention over pages of latent vectors.
@@ -69,7 +72,7 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
 
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        operands = dict(zip(("query", "latent", "rotary", "tables", "items", "shares"), arrays, strict=True))
+        operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
         return combined(spec, Plan(*arrays[-2:]), Parts(*_launch(spec, operands)))
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)

@@ -28,7 +28,7 @@ GROUP = 8
 WARPGROUPS = 2
 """Consumer warpgroups."""
 SLACK = 8.0
-"""How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256, which float16 has."""
+"""How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256."""
 REGISTERS = (240, 24)
 """Of their threads, and of those that copy."""
 
