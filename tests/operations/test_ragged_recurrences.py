@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import gla_attention, kda_attention, lightning_attention, state_space_v2
+from ejkernel.modules import gla_attention, kda_attention, lightning_attention, state_space_v1, state_space_v2
 from ejkernel.modules.ragged import (
     ragged_gated_linear_attention,
     ragged_kernel_delta_attention,
     ragged_lightning_attention,
+    ragged_state_space_v1,
     ragged_state_space_v2,
 )
 
@@ -36,7 +37,24 @@ def alone_ssm(part, state):
     return y, last
 
 
+ONE = {"hidden_states": normal(T, 6), "B": normal(T, 3), "C": normal(T, 3), "dt": jax.nn.softplus(normal(T, 6))}
+ONE_A, ONE_D, SLOTS_IE = -jnp.exp(normal(6, 3)), normal(6), normal(SLOTS, 6, 3)
+
+
+def alone_scan(part, state):
+    y, last, _ = state_space_v1(A=ONE_A, D=ONE_D, initial_state=state, **part)
+    return y, last
+
+
 CASES = {
+    "mamba 1": (
+        lambda slots, *rest: ragged_state_space_v1(
+            ONE["hidden_states"], ONE_A, ONE["B"], ONE["C"], ONE_D, ONE["dt"], slots, *rest
+        ),
+        alone_scan,
+        ONE,
+        SLOTS_IE,
+    ),
     "gla": (
         lambda slots, *rest: ragged_gated_linear_attention(*QKV.values(), GATES, slots, *rest),
         lambda part, state: gla_attention(**part, initial_state=state, return_state=True),
@@ -88,7 +106,7 @@ def test_gradients_reach_slots_and_stop_at_those_that_nobody_reads(name):
     call, _, _, slots = CASES[name]
     gradient = jax.grad(lambda slots: jnp.sum(call(slots, *PACKED)[0]))(slots)
     read = [0, 3]
-    assert np.all(np.any(np.asarray(gradient)[read], axis=(1, 2, 3)))
+    assert np.all(np.any(np.asarray(gradient)[read], axis=tuple(range(1, slots.ndim))))
     assert not np.any(np.delete(np.asarray(gradient), read, axis=0))
 
 
@@ -97,3 +115,28 @@ def test_wrong_indices_are_refused_by_name():
         CASES["gla"][0](SLOTS_KV, STARTS, INDICES[:2])
     with pytest.raises(ValueError, match="state_indices"):
         CASES["mamba 2"][0](SLOTS_PE, STARTS, INDICES.astype(jnp.float32))
+
+
+def test_gradients_of_a_packed_scan_are_those_of_its_sequences():
+    def packed(given):
+        A, D, states, tokens = given
+        rows = {name: x[None] for name, x in tokens.items()}
+        y, last, _ = state_space_v1(A=A, D=D, initial_state=states, cu_seqlens=STARTS, **rows)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(last))
+
+    def apart(given):
+        A, D, states, tokens = given
+        total = 0.0
+        for n in range(4):
+            part = slice(int(STARTS[n]), int(STARTS[n + 1]))
+            if part.start == part.stop:
+                total += jnp.sum(jnp.cos(states[n]))
+                continue
+            rows = {name: x[None, part] for name, x in tokens.items()}
+            y, last, _ = state_space_v1(A=A, D=D, initial_state=states[None, n], **rows)
+            total += jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(last))
+        return total
+
+    given = (ONE_A, ONE_D, SLOTS_IE[:4], ONE)
+    got, want = jax.value_and_grad(packed)(given), jax.value_and_grad(apart)(given)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)

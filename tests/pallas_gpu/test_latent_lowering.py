@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.ops.plugins import registry
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
-from ejkernel_pallas.gpu.latent_attention import plan, run, spec
+from ejkernel_pallas.gpu.latent_attention import implementations, plan, run, spec
 
 SHAPE = jax.ShapeDtypeStruct
 PARAMS = spec.HopperLatent(num_programs=132)
@@ -91,6 +92,14 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, word
     found = list(spec.reasons(record))
     assert len(found) == len(words), found
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize("op", ["mla_decode", "multi_latent_ragged_page_attention"])
+def test_dispatch_takes_any_other_implementation_first(op):
+    own = {made.name for made in implementations()}
+    priorities = {made.name: made.priority for made in registry().implementations[op]}
+    assert own <= set(priorities)
+    assert max(priorities[name] for name in own) < min(n for name, n in priorities.items() if name not in own)
 
 
 def test_no_program_is_an_error():

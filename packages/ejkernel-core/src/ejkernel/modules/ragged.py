@@ -22,12 +22,14 @@ from ejkernel.modules.operations.lightning_attention import lightning_attention
 from ejkernel.modules.operations.ragged_gated_delta_rule import ragged_gated_delta_rule
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
 from ejkernel.modules.operations.shared.slots import read_slots, write_slots
+from ejkernel.modules.operations.state_space_v1 import state_space_v1
 from ejkernel.modules.operations.state_space_v2 import state_space_v2
 
 __all__ = [
     "ragged_gated_linear_attention",
     "ragged_kernel_delta_attention",
     "ragged_lightning_attention",
+    "ragged_state_space_v1",
     "ragged_state_space_v2",
 ]
 
@@ -156,6 +158,51 @@ def ragged_kernel_delta_attention(
     """
     states = (recurrent_state, query_start_loc, state_indices)
     return ragged_gated_delta_rule(query, key, value, beta, decay, *states, **options)
+
+
+def ragged_state_space_v1(
+    hidden_states: Float[Array, "t i"],
+    A: Float[Array, "i e"],
+    B: Float[Array, "t e"],
+    C: Float[Array, "t e"],
+    D: Float[Array, " i"],
+    dt: Float[Array, "t i"],
+    recurrent_state: Float[Array, "slots i e"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+    *,
+    gate: Float[Array, "t i"] | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "t i"], Float[Array, "slots i e"]]:
+    """`state_space_v1` (Mamba; Gu & Dao 2023, arXiv:2312.00752) of packed requests, each with its own state.
+
+    Args:
+        hidden_states: [T, I] floating, packed.
+        A: [I, E] floating, real and negative.
+        B: [T, E] floating.
+        C: [T, E] floating.
+        D: [I] floating.
+        dt: [T, I] floating step sizes, after softplus.
+        recurrent_state: [slots, I, E] floating.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+        state_indices: [N] int.
+        gate: [T, I] floating, as in `state_space_v1`.
+        **options: Keyword arguments of `state_space_v1`, such as `act_fn`, `platform`.
+
+    Returns:
+        [T, I] in the dtype of hidden_states, and the slots.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+    """
+
+    def run(states: jax.Array, starts: jax.Array) -> Any:
+        rows = {"hidden_states": hidden_states[None], "B": B[None], "C": C[None], "dt": dt[None]}
+        rows |= {} if gate is None else {"gate": gate[None]}
+        y, last, _ = state_space_v1(**rows, A=A, D=D, initial_state=states, cu_seqlens=starts, **options)
+        return y[0], last
+
+    return _with_slots(run, hidden_states.shape[0], recurrent_state, query_start_loc, state_indices)
 
 
 def ragged_state_space_v2(

@@ -1,4 +1,4 @@
-"""Lazy rescaling of accumulators: only in warps of which some row's maximum moved."""
+"""Lazy rescaling of accumulators: only in warps where some row's maximum moved."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from ejkernel_pallas.gpu.hopper.layouts import ROWS
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import scalar, with_registers
 
 ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
-"""PTX: whether a number is below one in some thread of the warp."""
+"""PTX: whether a factor is below one in some thread of the warp; a vote, so that all threads take one branch."""
 
 
-def rescaled(tile: Any, factor: jax.Array) -> jax.Array:
-    """A tile times a factor of at most one for every row; warps whose factors all are one leave it as it is."""
+def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
+    """The accumulator times alpha, at most one, for every row; warps whose alphas are all one leave it as it is."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, ROWS),
-        return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=plgpu.Layout.WGMMA),
+        arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
     def scale(_: Any, tile: Any, rows: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
@@ -35,4 +35,4 @@ def rescaled(tile: Any, factor: jax.Array) -> jax.Array:
             scf.yield_(list(tile.registers.flat))
         return with_registers(tile, list(branch.results))
 
-    return scale(tile, factor)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return scale(acc, alpha)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -1,6 +1,9 @@
-"""Products of queries with keys in registers that nobody makes zero: the first instruction leaves out what is there.
+"""WGMMA for S = Q K^T without zeroing the accumulator: the first instruction has scale-d = 0 and ignores its content.
 
-Mosaic's own adds to an array. Zeros for it are 32 instructions a visit with 128 keys, before any product is under way.
+    issue:  fence │ wgmma k=0 (scale-d 0) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
+    wait:   wait_group in_flight ─► registers valid
+
+Mosaic's own WGMMA accumulates on an array, whose zeros cost 32 instructions for 128 keys before any product can start.
 Source of descriptors and instructions: PTX ISA, asynchronous warpgroup-level matrix instructions.
 """
 
@@ -18,87 +21,87 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, wi
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, THREADS
 
 STEP = 16
-"""Columns of queries and keys that one instruction multiplies."""
+"""K of one WGMMA instruction for 16-bit operands."""
 UNIT = 16
-"""Bytes that the numbers of a descriptor count. Eight rows of a part take as many of them as it has columns: 64."""
+"""Bytes that a matrix descriptor counts in. Eight rows of 64 16-bit columns are 64 such units apart."""
 SWIZZLED = 1 << 30
-"""In the upper word of a descriptor: rows of 128 bytes, swizzled. Below it is how far eight rows lie apart."""
+"""Upper word of a matrix descriptor: the 128-byte swizzle. Its low bits hold the stride of eight rows."""
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def begin(queries: Any, keys: Any) -> jax.Array:
-    """Issues a product, and gives the registers that it is summed up in, which nothing but `finish` may read.
+def issue(queries: Any, keys: Any) -> jax.Array:
+    """Issues a product; returns its accumulator registers, which only `wait` may read.
 
     Args:
         queries: Reference to bfloat16 or float16 [64, D] in shared memory.
-        keys: Likewise, [keys, D].
+        keys: Reference to the same dtype, [keys, D].
 
     Returns:
-        Float32 [64, keys], not there yet.
+        Float32 [64, keys], not valid until `wait`.
     """
-    return _issue(None, [queries, keys])
+    return _issued(None, [queries, keys])
 
 
 def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
-    """Issues products with other columns that are added to what `begin` issued.
+    """Issues products over further columns, which are added to what `issue` issued.
 
     Args:
-        scores: What `begin` gave.
+        scores: Accumulator registers of `issue`.
         pairs: References to queries and keys, as there.
 
     Returns:
-        The same registers, not there yet.
+        The same registers, not valid until `wait`.
     """
-    return _issue(scores, [ref for both in pairs for ref in both])
+    return _issued(scores, [ref for both in pairs for ref in both])
 
 
-def _issue(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
+def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
+    """Issues a product for every two references, into new registers or those of `scores`."""
     shape, sizes = (ROWS, refs[1].shape[0]), [ref.shape[1] for ref in refs[::2]]
     count, kind = _registers(shape), KINDS[jnp.dtype(refs[1].dtype).name]
     given = [] if scores is None else [scores]
-    first = count * (1 + len(given))
-    code = _code(shape[1], sizes, kind, first, fresh=scores is None)
+    code = _code(shape[1], sizes, kind, count * (1 + len(given)), fresh=scores is None)
     tied = [str(n) for n in range(count)] * len(given)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,) * len(given) + (plgpu.RefType(TRANSFORMS),) * len(refs),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def issue(_: Any, *given_and_refs: Any) -> Any:
-        sums, places = given_and_refs[: len(given)], given_and_refs[len(given) :]
-        places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in places]
+    def run(_: Any, *operands: Any) -> Any:
+        sums, refs = operands[: len(given)], operands[len(given) :]
+        places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
         before = [score for tile in sums for register in tile.registers.flat for score in pair(register)]
         return _assembled(like, code, ["=f"] * count + tied + ["r"] * len(refs), [*before, *places])
 
-    return issue(*given, *refs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(*given, *refs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def finish(scores: jax.Array, *, under_way: int) -> jax.Array:
-    """The scores that `begin` was to make, once no more than some later products are under way.
+def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
+    """The scores of `issue`, once at most `in_flight` later groups of products are unfinished.
 
-    All registers go through the instruction that waits, so that nothing reads them before it.
+    Hazard: all registers are operands of the waiting instruction, so the compiler cannot move a read before it.
     """
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def wait(_: Any, scores: Any) -> Any:
+    def run(_: Any, scores: Any) -> Any:
         given = [score for register in scores.registers.flat for score in pair(register)]
         tied = ["=f"] * len(given) + [str(n) for n in range(len(given))]
-        return _assembled(scores, f"wgmma.wait_group.sync.aligned {under_way};", tied, given)
+        return _assembled(scores, f"wgmma.wait_group.sync.aligned {in_flight};", tied, given)
 
-    return wait(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _registers(shape: tuple[int, int]) -> int:
-    """Of a thread of a warpgroup."""
+    """Accumulator registers of one thread."""
     return shape[0] * shape[1] // THREADS
 
 
 def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]) -> Any:
-    """An array of another one's layout, of the numbers that assembly makes."""
+    """An array with the layout of `like`, from the results of inline assembly."""
     f32, count = ir.F32Type.get(), _registers(like.shape)
     struct = llvm.StructType.get_literal([f32] * count)
     made: Any = llvm.inline_asm(struct, operands, code, ",".join(constraints), has_side_effects=True)
@@ -108,14 +111,14 @@ def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]
 
 
 def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) -> str:
-    """PTX of products: an instruction for every 16 columns, of which only the first adds to nothing, if `fresh`.
+    """PTX of products: one instruction per 16 columns; predicate `adds` is scale-d, false for the first if `fresh`.
 
     Args:
-        keys: Columns of the result.
-        sizes: Columns of each pair of operands.
-        kind: Of numbers.
-        first: Number of the first operand's place among those of the assembly.
-        fresh: Whether there is nothing to add to.
+        keys: N of the accumulator.
+        sizes: Columns of every pair of operands.
+        kind: PTX type of the operands.
+        first: Number of the first operand's address among the assembly's operands.
+        fresh: Whether the accumulator holds nothing yet.
     """
     sums = ", ".join(f"${n}" for n in range(_registers((ROWS, keys))))
     instruction = f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"

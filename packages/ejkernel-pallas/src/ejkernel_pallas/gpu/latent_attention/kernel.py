@@ -22,7 +22,7 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
-from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescaled
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
@@ -145,12 +145,12 @@ def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
     plgpu.barrier_wait(shared.own_full.at[block])
     # Slots of keys that nobody attends may hold NaN, and a weight of zero times NaN is NaN.
     pl.when(partial)(lambda: _zero(own[1:], first, end))
-    scores = wgmma.begin(*own)
+    scores = wgmma.issue(*own)
     plgpu.barrier_wait(shared.other_full.at[block])
     pl.when(partial)(lambda: _zero((other[1], rotary), first, end))
     scores = wgmma.extend(scores, other, (shared.q_rotary, rotary))
     present = shared.present[block]
-    scores = wgmma.finish(scores, under_way=0)
+    scores = wgmma.wait(scores, in_flight=0)
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     attends = column < end
     if call.spec.started:
@@ -186,7 +186,7 @@ def _moved(call: Call, row_max: Any, block_max: Any) -> Any:
 
 
 def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
-    return rescaled(output, alpha) if call.spec.lazy else output * over_columns(alpha, output.shape)
+    return rescale_lazily(output, alpha) if call.spec.lazy else output * over_columns(alpha, output.shape)
 
 
 def _product(output: Any, weights: Any, values: Any) -> Any:
