@@ -305,6 +305,9 @@ def _apart(
     outputs, states = [], []
     for n in range(len(bounds) - 1):
         before = arrays["initial_state"][n : n + 1] if "initial_state" in arrays else np.zeros((1, *state))
+        if bounds[n] == bounds[n + 1]:
+            states.append(before)
+            continue
         part = {name: x[:, bounds[n] : bounds[n + 1]] for name, x in cut.items()}
         output, after = loop(**part, **rest, initial_state=before)
         outputs.append(output)

@@ -1,6 +1,9 @@
-"""Products of queries with keys in registers that nobody makes zero: the first instruction leaves out what is there.
+"""WGMMA for S = Q K^T without zeroing the accumulator: the first instruction has scale-d = 0 and ignores its content.
 
-Mosaic's own adds to an array. Zeros for it are 32 instructions a visit with 128 keys, before any product is under way.
+    issue:  fence │ wgmma k=0 (scale-d 0) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
+    wait:   wait_group in_flight ─► registers valid
+
+Mosaic's own WGMMA accumulates on an array, whose zeros cost 32 instructions for 128 keys before any product can start.
 Source of descriptors and instructions: PTX ISA, asynchronous warpgroup-level matrix instructions.
 """
 
@@ -18,63 +21,87 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, wi
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, THREADS
 
 STEP = 16
-"""Columns of queries and keys that one instruction multiplies."""
+"""K of one WGMMA instruction for 16-bit operands."""
 UNIT = 16
-"""Bytes that the numbers of a descriptor count. Eight rows of a part take as many of them as it has columns: 64."""
+"""Bytes that a matrix descriptor counts in. Eight rows of 64 16-bit columns are 64 such units apart."""
 SWIZZLED = 1 << 30
-"""In the upper word of a descriptor: rows of 128 bytes, swizzled. Below it is how far eight rows lie apart."""
+"""Upper word of a matrix descriptor: the 128-byte swizzle. Its low bits hold the stride of eight rows."""
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def begin(queries: Any, keys: Any) -> jax.Array:
-    """Issues a product, and gives the registers that it is summed up in, which nothing but `finish` may read.
+def issue(queries: Any, keys: Any) -> jax.Array:
+    """Issues a product; returns its accumulator registers, which only `wait` may read.
 
     Args:
         queries: Reference to bfloat16 or float16 [64, D] in shared memory.
-        keys: Likewise, [keys, D].
+        keys: Reference to the same dtype, [keys, D].
 
     Returns:
-        Float32 [64, keys], not there yet.
+        Float32 [64, keys], not valid until `wait`.
     """
-    shape, code = (ROWS, keys.shape[0]), _code(keys.shape[0], keys.shape[1], KINDS[jnp.dtype(keys.dtype).name])
+    return _issued(None, [queries, keys])
+
+
+def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
+    """Issues products over further columns, which are added to what `issue` issued.
+
+    Args:
+        scores: Accumulator registers of `issue`.
+        pairs: References to queries and keys, as there.
+
+    Returns:
+        The same registers, not valid until `wait`.
+    """
+    return _issued(scores, [ref for both in pairs for ref in both])
+
+
+def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
+    """Issues a product for every two references, into new registers or those of `scores`."""
+    shape, sizes = (ROWS, refs[1].shape[0]), [ref.shape[1] for ref in refs[::2]]
+    count, kind = _registers(shape), KINDS[jnp.dtype(refs[1].dtype).name]
+    given = [] if scores is None else [scores]
+    code = _code(shape[1], sizes, kind, count * (1 + len(given)), fresh=scores is None)
+    tied = [str(n) for n in range(count)] * len(given)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS)),
+        arg_types=(plgpu.Layout.WGMMA,) * len(given) + (plgpu.RefType(TRANSFORMS),) * len(refs),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def issue(_: Any, *refs: Any) -> Any:
+    def run(_: Any, *operands: Any) -> Any:
+        sums, refs = operands[: len(given)], operands[len(given) :]
         places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        return _assembled(like, code, ["=f"] * _registers(shape) + ["r", "r"], places)
+        before = [score for tile in sums for register in tile.registers.flat for score in pair(register)]
+        return _assembled(like, code, ["=f"] * count + tied + ["r"] * len(refs), [*before, *places])
 
-    return issue(queries, keys)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(*given, *refs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def finish(scores: jax.Array, *, under_way: int) -> jax.Array:
-    """The scores that `begin` was to make, once no more than some later products are under way.
+def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
+    """The scores of `issue`, once at most `in_flight` later groups of products are unfinished.
 
-    All registers go through the instruction that waits, so that nothing reads them before it.
+    Hazard: all registers are operands of the waiting instruction, so the compiler cannot move a read before it.
     """
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def wait(_: Any, scores: Any) -> Any:
+    def run(_: Any, scores: Any) -> Any:
         given = [score for register in scores.registers.flat for score in pair(register)]
         tied = ["=f"] * len(given) + [str(n) for n in range(len(given))]
-        return _assembled(scores, f"wgmma.wait_group.sync.aligned {under_way};", tied, given)
+        return _assembled(scores, f"wgmma.wait_group.sync.aligned {in_flight};", tied, given)
 
-    return wait(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _registers(shape: tuple[int, int]) -> int:
-    """Of a thread of a warpgroup."""
+    """Accumulator registers of one thread."""
     return shape[0] * shape[1] // THREADS
 
 
 def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]) -> Any:
-    """An array of another one's layout, of the numbers that assembly makes."""
+    """An array with the layout of `like`, from the results of inline assembly."""
     f32, count = ir.F32Type.get(), _registers(like.shape)
     struct = llvm.StructType.get_literal([f32] * count)
     made: Any = llvm.inline_asm(struct, operands, code, ",".join(constraints), has_side_effects=True)
@@ -83,17 +110,28 @@ def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]
     return with_registers(like, [vector.from_elements(register.type, both) for register, *both in halves])
 
 
-def _code(keys: int, size: int, kind: str) -> str:
-    """PTX of a product: an instruction for every 16 columns, of which only the first adds to nothing."""
-    count = _registers((ROWS, keys))
-    sums, instruction = ", ".join(f"${n}" for n in range(count)), f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
+def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) -> str:
+    """PTX of products: one instruction per 16 columns; predicate `adds` is scale-d, false for the first if `fresh`.
+
+    Args:
+        keys: N of the accumulator.
+        sizes: Columns of every pair of operands.
+        kind: PTX type of the operands.
+        first: Number of the first operand's address among the assembly's operands.
+        fresh: Whether the accumulator holds nothing yet.
+    """
+    sums = ", ".join(f"${n}" for n in range(_registers((ROWS, keys))))
+    instruction = f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
-    lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | size}; wgmma.fence.sync.aligned;"]
-    for column in range(0, size, STEP):
-        part, rest = divmod(column, PART)
-        units = part * PART + rest * 2 // UNIT
-        lines += [f"add.u32 place, ${count}, {units}; mov.b64 left, {{place, upper}};"]
-        lines += [f"add.u32 place, ${count + 1}, {units}; mov.b64 right, {{place, upper}};"]
-        lines += [f"setp.ne.b32 adds, zero, {column};"]
-        lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
+    lines += ["mov.b32 zero, 0; wgmma.fence.sync.aligned;"]
+    for pair_number, size in enumerate(sizes):
+        place = first + 2 * pair_number
+        lines += [f"mov.b32 upper, {SWIZZLED | size};"]
+        for column in range(0, size, STEP):
+            part, rest = divmod(column, PART)
+            units = part * PART + rest * 2 // UNIT
+            lines += [f"add.u32 place, ${place}, {units}; mov.b64 left, {{place, upper}};"]
+            lines += [f"add.u32 place, ${place + 1}, {units}; mov.b64 right, {{place, upper}};"]
+            lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not fresh)};"]
+            lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
