@@ -16,15 +16,16 @@ from ejkernel.modules.operations.multi_latent_ragged_page_attention_v2 import (
 )
 from ejkernel.ops.model import Case
 
-MIXED = Sizes(lens=(137, 1, 300, 64, 20), q_lens=(7, 1, 1, 1, 3), rows=16, h=128, s=64, v=512, d=64, dtype=jnp.bfloat16)
-SMALL_PAGES = Sizes(lens=(200, 33, 7), q_lens=(1, 2, 1), rows=5, h=80, s=16, v=512, d=64, dtype=jnp.float16)
+# Small, as the reference gathers a row's keys once for every head.
+MIXED = Sizes(lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16)
+SMALL_PAGES = Sizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
 NEWS = ("latent", "new_keys", "num_seqs")
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """By operation."""
     mixed: Row[Sizes] = ("512 + 64, mixed", MIXED, lambda key: {"return_lse": True}, NEWS, ())
-    given = {"v_scale": 0.5, "sliding_window": 90}
+    given = {"v_scale": 0.5, "sliding_window": 40}
     small: Row[Sizes] = (
         "512 + 64, small pages, window",
         SMALL_PAGES,
@@ -44,10 +45,10 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 
 def _dense(joined: bool) -> Case:
-    sizes = dense.Sizes(b=3, s=328, h=64, g=1, r=512, n=16, rope=64, joined=joined, dtype=jnp.bfloat16)
+    sizes = dense.Sizes(b=3, s=136, h=64, g=1, r=512, n=16, rope=64, joined=joined, dtype=jnp.bfloat16)
 
     def make(key: jax.Array) -> MLADecodeArguments:
-        given: dict[str, Any] = {**dense.arrays(key, sizes, (328, 0, 131)), "return_lse": True}
+        given: dict[str, Any] = {**dense.arrays(key, sizes, (136, 0, 131)), "return_lse": True}
         given |= {"sliding_window": 70} if joined else {}
         return MLADecodeArguments(**given)
 
