@@ -153,11 +153,11 @@ def _query_block_step(
     MASKED: tl.constexpr,
 ):
     """Adds what query tile n contributes to dk [K, BD] and dv [K, BV]."""
-    k, v, owned = keys
+    k, v, described_keys = keys
     q_ids, q_positions, dropout_keys, bias = about
     start = n * Q_BLOCK
     described = describe_queries(start, batch, head, q_ids, q_positions, dropout_keys, spec, per, Q_BLOCK, MASKED)
-    queries, rows = as_columns(described), as_rows(owned)
+    queries, rows = as_columns(described), as_rows(described_keys)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
     products = dot_rows(k, q, spec.D, spec)
     weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)

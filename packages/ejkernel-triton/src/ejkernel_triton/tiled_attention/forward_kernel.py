@@ -1,6 +1,6 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""The forward kernel: online softmax of one query tile over the key tiles that it visits.
+"""The forward kernel: online softmax of one query tile over its key tiles.
 
                        +--------------------- per key tile: full blocks, then partial blocks ---------------------+
     q  (registers) --->|  K tile --> s = q K^T --> mask* --> m' = max(m, s) --> p = exp2(s - m')                    |
