@@ -205,7 +205,7 @@ KEYS["no unit"] = (
 )
 QUERIES["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (QUERIES["float32"][3],)
 
-# Blackwell's matrix unit keeps accumulators in a memory of its own; only the forward pass of long rows has fewer registers.
+# Blackwell's matrix unit keeps accumulators in tensor memory; only the forward pass of long rows has fewer registers.
 KEYS["blackwell"], QUERIES["blackwell"] = KEYS["hopper"], QUERIES["hopper"]
 FORWARD["blackwell"] = (*FORWARD["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)))
 
