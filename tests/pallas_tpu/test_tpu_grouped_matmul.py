@@ -16,7 +16,16 @@ from ejkernel_pallas.tpu.grouped_matmul import spec
 from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
-from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, LEADING, WHOLE, WORK, Visit, by_matrices, by_rows
+from ejkernel_pallas.tpu.grouped_matmul.work_list import (
+    FIRST,
+    LAST,
+    LEADING,
+    WHOLE,
+    WORK,
+    WorkItem,
+    by_matrices,
+    by_rows,
+)
 
 FIELDS = ("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias")
 TILES = TpuMatmul(block_m=128, block_k=128, block_n=128)
@@ -145,9 +154,9 @@ def test_tiles_that_no_kernel_can_have_are_refused(tiles, message):
         forward(CASES["several steps"][0], TpuMatmul(**tiles))
 
 
-def listed(visits):
-    table = np.asarray(visits.table).reshape(len(Visit._fields), -1)[:, : int(visits.total)]
-    return [Visit(*entry) for entry in table.T]
+def listed(work):
+    table = np.asarray(work.table).reshape(len(WorkItem._fields), -1)[:, : int(work.total)]
+    return [WorkItem(*entry) for entry in table.T]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -35,8 +35,8 @@ def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
     rounded = cotangent.astype(spec.operand)
     if "lhs" in wanted:
         gradients["lhs"] = multiply(record, rounded, spec, {}, record.lhs.dtype)
-    own = wanted & {"rhs", "rhs_scale", "rhs_bias"}
-    if own:
-        given = cotangent if "rhs_bias" in own else rounded
-        gradients |= sums(record, given, matrices_spec(record, blocks), own)
+    of_matrices = wanted & {"rhs", "rhs_scale", "rhs_bias"}
+    if of_matrices:
+        given = cotangent if "rhs_bias" in of_matrices else rounded
+        gradients |= sums(record, given, matrices_spec(record, blocks), of_matrices)
     return gradients

@@ -1,10 +1,10 @@
 """What is summed over the rows of a group: the gradients of its matrix, scales and bias.
 
-grid: (tiles of lanes, tiles of sublanes, visits); a visit is a tile of rows of one group
+grid: (tiles of lanes, tiles of sublanes, work items); a work item is a tile of rows of one group
 
     rows [block_m, block_k] ◄── double buffer ─┐   rows of other groups as 0, in scratch
     cotangent [block_m, block_n] ◄── likewise ─┴─► rows^T cotangent ──► acc [block_k, block_n]
-    after a group's last visit: acc, scaled ──► rhs, rhs_scale, rhs_bias
+    after a group's last item: acc, scaled ──► rhs, rhs_scale, rhs_bias
 """
 
 import functools
@@ -23,12 +23,21 @@ from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.refs import MatricesRefs
 from ejkernel_pallas.tpu.grouped_matmul.spec import (
     CHUNK,
-    Spec,
+    GroupedSpec,
     factors,
     in_block,
     padded_scales,
 )
-from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, along, by_matrices, visit
+from ejkernel_pallas.tpu.grouped_matmul.work_list import (
+    FIRST,
+    LAST,
+    WHOLE,
+    WORK,
+    WorkItem,
+    along,
+    by_matrices,
+    read_item,
+)
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
 from ejkernel_pallas.tpu.mosaic.loops import loop
@@ -39,7 +48,9 @@ GROUP = 64
 """Rows that are copied at once."""
 
 
-def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozenset[str]) -> dict[str, jax.Array]:
+def sums(
+    record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, wanted: frozenset[str]
+) -> dict[str, jax.Array]:
     """Gradients of what belongs to a matrix.
 
     Args:
@@ -51,7 +62,7 @@ def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozen
     Returns:
         Each, in the shape and dtype of its field.
     """
-    visits, products = by_matrices(record, spec.blocks.rows), bool(wanted & {"rhs", "rhs_scale"})
+    work, products = by_matrices(record, spec.blocks.rows), bool(wanted & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
     k_tiles, n_tiles = spec.steps if products else 1, -(-spec.columns // spec.blocks.columns)
     outputs, scratch = _results(record, cotangent.dtype, spec, k_tiles, wanted)
@@ -61,9 +72,9 @@ def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozen
             name="ejkernel_grouped_matmul_backward_matrices",
             kernel=functools.partial(_kernel, spec=spec),
             refs=MatricesRefs,
-            grid=(k_tiles, n_tiles, visits.total) if spec.transposed else (n_tiles, k_tiles, visits.total),
+            grid=(k_tiles, n_tiles, work.total) if spec.transposed else (n_tiles, k_tiles, work.total),
             parallel=1,
-            tables={"table": visits.table},
+            tables={"table": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
@@ -76,16 +87,18 @@ def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozen
     return {name: x.astype(getattr(record, name).dtype) for name, x in made.items()}
 
 
-def _at(spec: Spec, index: Callable[[Visit, Any, Any], tuple[Any, ...]]) -> Callable[[Visit, Any, Any], Any]:
-    """An index from visit and tiles of contracted elements and columns: the grid's first axis is that of the lanes."""
+def _at(
+    spec: GroupedSpec, index: Callable[[WorkItem, Any, Any], tuple[Any, ...]]
+) -> Callable[[WorkItem, Any, Any], Any]:
+    """An index from work item, tile of contracted elements and tile of columns; the grid's first axis is the lanes'."""
     return index if spec.transposed else lambda v, n, k: index(v, k, n)
 
 
-def _cotangent(cotangent: jax.Array, spec: Spec) -> Operand:
+def _cotangent(cotangent: jax.Array, spec: GroupedSpec) -> Operand:
     return Operand(cotangent, (spec.blocks.rows, spec.blocks.columns), _at(spec, lambda v, k, n: (v.tile, n)))
 
 
-def _matrix(array: Any, spec: Spec) -> Operand:
+def _matrix(array: Any, spec: GroupedSpec) -> Operand:
     """An array of matrices, by tiles."""
     _, depth, width = spec.blocks
     if spec.transposed:
@@ -93,7 +106,9 @@ def _matrix(array: Any, spec: Spec) -> Operand:
     return Operand(array, (None, depth, width), _at(spec, lambda v, k, n: (v.matrix, k, n)))
 
 
-def _operands(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozenset[str]) -> dict[str, Operand]:
+def _operands(
+    record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, wanted: frozenset[str]
+) -> dict[str, Operand]:
     """What the products are made of, and what becomes of them."""
     rows = (spec.blocks.rows, spec.blocks.contracted)
     made = {
@@ -110,7 +125,7 @@ def _operands(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: f
 
 
 def _results(
-    record: GroupedMatmul, cotangent: Any, spec: Spec, k_tiles: int, wanted: frozenset[str]
+    record: GroupedMatmul, cotangent: Any, spec: GroupedSpec, k_tiles: int, wanted: frozenset[str]
 ) -> tuple[dict[str, Operand], dict[str, Any]]:
     """What is written, and what is kept."""
     matrices, width = record.rhs.shape[0], spec.blocks.columns
@@ -126,8 +141,8 @@ def _results(
     if wanted & {"rhs", "rhs_scale"}:
         tile = (width, spec.blocks.contracted) if spec.transposed else (spec.blocks.contracted, width)
         scratch["acc"] = pltpu.VMEM(tile, jnp.float32)
-        scratch["own_rows"] = pltpu.VMEM((spec.part_rows, spec.blocks.contracted), record.lhs.dtype)
-        scratch["own_cotangent"] = pltpu.VMEM((spec.part_rows, width), cotangent)
+        scratch["group_rows_buffer"] = pltpu.VMEM((spec.part_rows, spec.blocks.contracted), record.lhs.dtype)
+        scratch["group_cotangent_buffer"] = pltpu.VMEM((spec.part_rows, width), cotangent)
     if "rhs_bias" in wanted:
         array = jax.ShapeDtypeStruct((matrices, 1, spec.columns), jnp.float32)
         outputs["rhs_bias"] = Operand(array, (None, 1, width), _at(spec, lambda v, k, n: (v.matrix, 0, n)))
@@ -135,14 +150,14 @@ def _results(
     return outputs, scratch
 
 
-def _kernel(refs: MatricesRefs, *, spec: Spec) -> None:
-    """One visit of a tile of rows by a tile of a matrix.
+def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
+    """One work item: a tile of rows with a tile of a matrix.
 
     Args:
         refs: Blocks and scratch memory.
         spec: The kernel's constants.
     """
-    v = visit(refs.table, pl.program_id(2))
+    v = read_item(refs.table, pl.program_id(2))
 
     @pl.when(v.has(FIRST))
     def _() -> None:
@@ -156,7 +171,7 @@ def _kernel(refs: MatricesRefs, *, spec: Spec) -> None:
     pl.when(v.has(LAST))(lambda: _store(refs, first, spec))
 
 
-def _add(refs: MatricesRefs, v: Visit, spec: Spec, cut: bool) -> None:
+def _add(refs: MatricesRefs, v: WorkItem, spec: GroupedSpec, cut: bool) -> None:
     """Adds what rows contribute; `cut` where not all of a tile's are the matrix's own."""
     rows = spec.blocks.rows
     if refs.bias_acc is not None:
@@ -175,20 +190,20 @@ def _add(refs: MatricesRefs, v: Visit, spec: Spec, cut: bool) -> None:
     def some(n: Any, carry: Any) -> Any:
         row = pl.multiple_of(n * deep, deep)
         # Written down, and not masked as they are multiplied, which takes registers that the sums need.
-        _copy_own(refs, v, row, deep)
-        _add_products(refs, refs.own_rows, refs.own_cotangent, (0, deep), v.zero, spec)
+        _copy_group_rows(refs, v, row, deep)
+        _add_products(refs, refs.group_rows_buffer, refs.group_cotangent_buffer, (0, deep), v.zero, spec)
         return carry
 
     # A loop and not conditions, which a compiler may turn into products whose results are not used.
     loop(divide(v.low, deep), divide(v.high + (deep - 1), deep), some, np.int32(0))
 
 
-def _copy_own(refs: MatricesRefs, v: Visit, row: Any, rows: int) -> None:
+def _copy_group_rows(refs: MatricesRefs, v: WorkItem, row: Any, rows: int) -> None:
     """Copies some rows, with 0 in place of those that are not the matrix's own."""
 
     def few(n: Any, carry: Any) -> Any:
         at = pl.multiple_of(n * GROUP, GROUP)
-        for source, target in ((refs.rows, refs.own_rows), (refs.cotangent, refs.own_cotangent)):
+        for source, target in ((refs.rows, refs.group_rows_buffer), (refs.cotangent, refs.group_cotangent_buffer)):
             x = source[pl.ds(pl.multiple_of(row + at, GROUP), GROUP)]
             target[pl.ds(at, GROUP)] = zero_outside(x, v.low - row - at, v.high - row - at, 0)
         return carry
@@ -196,7 +211,9 @@ def _copy_own(refs: MatricesRefs, v: Visit, row: Any, rows: int) -> None:
     lax.fori_loop(np.int32(0), np.int32(rows // GROUP), few, np.int32(0))
 
 
-def _add_products(refs: MatricesRefs, rows: Any, cotangent: Any, some: tuple[int, int], zero: Any, spec: Spec) -> None:
+def _add_products(
+    refs: MatricesRefs, rows: Any, cotangent: Any, some: tuple[int, int], zero: Any, spec: GroupedSpec
+) -> None:
     """Adds the products of some rows, part after part, so that no sum is kept in more registers than there are.
 
     Nor is an operand: each product loads its own again.
@@ -223,7 +240,7 @@ def _add_products(refs: MatricesRefs, rows: Any, cotangent: Any, some: tuple[int
             )
 
 
-def _store(refs: MatricesRefs, first: Any, spec: Spec) -> None:
+def _store(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
     """Writes what belongs to a tile of a matrix whose first row, of the contracted elements, is `first`."""
     if refs.rhs_bias is not None:
         refs.rhs_bias[...] = refs.bias_acc[...]
@@ -235,7 +252,7 @@ def _store(refs: MatricesRefs, first: Any, spec: Spec) -> None:
         _store_scaled(refs, first, spec)
 
 
-def _store_scaled(refs: MatricesRefs, first: Any, spec: Spec) -> None:
+def _store_scaled(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
     """Writes the gradients of a tile of a matrix that has scales, and of these."""
     total, size = refs.acc[...], spec.blocks.contracted
     if refs.rhs_scale is not None:

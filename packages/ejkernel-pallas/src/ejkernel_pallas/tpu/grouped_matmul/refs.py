@@ -7,19 +7,19 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsRefs:
-    """Refs of the kernel that owns tiles of rows; a field that is None is not needed.
+    """Refs of the kernel that accumulates for tiles of rows; a field that is None is not needed.
 
     Attributes:
-        table: Visits in scalar memory, as `visits` lists them.
+        table: Work items in scalar memory, as module `work_list` lists them.
         rows: [block_m, block_k].
-        matrices: [block_k, block_n], or the other way around if `Spec.transposed`.
+        matrices: [block_k, block_n], or the other way around if `GroupedSpec.transposed`.
         output: [block_m, block_n].
         scales: [blocks of scales, block_n], or [blocks of scales, block_k] of the gradient.
         bias: [1, block_n].
         existing: [block_m, block_n].
         acc: Scratch, float32 [block_m, block_n].
         last: Scratch, float32 [block_m, CHUNK]: the last product of a sum.
-        own: Scratch, int32 [rows of a part, 128]: 1 where a row is the matrix's own.
+        row_mask: Scratch, int32 [rows of a part, 128]: 1 where a row belongs to the item's matrix.
     """
 
     table: Ref
@@ -31,25 +31,25 @@ class RowsRefs:
     existing: Ref = None
     acc: Ref = None
     last: Ref = None
-    own: Ref = None
+    row_mask: Ref = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatricesRefs:
-    """Refs of the kernel that owns tiles of matrices; a field that is None is not needed.
+    """Refs of the kernel that accumulates for tiles of matrices; a field that is None is not needed.
 
     Attributes:
-        table: Visits in scalar memory, as `visits` lists them.
+        table: Work items in scalar memory, as module `work_list` lists them.
         cotangent: [block_m, block_n].
         rows: [block_m, block_k].
         scales: [blocks of scales, block_n].
-        matrices: [block_k, block_n], or the other way around if `Spec.transposed`.
+        matrices: [block_k, block_n], or the other way around if `GroupedSpec.transposed`.
         rhs: As the matrices.
         rhs_scale: [blocks of scales, block_n].
         rhs_bias: [1, block_n].
         acc: Scratch, float32, as the matrices.
-        own_rows: Scratch, [rows of a part, block_k]: rows with 0 in place of other matrices' own.
-        own_cotangent: Scratch, [rows of a part, block_n], likewise.
+        group_rows_buffer: Scratch, [rows of a part, block_k]: rows with 0 in place of those of other groups.
+        group_cotangent_buffer: Scratch, [rows of a part, block_n], likewise.
         bias_acc: Scratch, float32 [1, block_n].
     """
 
@@ -62,6 +62,6 @@ class MatricesRefs:
     rhs_scale: Ref = None
     rhs_bias: Ref = None
     acc: Ref = None
-    own_rows: Ref = None
-    own_cotangent: Ref = None
+    group_rows_buffer: Ref = None
+    group_cotangent_buffer: Ref = None
     bias_acc: Ref = None

@@ -1,12 +1,12 @@
 """Rows times the matrices of their groups: the output, and the gradient of lhs.
 
-    grid: (tiles of columns, visits, tiles of contracted elements); a visit is a tile of rows by one group's matrix
+    grid: (tiles of columns, work items, tiles of contracted elements); an item is a tile of rows by one group's matrix
 
         rows [block_m, block_k] ◄── double buffer ─┐
         matrices [block_k, block_n] ◄── likewise ──┴─► products of parts ──► acc [block_m, block_n]
-        after the last block_k: acc, scaled, + bias, + existing ──► the visit's own rows of output
+        after the last block_k: acc, scaled, + bias, + existing ──► the item's rows of output
 
-A tile of rows that several groups share is visited once by each; it stays in VMEM in between, and each visit computes
+A tile of rows that several groups share is computed once for each; it stays in VMEM in between, and each item computes
 parts that have rows of its own, and writes these.
 """
 
@@ -23,8 +23,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.refs import RowsRefs
-from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, factors, padded_scales
-from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, along, by_rows, visit
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, GroupedSpec, factors, padded_scales
+from ejkernel_pallas.tpu.grouped_matmul.work_list import (
+    FIRST,
+    LEADING,
+    WHOLE,
+    WORK,
+    WorkItem,
+    along,
+    by_rows,
+    read_item,
+)
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
 from ejkernel_pallas.tpu.mosaic.loops import loop
@@ -59,7 +68,9 @@ class Part(NamedTuple):
         return pl.ds(self.column, self.columns)
 
 
-def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str, jax.Array], dtype: Any) -> jax.Array:
+def multiply(
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array], dtype: Any
+) -> jax.Array:
     """Every row times the matrix of its group.
 
     Args:
@@ -72,15 +83,15 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
     Returns:
         [M, N]; rows of no group are `"existing"`, or 0.
     """
-    visits, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
+    work, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
     array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
     scratch: dict[str, Any] = {}
     if spec.sums_in_memory:
         scratch["acc"] = pltpu.VMEM((height, width), jnp.float32)
-        if spec.notes_last:
+        if spec.stages_last_product:
             scratch["last"] = pltpu.VMEM((height, CHUNK), jnp.float32)
-    if spec.notes_own:
-        scratch["own"] = pltpu.VMEM((spec.part_rows, LANES), jnp.int32)
+    if spec.stages_row_mask:
+        scratch["row_mask"] = pltpu.VMEM((spec.part_rows, LANES), jnp.int32)
     inputs = _inputs(record, rows, spec, extra)
     outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
     made = launch(
@@ -88,9 +99,9 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
             name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
-            grid=(-(-spec.columns // width), visits.total, spec.steps),
+            grid=(-(-spec.columns // width), work.total, spec.steps),
             parallel=1,
-            tables={"table": visits.table},
+            tables={"table": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
@@ -101,7 +112,9 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
     return made["output"]
 
 
-def _inputs(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str, jax.Array]) -> dict[str, Operand]:
+def _inputs(
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array]
+) -> dict[str, Operand]:
     height, depth, width = spec.blocks
     made = {"rows": Operand(rows, (height, depth), lambda v, n, k: (v.source, _step(v, k, spec)))}
     if spec.transposed:
@@ -118,12 +131,12 @@ def _inputs(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str,
     return made
 
 
-def _step(v: Visit, k: Any, spec: Spec) -> Any:
-    """The tile of contracted elements; where there is no work, that of the next visit or of the one before."""
+def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
+    """The tile of contracted elements; where there is no work, that of the next item or of the one before."""
     return jnp.where(v.has(WORK), k, jnp.where(v.has(LEADING), 0, spec.steps - 1))
 
 
-def _scales(scales: jax.Array, spec: Spec) -> Operand:
+def _scales(scales: jax.Array, spec: GroupedSpec) -> Operand:
     size = spec.blocks.contracted if spec.backward else spec.blocks.columns
     block = (None, scales.shape[1], size)
     if spec.backward:
@@ -131,14 +144,14 @@ def _scales(scales: jax.Array, spec: Spec) -> Operand:
     return Operand(scales, block, lambda v, n, k: (v.matrix, 0, n))
 
 
-def _kernel(refs: RowsRefs, *, spec: Spec) -> None:
-    """One tile of contracted elements of one visit.
+def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
+    """One tile of contracted elements of one work item.
 
     Args:
         refs: Blocks and scratch memory.
         spec: The kernel's constants.
     """
-    v = visit(refs.table, pl.program_id(1))
+    v = read_item(refs.table, pl.program_id(1))
     at = Place(pl.program_id(0), pl.program_id(2), v.zero)
     whole, part = v.has(WHOLE), (v.flags & (WORK | WHOLE)) == WORK
     last = at.k == spec.steps - 1
@@ -155,11 +168,11 @@ def _kernel(refs: RowsRefs, *, spec: Spec) -> None:
             pl.when(part & when)(functools.partial(_over_parts, spec, v, add))
     write = functools.partial(_write, refs, at, spec=spec)
     pl.when(whole & last)(functools.partial(_over_columns, spec, 0, write))
-    pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_left_over, refs))
+    pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_write_ungrouped, refs))
     pl.when(part & last)(functools.partial(_over_parts, spec, v, functools.partial(write, v=v)))
 
 
-def _over_columns(spec: Spec, row: Any, work: Callable[[Part], None], rows: int | None = None) -> None:
+def _over_columns(spec: GroupedSpec, row: Any, work: Callable[[Part], None], rows: int | None = None) -> None:
     """Calls `work` with parts that have all of the tile's rows, or some; few columns each, whose sums fit registers."""
     height, _, width = spec.blocks
 
@@ -174,8 +187,8 @@ def _over_columns(spec: Spec, row: Any, work: Callable[[Part], None], rows: int 
         work(Part(row, rows or height, column, min(CHUNK, width - column)))
 
 
-def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
-    """Calls `work` with parts that have all rows of the visit, and few others."""
+def _over_parts(spec: GroupedSpec, v: WorkItem, work: Callable[[Part], None]) -> None:
+    """Calls `work` with parts that have all rows of the item, and few others."""
     rows = spec.part_rows
 
     def some(n: Any, carry: Any) -> Any:
@@ -185,22 +198,24 @@ def _over_parts(spec: Spec, v: Visit, work: Callable[[Part], None]) -> None:
     loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), some, np.int32(0))
 
 
-def _add(refs: RowsRefs, at: Place, part: Part, spec: Spec, cut: bool) -> None:
+def _add(refs: RowsRefs, at: Place, part: Part, spec: GroupedSpec, cut: bool) -> None:
     """Adds the products of a part of a tile; `cut` where the tiles reach beyond the contracted elements."""
     for start, size in spec.pieces:
         found = _product(refs, at, part, spec, (start, size), cut)
         if start == 0 and spec.steps == 1:
-            row = opaque_offset(part.row, SUBLANES, at.zero) if spec.hides_first else part.row
+            row = opaque_offset(part.row, SUBLANES, at.zero) if spec.reloads_first else part.row
             refs.acc[pl.ds(row, part.rows), part.c] = found
             continue
-        if spec.notes_last and (start, size) == spec.pieces[-1]:
+        if spec.stages_last_product and (start, size) == spec.pieces[-1]:
             last = refs.last.at[part.r, : part.columns]
             last[...] = found
             found = last[...]
         refs.acc[part.r, part.c] += found
 
 
-def _product(refs: RowsRefs, at: Place, part: Part, spec: Spec, piece: tuple[int, int], cut: bool = False) -> jax.Array:
+def _product(
+    refs: RowsRefs, at: Place, part: Part, spec: GroupedSpec, piece: tuple[int, int], cut: bool = False
+) -> jax.Array:
     """The product over a piece of the contracted elements."""
     start, size = piece
     inner = slice(start, start + size)
@@ -223,7 +238,7 @@ def _product(refs: RowsRefs, at: Place, part: Part, spec: Spec, piece: tuple[int
     return found
 
 
-def _factors(refs: RowsRefs, at: Place, part: Part, spec: Spec, piece: tuple[int, int]) -> jax.Array:
+def _factors(refs: RowsRefs, at: Place, part: Part, spec: GroupedSpec, piece: tuple[int, int]) -> jax.Array:
     """The scales of a part of a matrix, in its shape."""
     columns_first = spec.transposed != spec.backward
     if spec.backward:
@@ -233,7 +248,7 @@ def _factors(refs: RowsRefs, at: Place, part: Part, spec: Spec, piece: tuple[int
     return factors(refs.scales[:, part.c], first, piece[1], spec, columns_first)
 
 
-def _left_over(refs: RowsRefs) -> None:
+def _write_ungrouped(refs: RowsRefs) -> None:
     """Writes what rows of no matrix are."""
     output = refs.output
     if refs.existing is not None:
@@ -242,8 +257,8 @@ def _left_over(refs: RowsRefs) -> None:
         output[...] = jnp.zeros_like(output)
 
 
-def _write(refs: RowsRefs, at: Place, part: Part, spec: Spec, v: Visit | None = None) -> None:
-    """Writes a part of the output; of a visit's rows alone where it is given."""
+def _write(refs: RowsRefs, at: Place, part: Part, spec: GroupedSpec, v: WorkItem | None = None) -> None:
+    """Writes a part of the output; of an item's rows alone where it is given."""
     total = refs.acc[part.r, part.c] if refs.acc is not None else _product(refs, at, part, spec, spec.pieces[0])
     if spec.scales_sum:
         total = total * refs.scales[:1, part.c]
@@ -253,19 +268,19 @@ def _write(refs: RowsRefs, at: Place, part: Part, spec: Spec, v: Visit | None = 
         total = total + refs.existing[part.r, part.c].astype(jnp.float32)
     output = refs.output
     if v is not None:
-        own = _own_rows(refs, at, part, spec, v)
-        total = jnp.where(own, total, output[part.r, part.c].astype(jnp.float32))
+        mask = _group_row_mask(refs, at, part, spec, v)
+        total = jnp.where(mask, total, output[part.r, part.c].astype(jnp.float32))
     output[part.r, part.c] = total.astype(output.dtype)
 
 
-def _own_rows(refs: RowsRefs, at: Place, part: Part, spec: Spec, v: Visit) -> jax.Array:
-    """Which rows of a part, in all of its columns, are the visit's: the same in all parts with these rows."""
-    if not spec.notes_own:
+def _group_row_mask(refs: RowsRefs, at: Place, part: Part, spec: GroupedSpec, v: WorkItem) -> jax.Array:
+    """Which rows of a part, in all of its columns, are the item's: the same in all parts with these rows."""
+    if not spec.stages_row_mask:
         row = part.row + lax.broadcasted_iota(jnp.int32, (part.rows, part.columns), 0)
         return (row >= v.low) & (row < v.high)
-    own = refs.own
+    row_mask = refs.row_mask
     if part.column == 0:
-        row = part.row + lax.broadcasted_iota(jnp.int32, own.shape, 0)
-        own[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
-    noted = own[pl.ds(opaque_offset(0, part.column, at.zero), part.rows)]
-    return jnp.concatenate([noted] * -(-part.columns // LANES), axis=1)[:, : part.columns] != 0
+        row = part.row + lax.broadcasted_iota(jnp.int32, row_mask.shape, 0)
+        row_mask[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
+    kept = row_mask[pl.ds(opaque_offset(0, part.column, at.zero), part.rows)]
+    return jnp.concatenate([kept] * -(-part.columns // LANES), axis=1)[:, : part.columns] != 0

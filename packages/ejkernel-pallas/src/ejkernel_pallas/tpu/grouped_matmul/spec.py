@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
+class GroupedSpec:
     """Constants of the products of rows and matrices.
 
     Attributes:
@@ -75,12 +75,12 @@ class Spec:
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """Where the products of a tile begin, in its contracted elements, and their sizes; none has two scales."""
         depth = self.blocks.contracted
-        own = math.gcd(depth, self.per_scale) if self.scales_products and not self.scales_sum else depth
-        most = own if self.accumulates else CHUNK
+        per_scale = math.gcd(depth, self.per_scale) if self.scales_products and not self.scales_sum else depth
+        most = per_scale if self.accumulates else CHUNK
         return tuple(
-            (at, min(most, start + own - at))
-            for start in range(0, depth, own)
-            for at in range(start, start + own, most)
+            (at, min(most, start + per_scale - at))
+            for start in range(0, depth, per_scale)
+            for at in range(start, start + per_scale, most)
         )
 
     @property
@@ -107,7 +107,7 @@ class Spec:
         return self.steps > 1 or len(self.pieces) > 1
 
     @property
-    def notes_last(self) -> bool:
+    def stages_last_product(self) -> bool:
         """Whether a sum's last product is written down before it is added: the next begins before, and needs registers.
 
         Not where operands are made of what is loaded, which takes more of them than products do.
@@ -116,7 +116,7 @@ class Spec:
         return self.wide and not (self.accumulates or made)
 
     @property
-    def notes_own(self) -> bool:
+    def stages_row_mask(self) -> bool:
         """Whether it is written down which rows of a shared tile are a matrix's own, and read for all columns.
 
         Few registers hold masks, and those of all rows are spilled. The gradient's kernel then spills operands instead.
@@ -124,7 +124,7 @@ class Spec:
         return self.accumulates and self.unrolls and not self.backward
 
     @property
-    def hides_first(self) -> bool:
+    def reloads_first(self) -> bool:
         """Whether a sum's first product is read back for the next to be added, and not kept in registers."""
         return not self.wide
 
@@ -140,12 +140,12 @@ class Spec:
         return self.scales_products and self.scales == 1
 
 
-def forward_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
+def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """The constants of the output's kernel."""
     (rows, contracted), width = record.lhs.shape, columns(record)
     scales = 0 if record.rhs_scale is None else record.rhs_scale.shape[1]
     operand, precision = operands(record, spread=scales > 1)
-    return Spec(
+    return GroupedSpec(
         rows=rows,
         contracted=contracted,
         columns=width,
@@ -160,7 +160,7 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
     )
 
 
-def backward_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
+def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """The constants of the kernel of lhs's gradient, which multiplies with the matrices the other way around."""
     made = forward_spec(record, blocks)
     operand, precision = operands(record, spread=True)
@@ -176,7 +176,7 @@ def backward_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
     )
 
 
-def matrices_spec(record: GroupedMatmul, blocks: Blocks) -> Spec:
+def matrices_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """The constants of the kernel of what belongs to a matrix."""
     operand, precision = operands(record, spread=True)
     return dataclasses.replace(forward_spec(record, blocks), operand=operand, precision=precision)
@@ -215,7 +215,7 @@ def padded_scales(scale: jax.Array) -> jax.Array:
     return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % SUBLANES), (0, 0)))
 
 
-def factors(scales: jax.Array, first: Any, size: int, spec: Spec, columns_first: bool) -> jax.Array:
+def factors(scales: jax.Array, first: Any, size: int, spec: GroupedSpec, columns_first: bool) -> jax.Array:
     """What a tile of a matrix is multiplied with: every row takes the scales of its block, by a product with ones.
 
     Args:
@@ -230,7 +230,7 @@ def factors(scales: jax.Array, first: Any, size: int, spec: Spec, columns_first:
     return product(*pair, (0, 0), lax.Precision.HIGHEST)
 
 
-def in_block(blocks: int, first: Any, size: int, spec: Spec) -> jax.Array:
+def in_block(blocks: int, first: Any, size: int, spec: GroupedSpec) -> jax.Array:
     """1 where a row of a tile belongs to a block of scales, else 0: float32 [blocks, size]."""
     index = first + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
     block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.per_scale

@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic for calls without a measured configuration, and the candidates."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ FACES = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n"}
 """Public configuration field -> field of this."""
 
 LANES = 128
-ROWS = (1024, 512, 256, 128)
-LAID_OUT = 1024
+ROW_TILES = (1024, 512, 256, 128)
+UNROLLED_COLUMNS = 1024
 """Columns of a forward tile whose multiplications count; through more goes a loop."""
 
 
@@ -42,7 +42,7 @@ class Chip(NamedTuple):
         bandwidth: Bytes of HBM a nanosecond.
         memory: Bytes of VMEM for the blocks of candidates.
         deepest: Multiplications of a tile at most: libtpu takes seconds for more, or they need a loop.
-        quick: Bytes of VMEM for blocks when nobody chose: libtpu takes a minute for kernels with more.
+        quick: Bytes of VMEM for blocks by default: libtpu takes a minute for kernels with more.
     """
 
     operations: float
@@ -87,19 +87,19 @@ def _chip(device: Any) -> Chip:
 def _rows(record: GroupedMatmul) -> int:
     """Rows a tile: no more than a group has, about."""
     average = record.lhs.shape[0] / record.group_sizes.shape[0]
-    return next((rows for rows in ROWS if rows <= average), ROWS[-1])
+    return next((rows for rows in ROW_TILES if rows <= average), ROW_TILES[-1])
 
 
 def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[TpuMatmul]:
     """Tiles that memory has room for, each once."""
     depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
-    if direction == "forward" and _rows(record) == ROWS[0]:
+    if direction == "forward" and _rows(record) == ROW_TILES[0]:
         sizes.append((depth, 2048))  # reads rows half as often: with few of them, matrices are what takes time to read
     for height in (_rows(record), _rows(record) // 2):
         for k, n in sizes:
             tiles = (min(max(LANES, height), _padded(record.lhs.shape[0])), min(k, depth), min(n, width))
-            laid_out = tiles[2] if direction == "backward" else min(tiles[2], LAID_OUT)
+            laid_out = tiles[2] if direction == "backward" else min(tiles[2], UNROLLED_COLUMNS)
             small = tiles[0] * tiles[1] * laid_out <= chip.deepest and _bytes(record, direction, *tiles) <= chip.memory
             if tiles not in seen and (small or not seen):
                 seen.add(tiles)
@@ -107,12 +107,12 @@ def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterato
 
 
 def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) -> int:
-    """Of the blocks, all twice, and of the sum; for the backward pass of whichever kernel needs more."""
+    """Bytes of the double-buffered blocks and of the sum; in the backward pass of the kernel that needs more."""
     rows, matrices, out = record.lhs.dtype.itemsize, record.rhs.dtype.itemsize, jnp.dtype(record.out_dtype).itemsize
     if direction == "backward":
         scaled = 2 if record.rhs_scale is None else 6
-        own = 2 * (m * k * rows + m * n * out) + k * n * (scaled * matrices + 4)
-        return max(own, 2 * (m * k * rows + k * n * matrices + m * n * rows) + 4 * m * n)
+        dlhs_bytes = 2 * (m * k * rows + m * n * out) + k * n * (scaled * matrices + 4)
+        return max(dlhs_bytes, 2 * (m * k * rows + k * n * matrices + m * n * rows) + 4 * m * n)
     existing = 0 if record.existing_out is None else record.existing_out.dtype.itemsize
     return 2 * (m * k * rows + k * n * matrices + m * n * (out + existing)) + 4 * m * n
 
@@ -122,9 +122,9 @@ def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
     across, steps = -(-width // n), -(-depth // k)
-    visits = -(-rows // m) + groups / 2
-    matrices = record.rhs.shape[0] if steps == 1 else visits
-    copied = across * visits * m * depth * record.lhs.dtype.itemsize
+    items = -(-rows // m) + groups / 2
+    matrices = record.rhs.shape[0] if steps == 1 else items
+    copied = across * items * m * depth * record.lhs.dtype.itemsize
     copied += matrices * depth * width * record.rhs.dtype.itemsize
     copied += rows * width * jnp.dtype(record.out_dtype).itemsize
     # Beginning and ending a tile costs what 40 of its contracted elements do, and more where it has several steps.

@@ -1,7 +1,7 @@
-"""The order in which the kernels visit tiles of rows, as tables that their index maps and bodies read.
+"""The work list: the order of tiles of rows and groups, as tables that their index maps and bodies read.
 
-The rows of a matrix cover some tiles, of which the first and the last may belong to others too: such a tile is visited
-once by each. The number of visits depends on the groups, which are traced, and is a bound of the grid; a table is as
+The rows of a matrix cover some tiles, of which the first and the last may belong to others too: such a tile is computed
+once by each. The number of items depends on the groups, which are traced, and is a bound of the grid; a table is as
 long as it could be.
 """
 
@@ -16,25 +16,25 @@ from jax import lax
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 
 WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
-"""Rows of the tile belong to the matrix; all of them do; the first, and the last, visit of what the kernel owns; the
+"""Rows of the tile belong to the matrix; all of them do; first, and last, item of a tile that is accumulated; the
 tile lies before the rows of any matrix."""
 FLAGS = 5
 """How many there are."""
 
 
-class Visits(NamedTuple):
-    """A list of visits.
+class WorkList(NamedTuple):
+    """A list of work items.
 
     Attributes:
         total: int32 scalar, how many there are.
-        table: int32 [6 * most], read by `Visit`.
+        table: int32 [6 * most], read by `WorkItem`.
     """
 
     total: jax.Array
     table: jax.Array
 
 
-class Visit(NamedTuple):
+class WorkItem(NamedTuple):
     """One entry of a table, int32 scalars.
 
     Attributes:
@@ -63,24 +63,24 @@ class Visit(NamedTuple):
         return lax.shift_right_logical(self.flags, np.int32(FLAGS))
 
 
-def visit(table: Any, step: Any) -> Visit:
+def read_item(table: Any, step: Any) -> WorkItem:
     """An entry of a table."""
-    most = table.shape[0] // len(Visit._fields)
-    return Visit(*(table[step + field * most] for field in range(len(Visit._fields))))
+    most = table.shape[0] // len(WorkItem._fields)
+    return WorkItem(*(table[step + field * most] for field in range(len(WorkItem._fields))))
 
 
 def along(axis: int) -> Callable[..., tuple[Any, ...]]:
-    """From the indices of a grid, one of which goes along visits, and the table, to the visit and the other indices."""
+    """From the indices of a grid, one of which is an item, and the table, to the work item and the other indices."""
 
     def where(*step: Any) -> tuple[Any, ...]:
         *indices, table = step
-        return visit(table, indices.pop(axis)), *indices
+        return read_item(table, indices.pop(axis)), *indices
 
     return where
 
 
-def by_rows(record: GroupedMatmul, size: int) -> Visits:
-    """Visits for a kernel that owns tiles of rows: every tile at least once, and what visits one in a row."""
+def by_rows(record: GroupedMatmul, size: int) -> WorkList:
+    """Work items for a kernel that accumulates for tiles of rows: every tile at least once, its items in a row."""
     first, end = group_rows(record)
     rows = record.lhs.shape[0]
     tiles, some = -(-rows // size), end > first
@@ -92,7 +92,7 @@ def by_rows(record: GroupedMatmul, size: int) -> Visits:
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
     matrix, tile, count = _listed(start, counts, tiles + first.shape[0] - 1)
     work = (matrix > 0) & (matrix <= first.shape[0])
-    # What has no work names the blocks of the nearest visit that has.
+    # An item without work names the blocks of the nearest one that has work.
     index = jnp.arange(first.shape[0], dtype=jnp.int32)
     least = jnp.min(jnp.where(some, index, first.shape[0] - 1))
     most = jnp.max(jnp.where(some, index, 0))
@@ -100,11 +100,11 @@ def by_rows(record: GroupedMatmul, size: int) -> Visits:
     matrix = jnp.where(work, matrix - 1, jnp.where(leading, least, most))
     source = jnp.where(work, tile, jnp.where(leading, before, jnp.maximum(after - 1, 0)))
     flags = work * WORK + leading * LEADING + _changes(tile) * FIRST
-    return _visits(Visit(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
+    return _work_list(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
 
 
-def by_matrices(record: GroupedMatmul, size: int) -> Visits:
-    """Visits for a kernel that owns matrices: every matrix at least once."""
+def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
+    """WorkList for a kernel that owns matrices: every matrix at least once."""
     first, end = group_rows(record)
     tiles, some = -(-record.lhs.shape[0] // size), end > first
     counts = jnp.where(some, (end - 1) // size + 1 - first // size, 1)
@@ -113,7 +113,7 @@ def by_matrices(record: GroupedMatmul, size: int) -> Visits:
     flags = jnp.take(some, matrix) * WORK + _changes(matrix) * FIRST
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST
-    return _visits(Visit(matrix, tile, tile, first, end, flags), count, size)
+    return _work_list(WorkItem(matrix, tile, tile, first, end, flags), count, size)
 
 
 def _listed(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -130,10 +130,10 @@ def _changes(x: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
-def _visits(made: Visit, count: jax.Array, size: int) -> Visits:
-    """The table of visits whose rows are still those of the matrices."""
+def _work_list(made: WorkItem, count: jax.Array, size: int) -> WorkList:
+    """The table of work items whose rows are still those of the matrices."""
     low = jnp.clip(jnp.take(made.low, made.matrix) - made.tile * size, 0, size)
     high = jnp.clip(jnp.take(made.high, made.matrix) - made.tile * size, 0, size)
     whole = (low == 0) & (high == size) & (made.flags & WORK != 0)
     table = made._replace(low=low, high=high, flags=made.flags + whole * WHOLE)
-    return Visits(count, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))
+    return WorkList(count, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))
