@@ -49,7 +49,7 @@ def _most(side: Side) -> int:
 def _fla(kind: str, record: Any) -> tuple[Side, Side] | None:
     import torch
 
-    names = [name for name in ("query", "key", "value", "decay") if getattr(record, name) is not None]
+    names = [name for name in ("query", "key", "value", "decay", "beta") if getattr(record, name) is not None]
     tensors = [torch.from_dlpack(getattr(record, name)) for name in names]
     if kind == "gla":
         from fla.ops.gla import chunk_gla
@@ -63,6 +63,18 @@ def _fla(kind: str, record: Any) -> tuple[Side, Side] | None:
         def call(q: Any, k: Any, v: Any, g: Any) -> Any:
             gate = {"g_gamma": g[0, 0, :, 0]} if kind == "lightning" else {"g": g[..., 0]}
             return chunk_simple_gla(q, k, v, scale=record.softmax_scale, **gate)[0]
+
+    elif kind == "gated delta":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+            return chunk_gated_delta_rule(q, k, v, g[..., 0], beta, scale=record.softmax_scale)[0]
+
+    elif kind == "kda":
+        from fla.ops.kda import chunk_kda
+
+        def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+            return chunk_kda(q, k, v, g, beta, scale=record.softmax_scale)[0]
 
     else:
         return None

@@ -1,5 +1,6 @@
 """Chunked linear recurrences in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision"}) | {"beta"}
 """Those of the delta rule's."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
+DELTA_GRADIENTS = (GRADIENTS - {"dt", "skip"}) | {"beta"}
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -25,13 +27,13 @@ def _reasons(record: Any) -> Iterable[str]:
 def _delta_reasons(record: Any) -> Iterable[str]:
     if record.beta is None:
         yield "beta is not given: that is served by 'triton'"
-    if record.decay is None or record.decay.shape[3] > 1:
-        yield "decay: the delta rule wants one gate a head here"
+    if not os.environ.get("EJK_TRY_KDA") and record.decay is not None and record.decay.shape[3] > 1:
+        yield "decay: the delta rule wants no gate or one a head here"
     yield from _reasons(record)
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Recurrences in both passes, and the delta rule forwards; for the CPU too where Triton interprets."""
+    """Recurrences and the delta rule, in both passes; for the CPU too where Triton interprets."""
     return (
         Implementation(
             family="linear_recurrence",
@@ -59,6 +61,9 @@ def implementations() -> tuple[Implementation, ...]:
             platform="triton",
             backend="gpu",
             forward="ejkernel_triton.linear_recurrence.delta:forward",
+            backward="ejkernel_triton.linear_recurrence.delta:backward",
+            gradients=DELTA_GRADIENTS,
+            paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_reasons),
             config=ConfigSpace(
                 forward=config.ChunkPasses,

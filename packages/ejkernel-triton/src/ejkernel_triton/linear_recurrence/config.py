@@ -165,9 +165,11 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     columns, enough = record.value.shape[3], 3 * chip_of(device).multiprocessors // 4
     while not interpreting() and block > LEAST and walks * -(-columns // block) < enough:
         block //= 2
+    chunk = min(made.chunk, 64)  # the triangular matrices of 128 tokens do not fit the registers
     return dataclasses.replace(
         made,
-        chunk=min(made.chunk, 64),  # the triangular matrices of 128 tokens do not fit the registers
+        chunk=chunk,
+        backward_chunk=chunk,
         splits=1,
         state_block_v=block,
         output_block_v=min(made.output_block_v, 64),
