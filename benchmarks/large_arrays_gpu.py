@@ -8,7 +8,7 @@ import argparse
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules import causal_conv1d, flash_attention, gla_attention, grouped_matmul
+from ejkernel.modules import causal_conv1d, flash_attention, gla_attention, grouped_matmul, unified_attention
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -61,12 +61,27 @@ def experts(platform: str) -> dict[str, tuple[jax.Array, jax.Array]]:
     return {"grouped_matmul": (run(lhs, rhs, sizes)[-100:], small)}
 
 
+def pages(platform: str) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Caches of more than 2^31 elements each, of which the last pages are read."""
+    count, few = 2**15 + 64, 64
+    keys, values = (normal(seed, count, 64, 8, 128) for seed in range(2))
+    query = normal(2, 9, 32, 128)
+    tables, lengths, starts = (
+        jnp.arange(few).reshape(4, 16),
+        jnp.array([1024, 1000, 3, 700]),
+        jnp.array([0, 1, 2, 3, 9]),
+    )
+    run = jax.jit(lambda k, v, tables: unified_attention(query, k, v, lengths, tables, starts, platform=platform))
+    small = run(keys[-few:], values[-few:], tables)
+    return {"unified_attention": (run(keys, values, tables + count - few), small)}
+
+
 def main() -> None:
     """Prints, for each array, the largest difference beside the largest number."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platform", default="triton")
     platform = parser.parse_args().platform
-    for check in (attention, recurrence, convolution, experts):
+    for check in (attention, recurrence, convolution, experts, pages):
         try:
             found = check(platform)
         except NotImplementedError as error:

@@ -2,8 +2,9 @@
 
     python benchmarks/moe_gpu.py            # one device, and all of them where there are several
 
-bfloat16, tokens and weights normal. The grouped products are those of the same groups alone. The rate counts the three
-products of M rows, three times with gradients; `share` is the products' time in that of the layer.
+bfloat16, tokens and weights normal. `products` are the grouped products of the same groups alone, `mlp` has the
+activation between them too. The rate counts the three products of M rows, three times with gradients; `share` is the
+products' time in that of a side. Parts of the layer are timed alone, forward.
 """
 
 import concurrent.futures
@@ -22,6 +23,8 @@ import jax.numpy as jnp
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import moe
+
+from ejkernel.modules import grouped_matmul
 
 COLUMNS = ("layer", "pass", "side", "ms", "rate", "share")
 LAYERS = ((8192, 128, 2048, 768, 8), (16384, 8, 4096, 14336, 2))
@@ -50,28 +53,57 @@ def graded(call: Callable[..., jax.Array]) -> Callable[..., Any]:
     return run
 
 
+def parts_of(layer: Any, x: jax.Array, rows: jax.Array) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What is not a grouped product, by name: calls and their arguments."""
+    experts, weights = moe.route(layer, x)
+    order, inverse, _ = moe.sort_by(experts.reshape(-1), layer.gate_up.shape[0])
+    pairs = inverse.reshape(experts.shape)
+    return {
+        "routing": (moe.route, (layer, x)),
+        "sorting": (lambda chosen: moe.sort_by(chosen.reshape(-1), layer.gate_up.shape[0]), (experts,)),
+        "dispatch": (moe.dispatch, (x, order, pairs)),
+        "activation": (
+            moe.gated,
+            (jax.random.normal(jax.random.key(4), (rows.shape[0], layer.gate_up.shape[2]), x.dtype),),
+        ),
+        "combine": (moe.combine, (rows, weights, order, pairs)),
+    }
+
+
 def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> None:
     """Prints the lines of one layer."""
     layer = moe.init(jax.random.key(0), experts, size, inner, top_k, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (tokens, size), jnp.bfloat16)
     chosen = moe.route(layer, x)[0].reshape(-1)
     sizes = jnp.bincount(chosen, length=experts).astype(jnp.int32)
-    rows = jax.random.normal(jax.random.key(2), (tokens * top_k, size), jnp.bfloat16)
-    products = functools.partial(lambda sizes, layer, rows: moe.mlp(layer, rows, sizes), sizes)
-    sides: dict[str, tuple[Callable[..., jax.Array], tuple[Any, ...]]] = {
-        "products alone": (products, (layer, rows)),
+    rows, inner_rows = (
+        jax.random.normal(jax.random.key(n), (tokens * top_k, width), jnp.bfloat16)
+        for n, width in ((2, size), (3, inner))
+    )
+    product = functools.partial(grouped_matmul, preferred_element_type=jnp.bfloat16)
+    sides: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "products": (
+            lambda layer, rows, inner: (product(rows, layer.gate_up, sizes), product(inner, layer.down, sizes)),
+            (layer, rows, inner_rows),
+        ),
+        "mlp": (lambda layer, rows: moe.mlp(layer, rows, sizes), (layer, rows)),
         "one device": (moe.moe, (layer, x)),
     }
     if jax.device_count() > 1:
         mesh = jax.make_mesh((jax.device_count(),), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
         sides["all devices"] = (functools.partial(moe.sharded, mesh, "experts"), (layer, x))
+    label = f"T{tokens} E{experts} D{size} F{inner} k{top_k}"
     operations = 6.0 * tokens * top_k * size * inner
     passes = {"forward": (lambda f: f, 1), "with gradients": (graded, 3)}
+    parts = parts_of(layer, x, rows)
     with concurrent.futures.ThreadPoolExecutor(8) as compilers:
         compiled = {
             (name, side): compilers.submit(jax.jit(wrap(call)).lower(*arrays).compile)
             for name, (wrap, _) in passes.items()
             for side, (call, arrays) in sides.items()
+        }
+        pieces = {
+            name: compilers.submit(jax.jit(call).lower(*arrays).compile) for name, (call, arrays) in parts.items()
         }
     for name, (_, factor) in passes.items():
         times = {
@@ -79,9 +111,11 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> Non
             for side, (_, arrays) in sides.items()
         }
         for side, seconds in times.items():
-            label = f"T{tokens} E{experts} D{size} F{inner} k{top_k}"
-            rate, share = factor * operations / seconds / 1e12, times["products alone"] / seconds
+            rate, share = factor * operations / seconds / 1e12, times["products"] / seconds
             print(f"| {label} | {name} | {side} | {seconds * 1e3:.3f} | {rate:.0f} TFLOP/s | {share:.2f} |", flush=True)
+    for name, (_, arrays) in parts.items():
+        seconds = median(functools.partial(pieces[name].result(), *arrays))
+        print(f"| {label} | forward | {name} | {seconds * 1e3:.3f} | | |", flush=True)
 
 
 def main() -> None:

@@ -2,11 +2,14 @@
 
     python examples/moe.py                  # a small layer, on one device and on all there are, with gradients
 
-    tokens -> top-k experts and weights -> rows sorted by expert -> two grouped products -> rows back in order
-           -> weighted sum of the k rows of each token
+    tokens -> top-k experts and weights -> rows sorted by expert -> two grouped products
+           -> weighted sum of the k rows of each token, wherever they are
 
 Over a mesh axis every device has a share of the tokens and of the experts. Rows go to the devices of their experts by
-one all-to-all, and come back by another. Source: Gale et al. 2022, arXiv:2211.15841 (MegaBlocks).
+one all-to-all, and come back by another. Where a token has as many experts as there are devices, or more, nearly every
+device needs it: then tokens are gathered, and every device adds up what its experts make.
+
+Source: Gale et al. 2022, arXiv:2211.15841 (MegaBlocks).
 """
 
 import dataclasses
@@ -83,9 +86,9 @@ permute.defvjp(_permute, _permuted_back)
 
 
 def sort_by(key: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The stable order of keys 0 to bins - 1, its inverse, and how many there are of each."""
+    """The stable order of keys 0 to `bins`, its inverse, and how many there are of each below `bins`."""
     order = jnp.argsort(key, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype), unique_indices=True)
     sizes = jnp.sum(key[:, None] == jnp.arange(bins), axis=0, dtype=jnp.int32)
     return order, inverse, sizes
 
@@ -93,26 +96,113 @@ def sort_by(key: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array]
 def mlp(layer: Experts, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """The experts' gated MLP of rows that are sorted by expert."""
     product = functools.partial(grouped_matmul, preferred_element_type=rows.dtype, platform=layer.platform)
-    gate, up = jnp.split(product(rows, layer.gate_up, sizes), 2, axis=-1)
-    return product(jax.nn.silu(gate) * up, layer.down, sizes)
+    return product(gated(product(rows, layer.gate_up, sizes)), layer.down, sizes)
+
+
+def gated(rows: jax.Array) -> jax.Array:
+    """SwiGLU: the first half of the columns gates the second."""
+    gate, up = jnp.split(rows, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def moe(layer: Experts, tokens: jax.Array) -> jax.Array:
     """The layer on one device, [T, D]."""
     experts, weights = route(layer, tokens)
     order, inverse, sizes = sort_by(experts.reshape(-1), layer.gate_up.shape[0])
-    rows = permute(jnp.repeat(tokens, layer.top_k, axis=0), order, inverse)
-    return combine(permute(mlp(layer, rows, sizes), inverse, order), weights)
+    inverse = inverse.reshape(experts.shape)
+    return combine(mlp(layer, dispatch(tokens, order, inverse), sizes), weights, order, inverse)
 
 
-def combine(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weighted sum of the k rows of each token."""
-    rows = rows.reshape(*weights.shape, -1)
-    return jnp.einsum("tkd,tk->td", rows, weights.astype(rows.dtype))
+@jax.custom_vjp
+def dispatch(tokens: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The rows of the experts, [R, D]: each is the token that it was made of.
+
+    Its gradient is the sum of the rows of each token, gathered as they are added: no copy in another order is made.
+
+    Args:
+        tokens: [T, D].
+        order: [R], for each row which of the T k pairs of a token and one of its experts it is.
+        inverse: [T, k], the row of each pair, or an index beyond the rows for none.
+    """
+    return tokens[order // inverse.shape[1]]
+
+
+def _dispatch(tokens: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return dispatch(tokens, order, inverse), inverse
+
+
+def _dispatched_back(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    return _sums(cotangent, inverse, jnp.ones(inverse.shape)), None, None
+
+
+dispatch.defvjp(_dispatch, _dispatched_back)
+
+
+@jax.custom_vjp
+def combine(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The weighted sum of the k rows of each token, [T, D], which are gathered as they are added.
+
+    Args:
+        rows: [R, D].
+        weights: [T, k].
+        order: As `dispatch` takes it.
+        inverse: Likewise.
+    """
+    return _sums(rows, inverse, weights)
+
+
+def _combine(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
+    return combine(rows, weights, order, inverse), (rows, weights, order, inverse)
+
+
+def _combined_back(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    rows, weights, order, inverse = saved
+    wide = cotangent.astype(jnp.float32)
+    of_rows = weights.reshape(-1)[order][:, None] * wide[order // weights.shape[1]]
+    of_weights = [jnp.sum(_rows(rows, inverse[:, n]) * wide, axis=1) for n in range(weights.shape[1])]
+    return of_rows.astype(rows.dtype), jnp.stack(of_weights, axis=1).astype(weights.dtype), None, None
+
+
+combine.defvjp(_combine, _combined_back)
+
+
+def _sums(rows: jax.Array, inverse: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted sums of rows, in float32. One term after the other, which XLA makes one kernel of."""
+    terms = (_rows(rows, inverse[:, n]) * weights[:, n : n + 1] for n in range(inverse.shape[1]))
+    return functools.reduce(jnp.add, terms).astype(rows.dtype)
+
+
+def _rows(rows: jax.Array, index: jax.Array) -> jax.Array:
+    return rows.at[index].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
 def moe_over(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
-    """The layer inside `shard_map`: this device's tokens, and its share of the experts; `router` is whole.
+    """The layer inside `shard_map`: this device's tokens, and its share of the experts; `router` is whole."""
+    devices = lax.axis_size(axis)
+    return (tokens_travel if layer.top_k >= devices else rows_travel)(axis, layer, tokens)
+
+
+def tokens_travel(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
+    """The layer inside `shard_map`, where nearly every device needs every token.
+
+    tokens, their experts and weights     all-gather: every device has all
+    rows of this device's experts         first in the order; the others are rows of no group, and 0
+    sums of every token's rows            reduce-scatter: added up over devices, each keeps its own tokens
+    """
+    own = layer.gate_up.shape[0]
+    experts, weights = route(layer, tokens)
+    everyone = functools.partial(lax.all_gather, axis_name=axis, tiled=True)
+    tokens, experts, weights = everyone(tokens), everyone(experts), everyone(weights)
+    local = experts - lax.axis_index(axis) * own
+    here = (local >= 0) & (local < own)
+    order, inverse, sizes = sort_by(jnp.where(here, local, own).reshape(-1), own)
+    inverse = jnp.where(here, inverse.reshape(experts.shape), order.shape[0])
+    made = combine(mlp(layer, dispatch(tokens, order, inverse), sizes), weights, order, inverse)
+    return lax.psum_scatter(made, axis, tiled=True)
+
+
+def rows_travel(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
+    """The layer inside `shard_map`, where a device needs few of the tokens.
 
     A device sends every other one as many places as it has rows, so that nothing is dropped however tokens choose;
     places that no row needs are zeros, and of no group.
@@ -125,17 +215,17 @@ def moe_over(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
     devices, own = lax.axis_size(axis), layer.gate_up.shape[0]
     experts, weights = route(layer, tokens)
     order, inverse, sizes = sort_by(experts.reshape(-1), devices * own)
+    pairs = inverse.reshape(experts.shape)
     slots = order.shape[0]
     per_device = jnp.sum(sizes.reshape(devices, own), axis=1)
     place, back = _places(per_device, slots)
-    rows = permute(jnp.repeat(tokens, layer.top_k, axis=0), order, inverse)
-    received = _exchange(permute(rows, place, back), axis, devices)
+    received = _exchange(permute(dispatch(tokens, order, pairs), place, back), axis, devices)
     counts = _exchange(sizes, axis, devices).reshape(devices, own)
     key = _expert_of_place(counts, slots)
     order_here, inverse_here, _ = sort_by(key, own)
     made = mlp(layer, permute(received, order_here, inverse_here), jnp.sum(counts, axis=0))
     made = _exchange(permute(made, inverse_here, order_here), axis, devices)
-    return combine(permute(permute(made, back, place), inverse, order), weights)
+    return combine(permute(made, back, place), weights, order, pairs)
 
 
 def _exchange(x: jax.Array, axis: str, devices: int) -> jax.Array:

@@ -32,7 +32,7 @@ def test_names_that_are_gone_are_not_here(name):
 
 def test_what_is_named_instead_exists():
     text = " ".join(LISTED["instead"].values())
-    for name in ("flash_mla", "mla_decode", "grouped_matmul", "recurrent_attention"):
+    for name in ("flash_mla", "mla_decode", "recurrent_attention"):
         assert f"`{name}`" in text
         assert name in ejkernel.modules.__all__
 

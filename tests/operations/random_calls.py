@@ -296,49 +296,84 @@ def ragged(rng: np.random.Generator) -> Setting:
     return Setting(f"{(t, h, g, k, v, slots, requests)} {cfg}", run, draw)
 
 
+def _apart(
+    loop: Callable[..., tuple[np.ndarray, ...]], arrays: Arrays, tokens: tuple[str, ...], state: tuple[int, ...]
+) -> tuple[np.ndarray, ...]:
+    """A packed call of a loop, sequence by sequence; [T, ...] of the outputs and a state of every sequence."""
+    cut, bounds = {name: arrays[name] for name in tokens}, arrays["cu_seqlens"]
+    rest = {name: x for name, x in arrays.items() if name not in (*tokens, "initial_state", "cu_seqlens")}
+    outputs, states = [], []
+    for n in range(len(bounds) - 1):
+        before = arrays["initial_state"][n : n + 1] if "initial_state" in arrays else np.zeros((1, *state))
+        if bounds[n] == bounds[n + 1]:
+            states.append(before)
+            continue
+        part = {name: x[:, bounds[n] : bounds[n + 1]] for name, x in cut.items()}
+        output, after = loop(**part, **rest, initial_state=before)
+        outputs.append(output)
+        states.append(after)
+    return np.concatenate(outputs, axis=1), np.concatenate(states)
+
+
+def _bounds(rng: np.random.Generator, sequences: int, tokens: int) -> np.ndarray:
+    return np.append(cumulative(rng, sequences - 1, tokens), tokens).astype(np.int32)
+
+
 def mamba(rng: np.random.Generator) -> Setting:
     """`state_space_v2`."""
     b, t, h, g, e, p = _sizes(rng)
     cfg, states = configs.StateSpaceV2Config(chunk_size=int(2 ** rng.integers(1, 6))), some(rng, 0.5)
+    packed = some(rng, 0.4)
+    b, sequences = (1, 3) if packed else (b, b)
 
     def draw(rng: np.random.Generator) -> Draw:
         arrays = {"x": rng.normal(size=(b, t, h, p)), "A": -np.square(rng.normal(size=h)), "D": rng.normal(size=h)}
         arrays |= {name: rng.normal(size=(b, t, g, e)) for name in "BC"} | {"dt": rng.random((b, t, h))}
         if states:
-            arrays["initial_state"] = rng.normal(size=(b, h, p, e))
+            arrays["initial_state"] = rng.normal(size=(sequences, h, p, e))
+        if packed:
+            arrays["cu_seqlens"] = _bounds(rng, sequences, t)
         return Draw(arrays, loop(arrays))
 
     def loop(arrays: Arrays) -> tuple[np.ndarray, ...]:
+        if packed:
+            return _apart(linear_recurrence_loop.state_space, arrays, ("x", "B", "C", "dt"), (h, p, e))
         return linear_recurrence_loop.state_space(**arrays)
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return ej.state_space_v2(**arrays, platform="xla", cfg=cfg)[:2]
 
-    return Setting(f"{(b, t, h, g, e, p)} {cfg}", run, draw, ("x", "A", "B", "C", "D", "dt"), loop)
+    return Setting(f"{packed} {(b, t, h, g, e, p)} {cfg}", run, draw, ("x", "A", "B", "C", "D", "dt"), loop)
 
 
 def scan(rng: np.random.Generator) -> Setting:
     """`state_space_v1`."""
     b, t, i, e = (int(rng.integers(1, most)) for most in (3, 30, 9, 5))
-    states, gate = some(rng, 0.5), some(rng, 0.5)
+    states, gate, packed = some(rng, 0.5), some(rng, 0.5), some(rng, 0.4)
+    b, sequences = (1, 3) if packed else (b, b)
+    tokens = ("hidden_states", "B", "C", "dt", *(("gate",) if gate else ()))
 
     def draw(rng: np.random.Generator) -> Draw:
-        arrays = {"hidden_states": rng.normal(size=(b, t, i)), "A": -np.square(rng.normal(size=(i, e)))}
+        arrays = {"hidden_states": rng.normal(size=(b, t, i)), "A": -np.exp(rng.normal(size=(i, e)))}
         arrays |= {name: rng.normal(size=(b, t, e)) for name in "BC"}
         arrays |= {"D": rng.normal(size=i), "dt": rng.random((b, t, i))}
         if gate:
             arrays["gate"] = rng.normal(size=(b, t, i))
         if states:
-            arrays["initial_state"] = rng.normal(size=(b, i, e))
+            arrays["initial_state"] = rng.normal(size=(sequences, i, e))
+        if packed:
+            arrays["cu_seqlens"] = _bounds(rng, sequences, t)
         return Draw(arrays, loop(arrays))
 
     def loop(arrays: Arrays) -> tuple[np.ndarray, ...]:
-        return scan_loop(**arrays)
+        return _apart(scan_loop, arrays, tokens, (i, e)) if packed else scan_loop(**arrays)
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return ej.state_space_v1(**arrays, platform="xla")[:2]
 
-    return Setting(f"{(b, t, i, e)} {gate} {states}", run, draw, ("hidden_states", "A", "B", "C", "D", "dt"), loop)
+    return Setting(
+        f"{packed} {(b, t, i, e)} {gate} {states}", run, draw, ("hidden_states", "A", "B", "C", "D", "dt"), loop
+    )
 
 
 # --- and the others --------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def calls(draw):
     return TiledAttention(query=q, key=k, value=v, softmax_scale=0.25, **features)
 
 
-def cut(pairs, rows, columns, fill):
+def masking(pairs, rows, columns, fill):
     """Pairs in tiles, [2, tiles of rows, tiles of columns, pairs of a tile]."""
     padding = ((0, 0), (0, -pairs.shape[1] % rows), (0, -pairs.shape[2] % columns))
     pairs = np.pad(pairs, padding, constant_values=fill)
@@ -58,22 +58,22 @@ def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
     pairs = attended(call)
     # Queries beyond the end may see anything: nothing is written for them. Keys beyond the end are seen by nobody.
     beyond = np.pad(pairs, ((0, 0), (0, -pairs.shape[1] % blocks[0]), (0, 0)), constant_values=True)
-    some, every = cut(pairs, *blocks, False).any(-1), cut(beyond, *blocks, False).all(-1)
+    some, every = masking(pairs, *blocks, False).any(-1), masking(beyond, *blocks, False).all(-1)
     for visits, some_, every_ in (
         (key_visits(spec, ids, *blocks), some, every),
         (query_visits(spec, ids, *blocks), some.swapaxes(1, 2), every.swapaxes(1, 2)),
     ):
         for b, tile in np.ndindex(some_.shape[:2]):
-            first, clear, unclear, last = np.asarray(visits)[b if len(visits) > 1 else 0, tile]
-            assert 0 <= first <= clear <= unclear <= last <= some_.shape[2]
+            first, full_start, full_end, last = np.asarray(visits)[b if len(visits) > 1 else 0, tile]
+            assert 0 <= first <= full_start <= full_end <= last <= some_.shape[2]
             assert first < last
             index = np.arange(some_.shape[2])
             visited = (index >= first) & (index < last)
             assert visited[some_[b, tile]].all()
-            assert every_[b, tile][clear:unclear].all()
+            assert every_[b, tile][full_start:full_end].all()
             if ids is None and some_[b, tile].any():
                 assert visited.sum() == np.ptp(index[some_[b, tile]]) + 1
-                assert every_[b, tile].sum() == unclear - clear or not every_[b, tile].any()
+                assert every_[b, tile].sum() == full_end - full_start or not every_[b, tile].any()
 
 
 def test_ids_of_padding_never_meet():
@@ -100,7 +100,7 @@ def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, l
         make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=causal)), None, 128, 128
     )
     plan = tile_scheduler.make_plan(
-        visits.shape[1], batch=batch, heads=heads, reverse=causal, head_bytes=4 * 2**20, group=group, dealt=True
+        visits.shape[1], batch=batch, heads=heads, reverse=causal, head_bytes=4 * 2**20, group=group, persistent=True
     )
     assert plan.blocks == min(132, plan.items)
     items = [tile_scheduler.item(plan, jnp.int32(number)) for number in range(plan.items)]

@@ -10,7 +10,7 @@ import pytest
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.tiled_attention.backward import run
-from ejkernel_pallas.gpu.tiled_attention.backward.call import Call, Visits, visit_heads
+from ejkernel_pallas.gpu.tiled_attention.backward.call import Call, QueryRuns, for_each_query_block
 from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_visitors
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
@@ -29,7 +29,7 @@ CALLS = {
 
 
 def table(name):
-    """Visits of a call's tiles of keys, and how many tiles of queries there are."""
+    """QueryRuns of a call's tiles of keys, and how many tiles of queries there are."""
     queries, keys, fields = CALLS[name]
     rng, ids = np.random.default_rng(0), None
     if name.startswith("segments"):
@@ -64,7 +64,7 @@ def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
     earliest = np.asarray(first_visitors(visits, count))
     visits, batch, heads = np.asarray(visits), 2, 2
     plan = tile_scheduler.make_plan(
-        visits.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**24, group=1, dealt=False
+        visits.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**24, group=1, persistent=False
     )
     plan = dataclasses.replace(plan, folded=folded)
     added = np.zeros((batch, heads, count), int)
@@ -90,8 +90,8 @@ def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
 
 @pytest.mark.parametrize(("heads", "tiles", "bundle"), [(4, 6, 2), (4, 7, 2), (6, 1, 2), (3, 5, 3), (4, 2, 1)])
 def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones(heads, tiles, bundle):
-    plan = tile_scheduler.Plan(
-        heads, tiles, bundle, heads * tiles, heads * tiles, reverse=False, dealt=False, folded=True
+    plan = tile_scheduler.TileSchedule(
+        heads, tiles, bundle, heads * tiles, heads * tiles, reverse=False, persistent=False, folded=True
     )
     listed = [tile_scheduler.item(plan, np.int32(n)) for n in range(plan.items)]
     later, bundles = tiles // 2, heads // bundle
@@ -121,7 +121,7 @@ def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, by_head):
     plan = run._plan(visits, spec, tile)(spec.batch)
     assert (plan.folded, run._by_head(visits, spec, tile)) == (folded, by_head)
     if folded:
-        assert plan.bundle * spec.group * spec.queries * tile.row_bytes(spec) <= 1.5 * tile_scheduler.CACHE
+        assert plan.bundle * spec.group_size * spec.queries * tile.row_bytes(spec) <= 1.5 * tile_scheduler.CACHE
 
 
 @pytest.mark.parametrize("by_head", [False, True])
@@ -129,14 +129,14 @@ def test_blocks_visit_later_queries_first_in_runs(by_head):
     q, k = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (4, 2))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=True))
     call = Call(spec, None, None, by_head, None, None, None, None, None)
-    visits = Visits(None, jnp.int32(2), tuple(map(jnp.int32, (1, 3, 5, 7))))
+    visits = QueryRuns(None, jnp.int32(2), tuple(map(jnp.int32, (1, 3, 5, 7))))
 
-    def note(cut, head, index, state):
+    def note(masking, head, index, state):
         count, seen = state
-        return count + 1, seen.at[count].set(jnp.array([head, index, cut], jnp.int32))
+        return count + 1, seen.at[count].set(jnp.array([head, index, masking], jnp.int32))
 
     start = jnp.int32(0), jnp.full((12, 3), -1)
-    _, seen = visit_heads(call, visits, note, start, True)
+    _, seen = for_each_query_block(call, visits, note, start, True)
     runs = [(index, index not in (3, 4)) for index in (6, 5, 4, 3, 2, 1)]
     wanted = [(head, *visit) for head in (2, 3) for visit in runs]
     if not by_head:

@@ -42,16 +42,18 @@ def lowered(record, of_rows, of_matrices):
 
 
 FORWARD, BACKWARD = (spec.candidates(make(), None, direction) for direction in ("forward", "backward"))
+HALVED = {"halves": True, "overlap": False, "block_n": 256, "stages": 4, "slots": 2}
 CLUSTERS = [
     (
         dataclasses.replace(FORWARD[0], **fields),
         dataclasses.replace(BACKWARD[0], **fields, **{f"rhs_{name}": value for name, value in fields.items()}),
     )
-    for fields in ({"cluster_m": 2}, {"cluster_n": 2})
+    for fields in ({"cluster_m": 2, "cluster_n": 1}, {"cluster_m": 1, "cluster_n": 2})
 ]
+HALVES = [(dataclasses.replace(FORWARD[0], **HALVED), dataclasses.replace(BACKWARD[0], **HALVED))]
 
 
-@pytest.mark.parametrize("params", [(FORWARD[0], BACKWARD[0]), *CLUSTERS], ids=str)
+@pytest.mark.parametrize("params", [(FORWARD[0], BACKWARD[0]), *CLUSTERS, *HALVES], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"transposed": True, "dtype": jnp.float16}, {"out": jnp.float32}], ids=str)
 def test_a_call_and_its_gradients_lower(fields, params):
     record = make(**fields)

@@ -93,4 +93,4 @@ def test_warpgroups_end_together_or_are_said_not_to(queries, keys, right):
     rows = np.arange(64 * 192).reshape(-1, queries // ROWS, ROWS).max(axis=-1)  # the last of every warpgroup
     ends = (rows + (right or 0)) // keys
     uneven = right is not None and bool((ends[:, :1] != ends).any())
-    assert ForwardTile(queries // ROWS, keys, 2, 2).uneven(spec) == uneven
+    assert ForwardTile(queries // ROWS, keys, 2, 2).has_uneven_ends(spec) == uneven

@@ -50,15 +50,17 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
     count = -(-keys // 128)
     rows, split = table.shape[1], make_split(batch * heads * table.shape[1], 12, count)
     plan = tile_scheduler.make_plan(
-        rows, batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, dealt=True, split=split
+        rows, batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, persistent=True, split=split
     )
     assert plan.split.tiles
     found, parts, at = collections.Counter(), [], jnp.asarray(table)
     for number in range(plan.items):
         item = tile_scheduler.item(plan, jnp.int32(number))
-        first, clear, unclear, last = (int(x) for x in tile_scheduler.visits(plan, at, jnp.int32(number)))
+        first, full_start, full_end, last = (int(x) for x in tile_scheduler.block_range(plan, at, jnp.int32(number)))
         assert first < last
-        assert [n for n in range(first, last) if not clear <= n < unclear] == ([count - 1] if last == count else [])
+        assert [n for n in range(first, last) if not full_start <= n < full_end] == (
+            [count - 1] if last == count else []
+        )
         found.update((int(item.batch), int(item.head), int(item.tile), n) for n in range(first, last))
         parts += [int(item.part)] if item.part >= 0 else []
     assert set(found.values()) == {1}
@@ -86,7 +88,7 @@ def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, que
     adding = collections.defaultdict(list)
     for number in range(plan.items):
         item = tile_scheduler.item(plan, jnp.int32(number))
-        first, _, _, last = (int(x) for x in tile_scheduler.visits(plan, at, jnp.int32(number)))
+        first, _, _, last = (int(x) for x in tile_scheduler.block_range(plan, at, jnp.int32(number)))
         assert first < last
         for n in range(first, last):
             adding[int(item.batch), int(item.head), n].append(int(item.tile))
@@ -99,14 +101,14 @@ def test_parts_make_the_whole():
     scores, values = rng.normal(size=(2, 7, 24)), rng.normal(size=(2, 24, 8))
     scores[1, :, :6] = scores[1, 3] = -np.inf  # a part that attends to nothing, and a query
     weights = np.exp(scores)
-    total = weights.sum(axis=-1)
-    want = np.einsum("tqk,tkd->tqd", weights, values) / np.where(total > 0, total, 1)[..., None]
+    row_sum = weights.sum(axis=-1)
+    want = np.einsum("tqk,tkd->tqd", weights, values) / np.where(row_sum > 0, row_sum, 1)[..., None]
     masses = weights.reshape(2, 7, 4, 6).swapaxes(1, 2)
     sums = masses.sum(axis=-1)
     parts = np.einsum("tpqk,tpkd->tpqd", masses, values.reshape(2, 4, 6, 8)) / np.where(sums > 0, sums, 1)[..., None]
     with np.errstate(divide="ignore"):
         output, lse = merged(jnp.asarray(parts), jnp.asarray(np.log(sums)))
-        np.testing.assert_allclose(lse, np.log(total), rtol=1e-6)
+        np.testing.assert_allclose(lse, np.log(row_sum), rtol=1e-6)
     np.testing.assert_allclose(output, want, rtol=1e-5, atol=1e-6)
 
 

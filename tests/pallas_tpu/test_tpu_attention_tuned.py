@@ -47,7 +47,7 @@ def test_kernels_can_have_the_tiles_of_every_entry(file):
         blocks = [forward_blocks(part)] if direction == "forward" else backward_blocks(part)
         for found in blocks:
             made = make_spec(record(4096, causal=True), found)
-            assert (made.q_block, made.kv_block, made.q_chunk, made.kv_chunk) == found
+            assert (made.block_q, made.block_kv, made.chunk_q, made.chunk_kv) == found
 
 
 @pytest.mark.parametrize(("chip", "direction"), SHIPPED)

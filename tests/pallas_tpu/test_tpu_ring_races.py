@@ -50,8 +50,8 @@ def test_eight_devices():
 
 def test_a_slot_that_is_written_too_early_is_found():
     with (
-        mock.patch.object(neighbours, "make_room"),
-        mock.patch.object(neighbours, "await_room"),
+        mock.patch.object(neighbours, "signal_free_slot"),
+        mock.patch.object(neighbours, "wait_free_slot"),
         simulated(),
     ):
         both(forward, backward, 3, arrays((1, 384, 1, 1, 32, 32)))

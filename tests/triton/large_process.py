@@ -135,7 +135,38 @@ def experts(lhs, rhs, sizes):
 CHANNELS = shape(3, 259, 2**22)
 MANY_HEADS = shape(3, 2051, 4096, D)
 SEGMENT = {"block_lists": last_block}
+PAGES = shape(2**15 + 64, 64, 8, D)
+
+
+def unified(queries, keys, values, lengths, tables, starts):
+    return modules.unified_attention(queries, keys, values, lengths, tables, starts, platform="triton")
+
+
+def last_entry(call, sizes):
+    """A plan whose only entry is the last row of the last sequence, with the keys at the end of its table."""
+    spec = call.constants["spec"]
+    length = spec.TABLE * 64
+    work = np.zeros(sizes, np.int32)
+    last = (spec.SEQUENCES - 1, spec.ROWS - 1, 1, length - 1, length - 1, length - spec.BLOCK_KV, length, 0, 1)
+    work[:, 0] = last
+    return work
+
+
+def last_share(call, sizes):
+    """The last program has the last head of that entry."""
+    shares = np.zeros(sizes, np.int32)
+    heads = call.constants["spec"].HK
+    shares[:, -2], shares[:, -1] = (0, heads - 1), (1, heads)
+    return shares
+
+
+LAST = {"work": last_entry, "shares": last_share, "tables": lambda call, sizes: np.full(sizes, PAGES.shape[0] - 1)}
 CASES = {
+    "unified_attention": (
+        unified,
+        (shape(9, 32, D), PAGES, PAGES, shape(4, dtype=INT), shape(4, 16, dtype=INT), shape(5, dtype=INT)),
+        LAST,
+    ),
     "flash_attention": (gradients(flash, 3), (SEQUENCES,) * 3, SEGMENT),
     "flash_attention, batch": (gradients(flash, 3), (ROWS,) * 3, {}),
     "bias": (gradients(biased, 4), (shape(1, T, 1, 64),) * 3 + (shape(1, 1, T, T),), SEGMENT),

@@ -42,7 +42,7 @@ def passes(call, layer, tokens):
     return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(call(*x) ** 3), argnums=(0, 1)))(layer, tokens)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
 def test_output_and_gradients_are_those_of_the_dense_layer(moe, inputs, devices):
     if devices > jax.device_count():
         pytest.skip(f"{devices} devices are more than there are")
@@ -56,9 +56,23 @@ def test_output_and_gradients_are_those_of_the_dense_layer(moe, inputs, devices)
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
-def test_the_gradient_of_a_permutation_is_no_scatter(moe):
+def pairs_of(call, pairs):
+    return lambda moe, x, order, inverse: call(moe)(x, order, inverse.reshape(pairs))
+
+
+CALLS = {
+    "permute": (3, pairs_of(lambda moe: moe.permute, (3,))),
+    "dispatch": (3, pairs_of(lambda moe: moe.dispatch, (3, 1))),
+    "combine": (3, pairs_of(lambda moe: lambda x, *pair: moe.combine(x, jnp.ones((3, 1)), *pair), (3, 1))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_gradient_of_a_gather_is_no_scatter(moe, name):
+    rows, call = CALLS[name]
     order = jnp.array([2, 0, 1])
     inverse = jnp.argsort(order)
-    text = jax.jit(jax.grad(lambda x: jnp.sum(moe.permute(x, order, inverse) ** 2))).lower(jnp.ones((3, 4))).as_text()
+    loss = jax.jit(jax.grad(lambda x: jnp.sum(call(moe, x, order, inverse) ** 2)))
+    text = loss.lower(jnp.ones((rows, 4))).as_text()
     assert "stablehlo.gather" in text
     assert "stablehlo.scatter" not in text

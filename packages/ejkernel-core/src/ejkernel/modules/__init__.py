@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         NativeSparseAttentionConfig,
         PageAttentionConfig,
         PrefillPageAttentionConfig,
+        QuantizedMatmulConfig,
         RaggedDecodeAttentionConfig,
         RaggedGatedDeltaRuleConfig,
         RaggedPageAttentionv2Config,
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from ejkernel.modules.operations.native_sparse_attention import NativeSparseAttention, native_sparse_attention
     from ejkernel.modules.operations.page_attention import PageAttention, page_attention
     from ejkernel.modules.operations.prefill_page_attention import PrefillPageAttention, prefill_page_attention
+    from ejkernel.modules.operations.quantized_matmul import QuantizedMatmul, quantized_matmul
     from ejkernel.modules.operations.ragged_decode_attention import RaggedDecodeAttention, ragged_decode_attention
     from ejkernel.modules.operations.ragged_gated_delta_rule import RaggedGatedDeltaRule, ragged_gated_delta_rule
     from ejkernel.modules.operations.ragged_page_attention_v2 import (
@@ -153,6 +155,8 @@ __all__ = [
     "PageAttentionConfig",
     "PrefillPageAttention",
     "PrefillPageAttentionConfig",
+    "QuantizedMatmul",
+    "QuantizedMatmulConfig",
     "RNNConfig",
     "RaggedDecodeAttention",
     "RaggedDecodeAttentionConfig",
@@ -204,6 +208,7 @@ __all__ = [
     "native_sparse_attention",
     "page_attention",
     "prefill_page_attention",
+    "quantized_matmul",
     "ragged_decode_attention",
     "ragged_gated_delta_rule",
     "ragged_page_attention",

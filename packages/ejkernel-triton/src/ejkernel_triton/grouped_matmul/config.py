@@ -116,8 +116,8 @@ OF_BYTES = (
 BYTES_IN_BLOCKS = (Tile(64, 128, 128, 8, 4), Tile(128, 64, 128, 8, 4))
 """With scales of every step, where the matrix unit has other layouts than Hopper's."""
 QUICK_BYTES = (
-    Tile(128, 256, 128, 8, 4),
     Tile(128, 256, 128, 8, 3),
+    Tile(128, 256, 128, 8, 4),
     Tile(128, 128, 128, 4, 3),
     Tile(256, 128, 128, 8, 4),
     Tile(128, 256, 64, 8, 5),

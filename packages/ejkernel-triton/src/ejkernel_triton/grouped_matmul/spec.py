@@ -139,10 +139,11 @@ def widened(record: GroupedMatmul) -> GroupedMatmul:
     if record.lhs_scale is None:
         return record
     dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_of(record, jnp.float32)
-    if not isinstance(record.lhs, jax.Array):  # a record of shapes
-        lhs = jax.ShapeDtypeStruct(record.lhs.shape, dtype)
-    else:
-        lhs = rows(record, record.lhs, record.lhs_scale).astype(dtype)
+    given: Any = record.lhs
+    if isinstance(given, jax.Array):
+        lhs = rows(record, given, record.lhs_scale).astype(dtype)
+    else:  # a record of shapes
+        lhs = jax.ShapeDtypeStruct(given.shape, dtype)
     return dataclasses.replace(record, lhs=lhs, lhs_scale=None)
 
 

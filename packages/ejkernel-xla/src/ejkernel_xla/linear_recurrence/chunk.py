@@ -19,7 +19,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
@@ -74,7 +73,7 @@ def _read(state: jax.Array, chunk: Chunk, write: jax.Array, keys: KeyGates, prec
     before = keys.read(chunk.query, state, precision)
     if (values := _value_levels(chunk)) is None:
         return before + multiply(keys.pairs(chunk.query, chunk.key, state.shape[0], precision), write, precision)
-    return before * jnp.exp(values[-1].since[..., 0, :, :]) + _own_faded(chunk, write, values, precision)
+    return before * values[-1].since[..., 0, :, :] + _own_faded(chunk, write, values, precision)
 
 
 def next_state(state: jax.Array, chunk: Chunk, precision: Any) -> jax.Array:
@@ -85,8 +84,8 @@ def next_state(state: jax.Array, chunk: Chunk, precision: Any) -> jax.Array:
 
 def _after(state: jax.Array, chunk: Chunk, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
     if (values := _value_levels(chunk)) is not None:
-        state = fade_columns(state, jnp.exp(values[-1].since[..., 0, -1, :]))
-        write = write * jnp.exp(values[-1].until[..., 0, :, :])
+        state = fade_columns(state, values[-1].since[..., 0, -1, :])
+        write = write * values[-1].until[..., 0, :, :]
     return keys.add(state, chunk.key, write, precision)
 
 

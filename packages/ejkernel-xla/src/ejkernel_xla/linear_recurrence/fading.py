@@ -7,7 +7,7 @@ chunk is halved again and again: a pair that a cut at m separates has the weight
     exp(g_{m+1} + ... + g_i) * exp(g_{j+1} + ... + g_m)
 
 whose factors are both at most 1 and belong to one token each, so that every square between two halves is a matrix
-product. Only sums of gates are formed, never differences: -inf is a gate like any other.
+product. Only products of weights are formed, never quotients: -inf is a gate like any other.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from ejkernel_xla.linear_recurrence.products import dots, multiply, multiply_row
 
 
 class Spans(NamedTuple):
-    """Sums of gates within the blocks of a chunk, both [..., blocks, length, channels].
+    """Weights of the gates within the blocks of a chunk, exponentials of their sums; [..., blocks, length, channels].
 
     Attributes:
         since: From the block's first token to each token, both included.
@@ -32,13 +32,17 @@ class Spans(NamedTuple):
 
 
 def spans(gates: jax.Array) -> list[Spans]:
-    """The sums of [..., C, channels] gates in blocks of length 1, 2, 4, ..., C, which is a power of two."""
-    since = gates[..., None, :]
-    levels = [Spans(since, jnp.zeros_like(since))]
+    """The weights of [..., C, channels] log gates in blocks of length 1, 2, 4, ..., C, which is a power of two.
+
+    Exponentials are taken once, of the gates themselves, and multiplied: no factor is above 1. Exponentials of the sums
+    at every level would be written out again by a CPU's compiler in every loop that reads them.
+    """
+    since = jnp.exp(gates)[..., None, :]
+    levels = [Spans(since, jnp.ones_like(since))]
     while levels[-1].since.shape[-3] > 1:
         (since, later), (until, rest) = (split(x) for x in levels[-1])
-        late = jnp.concatenate([since, since[..., -1:, :] + later], axis=-2)
-        early = jnp.concatenate([until + later[..., -1:, :], rest], axis=-2)
+        late = jnp.concatenate([since, since[..., -1:, :] * later], axis=-2)
+        early = jnp.concatenate([until * later[..., -1:, :], rest], axis=-2)
         levels.append(Spans(late, early))
     return levels
 
@@ -69,8 +73,8 @@ def corners(
         earlier, _ = split(_blocks(right, n))
         if levels is not None:
             level = levels[n.bit_length() - 1]
-            later = later * jnp.exp(split(level.since)[1])
-            earlier = earlier * jnp.exp(split(level.until)[0])
+            later = later * split(level.since)[1]
+            earlier = earlier * split(level.until)[0]
         found.append(outer(later, earlier, precision))
         n *= 2
     return found
@@ -120,8 +124,8 @@ def gather(
     for n, square in enumerate(squares):
         length = 2**n
         earlier, _ = split(_blocks(values, length))
-        fresh = earlier * jnp.exp(split(levels[n].until)[0])
-        taken = multiply(square, fresh, precision) * jnp.exp(split(levels[n].since)[1])
+        fresh = earlier * split(levels[n].until)[0]
+        taken = multiply(square, fresh, precision) * split(levels[n].since)[1]
         pairs = jnp.stack([jnp.zeros_like(taken), taken], axis=-3)  # nothing for the first block of each pair
         total = total + pairs.reshape(total.shape)
     return total

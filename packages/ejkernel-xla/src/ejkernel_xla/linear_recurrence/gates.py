@@ -70,7 +70,7 @@ class ChannelGates:
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """As of `HeadGates`."""
         left = expand(left, state.shape[0])
-        return multiply(left * jnp.exp(self.levels[-1].since[..., 0, :, :]), state, precision)
+        return multiply(left * self.levels[-1].since[..., 0, :, :], state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """As of `HeadGates`."""
@@ -79,9 +79,9 @@ class ChannelGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """As of `HeadGates`."""
-        key = expand(key, state.shape[0]) * jnp.exp(self.levels[-1].until[..., 0, :, :])
+        key = expand(key, state.shape[0]) * self.levels[-1].until[..., 0, :, :]
         update = multiply_columns(key, write, precision)
-        return fade(state, jnp.exp(self.levels[-1].since[..., 0, -1, :])) + update
+        return fade(state, self.levels[-1].since[..., 0, -1, :]) + update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
     levels = spans(gates[..., None])
     one = jnp.ones((*gates.shape, 1), gates.dtype)
     between = triangle(one[..., 0], corners(one, one, levels))
-    return between, jnp.exp(levels[-1].since[..., 0, :, 0])
+    return between, levels[-1].since[..., 0, :, 0]
 
 
 def _weights_saved(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:

@@ -43,6 +43,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "native_sparse_attention": ("NativeSparseAttention", "native_sparse_attention"),
     "page_attention": ("PageAttention", "page_attention"),
     "prefill_page_attention": ("PrefillPageAttention", "prefill_page_attention"),
+    "quantized_matmul": ("QuantizedMatmul", "quantized_matmul"),
     "ragged_decode_attention": ("RaggedDecodeAttention", "ragged_decode_attention"),
     "ragged_gated_delta_rule": ("RaggedGatedDeltaRule", "ragged_gated_delta_rule"),
     "ragged_page_attention_v2": (

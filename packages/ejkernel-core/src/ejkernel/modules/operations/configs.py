@@ -41,6 +41,7 @@ from ejkernel.modules.operations.configuration.sequence import (
     GRUConfig,
     LSTMConfig,
     MeanPoolingConfig,
+    QuantizedMatmulConfig,
     RNNConfig,
     StateSpaceV1Config,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "PageAttentionConfig",
     "PagedAttentionConfig",
     "PrefillPageAttentionConfig",
+    "QuantizedMatmulConfig",
     "RNNConfig",
     "RaggedDecodeAttentionConfig",
     "RaggedGatedDeltaRuleConfig",

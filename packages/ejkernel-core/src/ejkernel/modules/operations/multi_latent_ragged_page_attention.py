@@ -19,8 +19,10 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_scale,
     cache_scales,
     check_ints,
+    check_tables,
     quantised,
     settle,
+    table_axes,
 )
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -79,7 +81,7 @@ def multi_latent_ragged_page_attention(
     keys_pe: Num[Array, "t c"],
     kv_cache: Num[Array, "p s pack lanes"],
     kv_lens: Integer[Array, " n"],
-    block_tables: Integer[Array, " n*k"],
+    block_tables: Integer[Array, "n k"] | Integer[Array, " n*k"],
     query_start_loc: Integer[Array, " n+1"],
     distribution: Integer[Array, " 3"],
     *,
@@ -127,8 +129,8 @@ def multi_latent_ragged_page_attention(
         keys_pe: [T, Dr] new keys with rotary position, dtype of kv_cache.
         kv_cache: [P, S / pack, pack, lanes] floating or int8, as above.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
-        block_tables: [N * K] int, K pages a sequence. Entries past a sequence's length are neither looked at nor
-            written through; within it, an entry that is no page of the cache is a page without keys.
+        block_tables: [N, K] or flat [N * K] int, K pages a sequence. Entries past a sequence's length are neither
+            looked at nor written through; within it, an entry that is no page of the cache is a page without keys.
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): k sequences are live; i and j are advice for kernels.
         softmax_scale: Factor on the scores; None means `(R + Dr) ** -0.5`. Models want `(Dn + Dr) ** -0.5` with the
@@ -194,9 +196,7 @@ def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
         )
     check_ints("kv_lens", args.kv_lens, "N", sizes)
     check_not_empty("kv_lens", args.kv_lens, "N", "N")
-    check_ints("block_tables", args.block_tables, "N*K", sizes)
-    if sizes["N*K"] % sizes["N"]:
-        raise ValueError(f"block_tables: got shape ({sizes['N*K']},), wants [N * K] for N={sizes['N']} sequences")
+    check_tables("block_tables", args.block_tables, sizes)
     check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     check_ints("distribution", args.distribution, "3", {"3": 3})
 
@@ -273,6 +273,7 @@ OP = Op(
     make_inputs=cases.make_inputs,
     axes=AXES,
     finish=finish,
+    axes_of=table_axes,
     output=("t h v", "p s k d"),
     lse="t h",
 )

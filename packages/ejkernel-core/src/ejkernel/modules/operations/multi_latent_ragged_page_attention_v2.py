@@ -30,7 +30,7 @@ def multi_latent_ragged_page_attention_v2(
     keys_pe: Num[Array, "t c"],
     kv_cache: Num[Array, "p s pack lanes"],
     kv_lens: Integer[Array, " n"],
-    block_tables: Integer[Array, " n*k"],
+    block_tables: Integer[Array, "n k"] | Integer[Array, " n*k"],
     query_start_loc: Integer[Array, " n+1"],
     distribution: Integer[Array, " 3"],
     *,
@@ -60,7 +60,7 @@ def multi_latent_ragged_page_attention_v2(
         keys_pe: [T, Dr] new keys with rotary position, dtype of kv_cache.
         kv_cache: [P, S / pack, pack, lanes] floating or int8.
         kv_lens: [N] int.
-        block_tables: [N * K] int.
+        block_tables: [N, K] or flat [N * K] int.
         query_start_loc: [N + 1] int.
         distribution: [3] int.
         softmax_scale: Factor on the scores; None means `(R + Dr) ** -0.5`.
@@ -114,6 +114,7 @@ OP = Op(
     make_inputs=cases.make_inputs,
     axes=first.AXES,
     finish=first.finish,
+    axes_of=first.OP.axes_of,
     output=first.OP.output,
     lse=first.OP.lse,
 )

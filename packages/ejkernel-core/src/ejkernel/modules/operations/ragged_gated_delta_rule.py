@@ -13,8 +13,9 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RaggedGatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank, wide
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
+from ejkernel.modules.operations.shared.slots import read_slots, write_slots
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -124,15 +125,9 @@ def validate(args: RaggedGatedDeltaRuleArguments) -> None:
             raise ValueError(f"{argument}: got shape {getattr(args, argument).shape}, wants {name} of at least 1")
 
 
-def _kept(args: RaggedGatedDeltaRuleArguments) -> jax.Array:
-    """Which requests have a slot, bool [N]."""
-    return (args.state_indices >= 0) & (args.state_indices < args.recurrent_state.shape[0])
-
-
 def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
     """The family's record of a call: one row of packed sequences, with their states out of the slots."""
-    states = wide(jnp.take(args.recurrent_state, args.state_indices, axis=0, mode="clip"))
-    states = jnp.where(_kept(args)[:, None, None, None], states, 0)
+    states = read_slots(args.recurrent_state, args.state_indices)
     row = delta_rule.delta_record(args, cu_seqlens=args.query_start_loc, sequence_state=states)
     tokens = {name: getattr(row, name) for name in ("query", "key", "value", "decay", "beta")}
     # The gate's channel axis is the last either way, so a row axis in front completes all of them.
@@ -142,9 +137,7 @@ def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
 def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The tokens' outputs, and the slots with the states of the requests that had tokens and have a slot."""
     read, states = output
-    slots, stored = args.recurrent_state, _kept(args) & (jnp.diff(args.query_start_loc) > 0)
-    index = jnp.where(stored, args.state_indices, slots.shape[0])  # behind the last slot: dropped
-    return read[0], slots.at[index].set(states.astype(slots.dtype), mode="drop")
+    return read[0], write_slots(args.recurrent_state, args.state_indices, args.query_start_loc, states)
 
 
 def reference(args: RaggedGatedDeltaRuleArguments) -> tuple[jax.Array, jax.Array]:

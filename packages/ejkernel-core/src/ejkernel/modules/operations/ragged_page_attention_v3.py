@@ -23,8 +23,10 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_groups,
     check_ints,
     check_query,
+    check_tables,
     quantised,
     settle,
+    table_axes,
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import (
@@ -88,7 +90,7 @@ def ragged_page_attention_v3(
     values: Num[Array, "t g d"],
     kv_cache: Num[Array, "p s x c lanes"],
     kv_lens: Integer[Array, " r"],
-    block_tables: Integer[Array, " r*k"],
+    block_tables: Integer[Array, "r k"] | Integer[Array, " r*k"],
     query_start_loc: Integer[Array, " n"],
     distribution: Integer[Array, " 3"],
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
@@ -112,8 +114,8 @@ def ragged_page_attention_v3(
 
     Shape letters: T rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n owns
     rows `query_start_loc[n] : query_start_loc[n + 1]`: row i of q is its token at position `kv_lens[n] - q + i`. The
-    token at position k lies in page `block_tables[n * K + k // S]`, slot `k % S`, where K pages a sequence follow from
-    the length of the tables. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
+    token at position k lies in page `block_tables[n, k // S]`, slot `k % S`. The formula is in
+    `ejkernel.families.paged_attention`. Not differentiable.
 
     Nothing but the new tokens' own slots is written. Call under `jax.jit` with `donate_argnums` for the cache and use
     the returned one: the update is then in place. A call outside of jit copies the cache.
@@ -132,8 +134,9 @@ def ragged_page_attention_v3(
         values: [T, Hk, D] new values, dtype of kv_cache.
         kv_cache: [P, S, x, pack, lanes] floating or int8, as above.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
-        block_tables: [N * K] int. Entries past a sequence's length are neither looked at nor written through; within
-            it, an entry that is no page of the cache is a page without keys, which drops what is written to it.
+        block_tables: [N, K] or flat [N * K] int. Entries past a sequence's length are neither looked at nor written
+            through; within it, an entry that is no page of the cache is a page without keys, which drops what is
+            written to it.
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): sequences 0 to i - 1 have one row each, i to j - 1 equally many, up to k - 1
             any number; k sequences are live. The first two are advice for kernels. Rows of other sequences give 0.
@@ -194,9 +197,7 @@ def validate(args: RaggedPageAttentionv3Arguments) -> None:
     layout(args)
     check_ints("kv_lens", args.kv_lens, "N", sizes)
     check_not_empty("kv_lens", args.kv_lens, "N", "N")
-    check_ints("block_tables", args.block_tables, "N*K", sizes)
-    if sizes["N*K"] % sizes["N"]:
-        raise ValueError(f"block_tables: got shape ({sizes['N*K']},), wants [N * K] for N={sizes['N']} sequences")
+    check_tables("block_tables", args.block_tables, sizes)
     check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     check_ints("distribution", args.distribution, "3", {"3": 3})
     check_sinks(args.softmax_aux, sizes["H"])
@@ -301,6 +302,7 @@ OP = Op(
         "softmax_aux": "h sinks",
     },
     finish=finish,
+    axes_of=table_axes,
     output=("t h v", "p s g c d"),
     lse="t h",
     configure=configure,

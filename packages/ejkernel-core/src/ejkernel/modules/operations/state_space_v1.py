@@ -5,13 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.modules.operations.cases import state_space_v1 as cases
 from ejkernel.modules.operations.configs import StateSpaceV1Config
-from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape, got
+from ejkernel.modules.operations.shared.packed_scan import packed_record, unpacked
+from ejkernel.modules.operations.shared.recurrences import check_packing, rank
+from ejkernel.modules.operations.shared.shapes import check_cumulative, check_dtype, check_not_empty, check_shape, got
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
@@ -43,6 +45,7 @@ class StateSpaceV1Arguments:
     gate: jax.Array | None = None
     initial_state: jax.Array | None = None
     conv_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
     act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
 
     def __post_init__(self) -> None:
@@ -50,6 +53,8 @@ class StateSpaceV1Arguments:
             raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
         if self.act_fn is not None and self.gate is None:
             raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
+        if self.cu_seqlens is not None and rank(self.hidden_states) == 3:
+            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.hidden_states.shape[1])
 
 
 @operation(lambda: OP)
@@ -61,8 +66,9 @@ def state_space_v1(
     D: Float[Array, " i"],
     dt: Float[Array, "b t i"],
     gate: Float[Array, "b t i"] | None = None,
-    initial_state: Float[Array, "b i e"] | None = None,
+    initial_state: Float[Array, "n i e"] | None = None,
     conv_state: Float[Array, "b i c"] | None = None,
+    cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
     platform: str | None = None,
@@ -86,15 +92,19 @@ def state_space_v1(
         D: [I] floating, the share of x that goes past the states.
         dt: [B, T, I] floating, the step of each token, after its softplus.
         gate: [B, T, I] floating; the output is multiplied with `act_fn(gate)`.
-        initial_state: [B, I, E] floating, the state before the first token; None is zeros.
+        initial_state: [B, I, E] floating, the state before the first token; None is zeros. [N, I, E] of packed
+            sequences.
         conv_state: [B, I, d_conv] floating, state of the convolution in front of the scan, which is the caller's;
             handed back as it is, so that a layer's state is what the call returns.
+        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
+            be traced; values that are not are checked, for which an eager call waits. Sequences may be empty. The scan
+            takes 2 E + 1 more tokens a sequence, in float32: `ejkernel.modules.operations.shared.packed_scan`.
         act_fn: Activation of the gate, a function of an array in the accumulator's dtype; None is `jax.nn.silu`. Goes
             with a gate. A call is traced again for every new function object.
 
     Returns:
-        Output [B, T, I] in the dtype of hidden_states, final state [B, I, E] in float32 (float64 for float64), and
-        conv_state.
+        Output [B, T, I] in the dtype of hidden_states, final state [B, I, E], or [N, I, E] of packed sequences, in
+        float32 (float64 for float64), and conv_state.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -124,16 +134,20 @@ def validate(args: StateSpaceV1Arguments) -> None:
     sizes: dict[str, int] = {}
     for name, axes in AXES.items():
         array = getattr(args, name)
+        if args.cu_seqlens is not None and name in ("initial_state", "conv_state"):
+            axes = axes.replace("B", "N")
         if array is not None:
             check_shape(name, array, axes, sizes)
             check_dtype(name, array, jnp.floating, "a floating dtype")
+        if name == "hidden_states" and args.cu_seqlens is not None:
+            check_packing(args.cu_seqlens, sizes)
     check_not_empty("hidden_states", args.hidden_states, "B T I", "T I")
     check_not_empty("A", args.A, "I E", "E")
 
 
 def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
     """The selective-scan record of a call."""
-    return SelectiveScan(
+    record = SelectiveScan(
         x=args.hidden_states,
         step=args.dt,
         decay=args.A,
@@ -142,11 +156,15 @@ def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
         skip=args.D,
         initial_state=args.initial_state,
     )
+    return record if args.cu_seqlens is None else packed_record(record, args.cu_seqlens)
 
 
 def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     """What the public function returns."""
     y, state = output
+    if args.cu_seqlens is not None:
+        y, state = unpacked(y, args.cu_seqlens, args.hidden_states.shape[1], args.A.shape[1])
+        y = y.astype(args.hidden_states.dtype)
     if args.gate is not None:
         act_fn = jax.nn.silu if args.act_fn is None else args.act_fn
         y = (y.astype(state.dtype) * act_fn(args.gate.astype(state.dtype))).astype(y.dtype)
@@ -189,6 +207,7 @@ OP = Op(
         "gate": "b t i",
         "initial_state": "b i e",
         "conv_state": "b i c",
+        "cu_seqlens": "n",
     },
     finish=finish,
     output=("b t i", "b i e", "b i c"),

@@ -6,20 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.cases import state_space as state_space_cases
 from ejkernel.modules.operations.configs import StateSpaceV2Config
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, wide
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_packing, wide
 from ejkernel.modules.operations.shared.repeated import check_repeated
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
     as_number,
     as_precision,
+    check_cumulative,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -45,6 +46,7 @@ class StateSpaceV2Arguments:
     gate: jax.Array | None = None
     initial_state: jax.Array | None = None
     conv_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
     n_groups: int | None = static(None)
     act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
     use_gated_rmsnorm: bool = static(False)
@@ -65,6 +67,8 @@ class StateSpaceV2Arguments:
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
+        if self.cu_seqlens is not None and len(getattr(self.x, "shape", ())) == 4:
+            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
 
 
 @operation(lambda: OP)
@@ -76,8 +80,9 @@ def state_space_v2(
     D: Float[Array, " h"],
     dt: Float[Array, "b t h"],
     gate: Float[Array, "b t h*p"] | None = None,
-    initial_state: Float[Array, "b h p e"] | None = None,
+    initial_state: Float[Array, "n h p e"] | None = None,
     conv_state: Float[Array, "b i c"] | None = None,
+    cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
     n_groups: int | None = None,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
@@ -107,8 +112,11 @@ def state_space_v2(
         D: [H] floating, weight of the skip connection.
         dt: [B, T, H] floating step sizes, after softplus.
         gate: [B, T, H * P] floating; multiplies the output with `act_fn(gate)`.
-        initial_state: [B, H, P, E] floating, the state before the first token; None is zeros.
+        initial_state: [B, H, P, E] floating, the state before the first token; None is zeros. [N, H, P, E] of packed
+            sequences.
         conv_state: Anything; returned as it is.
+        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
+            be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
         n_groups: G; None takes it from B.
         act_fn: Activation of the gate; None is SiLU. Goes with a gate.
         use_gated_rmsnorm: Divide the output by its root mean square over all H * P channels before it is gated; has no
@@ -118,8 +126,8 @@ def state_space_v2(
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
 
     Returns:
-        y [B, T, H * P] in x's dtype, the state after the last token [B, H, P, E], float32 (float64 for float64
-        inputs), and conv_state.
+        y [B, T, H * P] in x's dtype, the state after the last token [B, H, P, E], or of every packed sequence
+        [N, H, P, E], float32 (float64 for float64 inputs), and conv_state.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -158,7 +166,9 @@ def validate(args: StateSpaceV2Arguments) -> None:
         check_shape(name, getattr(args, name), axes, sizes)
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
     check_floating("gate", args.gate, "B T H*P", sizes | {"H*P": sizes["H"] * sizes["P"]})
-    check_floating("initial_state", args.initial_state, "B H P E", sizes)
+    if args.cu_seqlens is not None:
+        check_packing(args.cu_seqlens, sizes)
+    check_floating("initial_state", args.initial_state, f"{'B' if args.cu_seqlens is None else 'N'} H P E", sizes)
     if args.use_gated_rmsnorm and args.gate is None:
         raise ValueError("gate: got None with use_gated_rmsnorm=True, wants [B, T, H*P]")
 
@@ -174,9 +184,16 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
         decay=(wide(args.A) * dt)[..., None],
         dt=dt,
         skip=wide(args.D)[None, None],
-        initial_state=None if state is None else state.swapaxes(2, 3),
+        **_states(args, None if state is None else state.swapaxes(2, 3)),
         precision=args.precision,
     )
+
+
+def _states(args: StateSpaceV2Arguments, state: jax.Array | None) -> dict[str, Any]:
+    """The record's fields of states: those of rows, or of packed sequences."""
+    if args.cu_seqlens is None:
+        return {"initial_state": state}
+    return {"cu_seqlens": args.cu_seqlens, "sequence_state": state}
 
 
 def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, Any]:
@@ -231,6 +248,7 @@ OP = Op(
         "gate": "b t h",
         "initial_state": "b h v k",
         "conv_state": "b i c",
+        "cu_seqlens": "n",
     },
     finish=finish,
     output=("b t h", "b h v k", "b i c"),

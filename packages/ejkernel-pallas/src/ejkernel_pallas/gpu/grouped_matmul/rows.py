@@ -5,7 +5,7 @@
     warpgroup 0, consumer         [64, 64] x [64, BN]  ...  acc   WGMMA; a step behind, free barriers
     warpgroup 1, consumer         [64, 64] x [64, BN]  ...  acc
                                                              |
-                                  registers -> 2 slots of shared memory, in turns -> TMA
+                     registers of 16 bits -> slots of shared memory -> TMA, while the next tile's first products run
 
 A block is persistent: it takes every `blocks`-th tile of the list. Each warpgroup has 64 rows, which need not begin at
 a multiple of anything, so A is copied for each with a row of its own. In a group's last tile they begin so that they
@@ -26,6 +26,7 @@ from ejkernel.planning.row_tiles import FIELDS
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     FETCHING_REGISTERS,
+    LEAD,
     REGISTERS,
     STEP,
     WARPGROUPS,
@@ -92,15 +93,19 @@ def rows_kernel(call: Call) -> None:
     before, count, total = (table[spec.entries, n] for n in range(3))
     first = lax.axis_index("block")
 
-    def every(turn: Any, tiles: Any) -> Any:
+    def every(turn: Any, tiles: Any, *state: Any) -> Any:
         limit = _turns(spec, tiles) * spec.across
-        return lax.while_loop(lambda carry: carry[0] < limit, turn, (first, I32(0)))[1]
+        return lax.while_loop(lambda carry: carry[0] < limit, turn, (first, I32(0), *state))[2:]
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
         every(functools.partial(_fill, call, before, count, total), total - count)
-        every(functools.partial(_multiply_tile, call, before, count), count)
+        if spec.overlapped:
+            nothing = arrays.full_tile((ROWS, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
+            _write(call, *every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing))
+        else:
+            every(functools.partial(_multiply_tile, call, before, count), count)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -164,44 +169,99 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
     tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
+    warpgroup = lax.axis_index("warpgroup")
 
-    def product(size: int) -> None:
+    def product(part: Part) -> None:
         made = pl.run_scoped(
-            functools.partial(_steps, call, done, size), plgpu.WGMMAAccumulatorRef((ROWS, size), jnp.float32)
+            functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((ROWS, part.size), jnp.float32)
         )
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
-        _write(call, tile.first(lax.axis_index("warpgroup")), tile.column, tile.end, made)
+        _write(call, made, tile.first(part.rows), tile.column + part.start, tile.end)
 
+    size, half = spec.tile.block_n, spec.tile.block_n // 2
+    whole, tail = Part(warpgroup, 0, size), Part(warpgroup, 0, spec.tail)
+
+    others: list[Any] = []
+    if spec.tile.halves:
+        # Both warpgroups have the only 64 rows, and half of the columns each.
+        few = tile.end - tile.row <= ROWS
+        pl.when(few)(lambda: product(Part(I32(0), warpgroup * half, half)))
+        others.append(~few)
     if spec.tail:
         # Columns that the output does not have are not multiplied.
-        some = tile.column + spec.tile.block_n > spec.columns
-        pl.when(~some)(lambda: product(spec.tile.block_n))
-        pl.when(some)(lambda: product(spec.tail))
+        some = tile.column + size > spec.columns
+        pl.when(functools.reduce(jnp.logical_and, others, some))(lambda: product(tail))
+        others.append(~some)
+    if others:
+        pl.when(functools.reduce(jnp.logical_and, others))(lambda: product(whole))
     else:
-        product(spec.tile.block_n)
+        product(whole)
     return number + call.blocks, done + spec.steps
 
 
-def _steps(call: Call, done: Any, size: int, acc: Any) -> Any:
-    """The first `size` columns of a warpgroup's part of a tile."""
-    spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
-    warpgroup = lax.axis_index("warpgroup")
-    columns = () if size == spec.tile.block_n else (pl.ds(0, size),)
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a warpgroup has of a tile.
 
-    def step(index: Any, done: Any) -> Any:
-        slot = lax.rem(done, I32(stages))
-        plgpu.barrier_wait(shared.full.at[slot])
-        own = columns if spec.transposed or not columns else (slice(None), *columns)
-        matrix = shared.b.at[slot, *own]
-        matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
-        plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + warpgroup], matrix)
-        plgpu.wgmma_wait(1)  # the product before this one has read its operands
-        last = lax.rem(done + (stages - 1), I32(stages))
-        pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
-        return done + 1
+    Attributes:
+        rows: Which of the parts of 64 rows.
+        start: First column.
+        size: Columns.
+    """
 
-    lax.fori_loop(0, spec.steps, step, done)
+    rows: Any
+    start: Any
+    size: int
+
+
+def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:
+    """A warpgroup's part of a tile in registers, whose first products run while the tile before is written."""
+    number, done, *left = carry
+    tile, spec, warpgroup = _tile(call, before, count, number), call.spec, lax.axis_index("warpgroup")
+    part, shared = Part(warpgroup, 0, spec.tile.block_n), call.shared
+    lead = min(LEAD, spec.steps)
+
+    def products(acc: Any) -> Any:
+        lax.fori_loop(0, lead, lambda index, _: _multiply(call, done + index, part, acc), None)
+        _write(call, *left)
+        plgpu.wgmma_wait(1)
+        for index in range(lead - 1):
+            plgpu.barrier_arrive(shared.free.at[lax.rem(done + index, I32(spec.tile.stages))])
+        lax.fori_loop(lead, spec.steps, functools.partial(_step, call, part, acc), done + lead)
+        return acc[...]
+
+    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, part.size), jnp.float32)).astype(spec.out)
+    done = done + spec.steps
+    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(spec.tile.stages))])
+    return number + call.blocks, done, made, tile.first(warpgroup), tile.column, tile.end
+
+
+def _steps(call: Call, done: Any, part: Part, acc: Any) -> Any:
+    """The products of a warpgroup's part of a tile."""
+    lax.fori_loop(0, call.spec.steps, functools.partial(_step, call, part, acc), done)
     return acc[...]
+
+
+def _step(call: Call, part: Part, acc: Any, index: Any, done: Any) -> Any:
+    """A product, and the end of the one before: the stage that it has read is free."""
+    shared, stages = call.shared, call.spec.tile.stages
+    _multiply(call, done, part, acc)
+    plgpu.wgmma_wait(1)
+    last = lax.rem(done + (stages - 1), I32(stages))
+    pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+    return done + 1
+
+
+def _multiply(call: Call, done: Any, part: Part, acc: Any) -> None:
+    """Begins the product of a step."""
+    spec, shared = call.spec, call.shared
+    columns = () if part.size == spec.tile.block_n else (pl.ds(part.start, part.size),)
+    slot = lax.rem(done, I32(spec.tile.stages))
+    plgpu.barrier_wait(shared.full.at[slot])
+    own = columns if spec.transposed or not columns else (slice(None), *columns)
+    matrix = shared.b.at[slot, *own]
+    matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
+    plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
 
 
 def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
@@ -215,11 +275,11 @@ def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
     column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
     tile = Tile(I32(0), jnp.bool_(False), row, begin, end, column)
     zeros = arrays.full_tile((ROWS, spec.tile.block_n))
-    _write(call, tile.first(lax.axis_index("warpgroup")), tile.column, end, zeros)
+    _write(call, zeros, tile.first(lax.axis_index("warpgroup")), tile.column, end)
     return number + call.blocks, done
 
 
-def _write(call: Call, row: Any, column: Any, end: Any, made: Any) -> None:
+def _write(call: Call, made: Any, row: Any, column: Any, end: Any) -> None:
     """Writes a warpgroup's rows before `end`."""
     made = made.astype(call.spec.out)
     whole = end - row >= ROWS

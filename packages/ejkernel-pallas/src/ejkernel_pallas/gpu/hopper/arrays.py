@@ -10,7 +10,7 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ejkernel_pallas.gpu.hopper.layouts import COLUMNS, ROWS
+from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, scalar, with_registers
 
 
@@ -26,7 +26,7 @@ def over_rows(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 def full_rows(rows: int, value: float) -> jax.Array:
     """The same value for every row of a tile."""
-    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROWS)
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW_LAYOUT)
 
 
 def full_tile(shape: tuple[int, int]) -> jax.Array:
@@ -36,12 +36,12 @@ def full_tile(shape: tuple[int, int]) -> jax.Array:
 
 def load_rows(vector: Any) -> jax.Array:
     """A value for every row, from shared memory."""
-    return _load(vector, ROWS)
+    return _load(vector, ROW_LAYOUT)
 
 
 def load_columns(vector: Any) -> jax.Array:
     """A value for every column, from shared memory."""
-    return _load(vector, COLUMNS)
+    return _load(vector, COLUMN_LAYOUT)
 
 
 def _load(vector: Any, layout: Any) -> jax.Array:

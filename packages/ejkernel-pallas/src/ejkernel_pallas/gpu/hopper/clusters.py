@@ -48,21 +48,21 @@ mbarrier.arrive.shared::cta.b64 _, [$2];
 }"""
 
 
-def begin(taken: Any, words: Any) -> None:
+def begin(tile_counter: Any, words: Any) -> None:
     """Takes the number of the pair's tile, and leaves it in both members' first word.
 
     Args:
-        taken: Counter in device memory.
+        tile_counter: Counter in device memory.
         words: A row of int32 in shared memory: the number, and the barriers.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def run(_: Any, taken: Any, words: Any) -> None:
+    def run(_: Any, tile_counter: Any, words: Any) -> None:
         with mgpu.single_thread(scope=mgpu.ThreadSubset.BLOCK):
-            _assembly(BEGIN, "l,r", [mgpu.utils.memref_ptr(taken), _address(words)])
+            _assembly(BEGIN, "l,r", [mgpu.utils.memref_ptr(tile_counter), _address(words)])
         _assembly(MEET, "", [])
 
-    run(taken, words)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    run(tile_counter, words)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def end() -> None:

@@ -2,5 +2,5 @@
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-ROWS = plgpu.Layout.WGMMA.reduce(1)
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)

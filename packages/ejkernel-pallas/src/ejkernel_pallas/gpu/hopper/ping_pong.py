@@ -1,4 +1,11 @@
-"""How the warpgroups of a block take turns at the tensor cores."""
+"""Ping-pong scheduling: named barriers that pass the tensor cores from one consumer warpgroup to the next.
+
+    warpgroup 0    ping_pong_wait | issue products | ping_pong_pass | exponentials ...
+    warpgroup 1    ............. waits ............. | ping_pong_wait | issue products | ping_pong_pass | ...
+
+Each warpgroup has one barrier, at which it and its predecessor meet (256 threads): `bar.sync` waits, `bar.arrive` does
+not. Source: Shah et al. 2024, FlashAttention-3, section 3.1.
+"""
 
 from typing import Any
 
@@ -8,28 +15,28 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 FIRST = 8
-"""First of the hardware's 16 named barriers that turns use: Mosaic has 0 for the block and 1 to 4 for warpgroups."""
+"""The first of the 16 named barriers for ping-pong: Mosaic uses 0 for the block and 1 to 4 for warpgroups."""
 
 
-def await_turn(warpgroups: int) -> None:
-    """Waits until the warpgroup before this one has passed its turn on."""
+def ping_pong_wait(warpgroups: int) -> None:
+    """Waits until the previous warpgroup has issued its products."""
     _named_barrier("bar.sync", 0, warpgroups)
 
 
-def pass_turn(warpgroups: int) -> None:
-    """Lets the next warpgroup have its turn."""
+def ping_pong_pass(warpgroups: int) -> None:
+    """Lets the next warpgroup issue its products."""
     _named_barrier("bar.arrive", 1, warpgroups)
 
 
-def _named_barrier(instruction: str, ahead: int, warpgroups: int) -> None:
-    """Meets, at the barrier of the warpgroup `ahead` of this one in the round, the other warpgroup that uses it."""
+def _named_barrier(instruction: str, distance: int, warpgroups: int) -> None:
+    """Arrives at the barrier of the warpgroup that is `distance` after this one."""
 
     @plgpu.inline_mgpu()
     def meet(context: Any) -> None:
         del context
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
-        place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(ahead))
+        place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(distance))
         place = arith.addi(arith.remui(place, constant(warpgroups)), constant(FIRST))
         llvm.inline_asm(None, [place], f"{instruction} $0, 256;", "r", has_side_effects=True)
 

@@ -23,7 +23,7 @@ def as_int32(word: int) -> int:
 
 
 def number(value: float) -> Any:
-    """Likewise, float32."""
+    """A float32 constant."""
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
 

@@ -1,10 +1,10 @@
-"""Sizes that Hopper's instructions and shared memory have."""
+"""Sizes of Hopper's instructions and shared memory."""
 
 ROWS = 64
 """Rows of one warpgroup's product instruction: M of WGMMA."""
 PART = 64
-"""Columns of a 16-bit matrix that lie together in shared memory: a swizzled row of 128 bytes."""
+"""Columns of a 16-bit matrix that are contiguous in shared memory: one row of the 128-byte swizzle."""
 THREADS = 128
-"""Of a warpgroup."""
+"""Threads of a warpgroup."""
 SHARED_MEMORY = 227 * 1024
-"""Bytes that a block can have on Hopper."""
+"""Bytes of shared memory of a thread block on Hopper."""

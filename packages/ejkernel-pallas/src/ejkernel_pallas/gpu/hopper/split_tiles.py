@@ -1,16 +1,20 @@
-"""Tiles whose visits several blocks share, so that the last ones leave no multiprocessor idle.
+"""Split-KV of the tail wave, against wave quantisation.
 
-Where all tiles take equally long, blocks take them in waves, and the last wave may be a few tiles for which a whole
-chip waits. These are split. Forward, a part visits some of the keys of a tile of queries (split-KV), and gives its
-output and lse; backward, it visits some of the queries of a tile of keys, and gives its sums.
+    without   | tile 0 | tile 1 | ... | tile 131 |   wave 1: all 132 multiprocessors
+              | tile 132 | idle ................ |   tail wave
+    with      | tile 132 split into parts ...... |   tail wave, about 1/parts as long, then a combine step
+
+Tiles that all take equally long run in waves. The tiles of a partly empty last wave are split. Forward, a part has some
+of the key blocks of a query tile (split-KV) and gives its output and lse, which the combine step merges; backward, it
+has some of the query blocks of a key tile, and its gradients are added.
 """
 
 import dataclasses
 
 BEGINNING = 2
-"""What an item costs beside its visits, in visits: its first scores and its last product have nothing beside them."""
+"""Cost of an item beside its key blocks, in key blocks: its first scores and its last product overlap nothing."""
 MERGING = 16
-"""What it costs that there are parts, in visits of one to three microseconds on an H200: XLA's kernels merge them."""
+"""Cost of the combine step, which XLA compiles, in key blocks of one to three microseconds on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +22,8 @@ class Split:
     """The last tiles of a list.
 
     Attributes:
-        tiles: How many are split.
-        parts: Of each of them.
+        tiles: Number of split tiles.
+        parts: Parts of each of them.
     """
 
     tiles: int
@@ -30,13 +34,13 @@ WHOLE = Split(tiles=0, parts=1)
 
 
 def make_split(tiles: int, blocks: int, visits: int, heads: int = 1) -> Split:
-    """How the tiles are split that are left when every block has had as many as all others.
+    """The split of the tail wave: of the tiles that are left when all blocks have had equally many.
 
     Args:
-        tiles: All tiles, which take equally long.
-        blocks: That run at a time, or pairs of them that own a tile.
-        visits: Of a tile, for each head.
-        heads: For which a tile makes its visits.
+        tiles: Number of tiles, which all take equally long.
+        blocks: Thread blocks that run at a time, or clusters where two compute a tile.
+        visits: Key or query blocks of a tile, for each head.
+        heads: Heads for which a tile goes through its blocks.
     """
     left, most = tiles % blocks, min(visits, visits * heads // 2)
     waves = {parts: -(-left * parts // blocks) for parts in range(1, max(1, most) + 1)}

@@ -1,14 +1,17 @@
-"""Which tiles a block owns, one after the other.
+"""The tile scheduler: which work tiles a thread block computes, in which order.
 
-In the list of all tiles, heads whose keys fit in the second-level cache together come together, and among them later
-tiles come first where they are longer. Blocks that own one tile own that of their number. Others begin so, one on every
-multiprocessor, and take the next tile of the list that nobody has taken: how long tiles take, which may depend on
-segment ids, need not be known, and a block fetches for its next tile while it finishes the last.
+    list of work tiles   [ bundle 0: long tiles ... short tiles | bundle 1 | ... | split tiles of the tail wave ]
+    thread blocks        first `blocks` of the list, one each; then `fetch_next`: an atomic counter in HBM
 
-Where all tiles are equally long, the last ones may be several items of the list, with a part of the visits each.
+Heads whose keys fit into L2 together are a bundle, whose tiles are neighbours in the list. In a bundle, later tiles
+come first where they are longer (causal), so that the tail wave is made of short ones. A persistent kernel has a block
+per multiprocessor, which fetches the number of its next tile while it computes the last: the duration of tiles, which
+may depend on segment ids, need not be known. Other kernels compute one tile per block.
 
-Where blocks wait for earlier ones of their head, and later tiles are shorter, the list is folded: then the blocks of a
-head begin evenly.
+Where all tiles take equally long, those of the tail wave may be split into several items of the list (split-KV).
+
+Where blocks wait for earlier ones of their head, and later tiles are shorter, the list is folded: the blocks of a head
+then start evenly.
 """
 
 import dataclasses
@@ -28,21 +31,21 @@ from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split
 
 I32 = jnp.int32
 CACHE = 32 * 2**20
-"""Bytes of keys and values, or of what else the blocks of a bundle share, that the second-level cache is to hold."""
+"""Bytes of L2 for what the blocks of a bundle share: their keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How tiles are dealt.
+class TileSchedule:
+    """The order of work tiles, and how blocks get them.
 
     Attributes:
         heads: Heads of a batch row.
         tiles: Tiles of a head.
-        bundle: Heads whose tiles are worked on together; divides the heads of all batch rows.
+        bundle: Heads whose tiles are neighbours in the list; divides the heads of all batch rows.
         items: Length of the list: tiles of all heads, those that are split by their parts.
         blocks: Thread blocks of the grid.
         reverse: Whether later tiles are longer and come first.
-        dealt: Whether blocks take one tile after the other.
+        persistent: Whether blocks loop over tiles.
         folded: Whether the later half of a bundle's tiles alternates with the earlier half of the next bundle's.
         split: The last tiles of the list, each of which is several items.
     """
@@ -53,19 +56,19 @@ class Plan:
     items: int
     blocks: int
     reverse: bool
-    dealt: bool
+    persistent: bool
     folded: bool = False
     split: Split = WHOLE
 
     @property
     def whole(self) -> int:
-        """Items that are all of a tile."""
+        """Items that are a whole tile."""
         return self.items - self.split.tiles * self.split.parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
-    """One tile of one head, or a part of its visits.
+class WorkTile:
+    """One tile of one head, or a part of its key blocks.
 
     Attributes:
         batch: Batch row.
@@ -98,9 +101,9 @@ def make_plan(
     reverse: bool,
     head_bytes: int,
     group: int,
-    dealt: bool,
+    persistent: bool,
     split: Split = WHOLE,
-) -> Plan:
+) -> TileSchedule:
     """A plan for the device in use.
 
     Args:
@@ -110,78 +113,80 @@ def make_plan(
         reverse: Whether later tiles are longer.
         head_bytes: Bytes that all tiles of a head, or of `group` of them, read.
         group: Heads that read the same.
-        dealt: Whether blocks take one tile after the other, or own one each.
+        persistent: Whether blocks loop over tiles, or compute one each.
         split: The last tiles, each of which is several items.
     """
     fitting = max(1, CACHE // head_bytes) * group
     bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
     items = batch * heads * tiles + split.tiles * (split.parts - 1)
-    blocks = min(multiprocessors(), items) if dealt else items
-    return Plan(heads, tiles, bundle, items, blocks, reverse, dealt, split=split)
+    blocks = min(multiprocessors(), items) if persistent else items
+    return TileSchedule(heads, tiles, bundle, items, blocks, reverse, persistent, split=split)
 
 
 def multiprocessors() -> int:
-    """Of the device in use; an H200's where there is none."""
+    """Multiprocessors of the device in use; those of an H200 where there is none."""
     device = jax.local_devices()[0]
     return device.core_count if device.platform == "gpu" else 132
 
 
 def counter() -> Any:
-    """In device memory, and zero when a kernel starts: how many tiles were taken, apart from every block's first."""
+    """The counter of fetched tiles, beside each block's first: in HBM, and zero when a kernel starts."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
-def whole_or_part(plan: Plan, owned: Item, whole: Callable[[], None], part: Callable[[], None]) -> None:
+def whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], None], part: Callable[[], None]) -> None:
     """Calls `whole` if an item is all of a tile, and else `part`."""
     if not plan.split.tiles:
         whole()
         return
-    pl.when(owned.part < 0)(whole)
-    pl.when(owned.part >= 0)(part)
+    pl.when(work.part < 0)(whole)
+    pl.when(work.part >= 0)(part)
 
 
-def split_rows(plan: Plan, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def split_rows(plan: TileSchedule, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where the rows of the tiles that are split belong: batch rows and heads [tiles, 1], and rows [tiles, size]."""
     first = plan.whole + plan.split.parts * jnp.arange(plan.split.tiles, dtype=jnp.int32)[:, None]
-    owned = item(plan, first)
-    return owned.batch, owned.tile * size + jnp.arange(size, dtype=jnp.int32), owned.head
+    work = item(plan, first)
+    return work.batch, work.tile * size + jnp.arange(size, dtype=jnp.int32), work.head
 
 
-def take(plan: Plan, taken: Any, place: Any) -> None:
-    """One thread of the warpgroup takes a tile, and writes its number, or one beyond the last, to shared memory."""
+def fetch_next(plan: TileSchedule, tile_counter: Any, place: Any) -> None:
+    """One thread of the warpgroup fetches a tile's number, one beyond the last if none is left, into shared memory."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def add_one(_: Any, taken: Any, place: Any) -> None:
+    def add_one(_: Any, tile_counter: Any, place: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             before = llvm.atomicrmw(
-                llvm.AtomicBinOp.add, mgpu.utils.memref_ptr(taken), constant(1), llvm.AtomicOrdering.monotonic
+                llvm.AtomicBinOp.add, mgpu.utils.memref_ptr(tile_counter), constant(1), llvm.AtomicOrdering.monotonic
             )
             memref.store(arith.addi(before, constant(plan.blocks)), place, [])
 
-    add_one(taken, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    add_one(tile_counter, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def visits(plan: Plan, table: Any, number: Any) -> tuple[Any, ...]:
-    """First, clear, unclear and last visit of the item with a number; of any item for a number beyond the last."""
-    owned = item(plan, jnp.minimum(number, plan.items - 1))
-    place = owned.row(table), *owned.head_row(table, 4), owned.tile
+def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
+    """First block, full_start, full_end and end of an item's blocks; those of any item beyond the last number."""
+    work = item(plan, jnp.minimum(number, plan.items - 1))
+    place = work.row(table), *work.head_row(table, 4), work.tile
     found = tuple(table[*place, n] for n in range(4))
-    return _shared(plan, owned, *found) if plan.split.tiles else found
+    return _split_range(plan, work, *found) if plan.split.tiles else found
 
 
-def _shared(plan: Plan, owned: Item, first: Any, clear: Any, unclear: Any, last: Any) -> tuple[Any, ...]:
-    """Of a tile's visits those of an item."""
-    whole = owned.part < 0
-    part = jnp.where(whole, 0, lax.rem(owned.part, I32(plan.split.parts)))
+def _split_range(
+    plan: TileSchedule, work: WorkTile, first: Any, full_start: Any, full_end: Any, last: Any
+) -> tuple[Any, ...]:
+    """The blocks of an item, out of those of its tile."""
+    whole = work.part < 0
+    part = jnp.where(whole, 0, lax.rem(work.part, I32(plan.split.parts)))
     parts = jnp.where(whole, 1, I32(plan.split.parts))
     start, stop = (first + lax.div((last - first) * (part + n), parts) for n in range(2))
-    return start, jnp.clip(clear, start, stop), jnp.clip(unclear, start, stop), stop
+    return start, jnp.clip(full_start, start, stop), jnp.clip(full_end, start, stop), stop
 
 
-def item(plan: Plan, number: Any) -> Item:
-    """What has a number in the list of all."""
+def item(plan: TileSchedule, number: Any) -> WorkTile:
+    """The item with a number in the list."""
     part = number - plan.whole
     if plan.split.tiles:
         number = jnp.minimum(number, plan.whole) + lax.div(jnp.maximum(part, 0), I32(plan.split.parts))
@@ -189,10 +194,10 @@ def item(plan: Plan, number: Any) -> Item:
     bundle, number = _divided(number, plan.bundle * plan.tiles)
     tile, number = _divided(number, plan.bundle)
     batch, head = _divided(bundle * plan.bundle + number, plan.heads)
-    return Item(batch, head, plan.tiles - 1 - tile if plan.reverse else tile, part)
+    return WorkTile(batch, head, plan.tiles - 1 - tile if plan.reverse else tile, part)
 
 
-def _unfolded(plan: Plan, number: Any) -> Any:
+def _unfolded(plan: TileSchedule, number: Any) -> Any:
     """Number, in the list of one bundle after the other, of the tile that has a number in the folded list."""
     step, head = _divided(number, plan.bundle)
     later, bundles = plan.tiles // 2, plan.items // (plan.bundle * plan.tiles)

@@ -1,6 +1,9 @@
-"""Products of queries with keys in registers that nobody makes zero: the first instruction leaves out what is there.
+"""WGMMA for S = Q K^T without zeroing the accumulator: the first instruction has scale-d = 0 and ignores its content.
 
-Mosaic's own adds to an array. Zeros for it are 32 instructions a visit with 128 keys, before any product is under way.
+    issue:  fence │ wgmma k=0 (scale-d 0) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
+    wait:   wait_group in_flight ─► registers valid
+
+Mosaic's own WGMMA accumulates on an array, whose zeros cost 32 instructions for 128 keys before any product can start.
 Source of descriptors and instructions: PTX ISA, asynchronous warpgroup-level matrix instructions.
 """
 
@@ -18,23 +21,23 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, wi
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, THREADS
 
 STEP = 16
-"""Columns of queries and keys that one instruction multiplies."""
+"""K of one WGMMA instruction for 16-bit operands."""
 UNIT = 16
-"""Bytes that the numbers of a descriptor count. Eight rows of a part take as many of them as it has columns: 64."""
+"""Bytes that a matrix descriptor counts in. Eight rows of 64 16-bit columns are 64 such units apart."""
 SWIZZLED = 1 << 30
-"""In the upper word of a descriptor: rows of 128 bytes, swizzled. Below it is how far eight rows lie apart."""
+"""Upper word of a matrix descriptor: the 128-byte swizzle. Its low bits hold the stride of eight rows."""
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def begin(queries: Any, keys: Any) -> jax.Array:
-    """Issues a product, and gives the registers that it is summed up in, which nothing but `finish` may read.
+def issue(queries: Any, keys: Any) -> jax.Array:
+    """Issues a product; returns its accumulator registers, which only `wait` may read.
 
     Args:
         queries: Reference to bfloat16 or float16 [64, D] in shared memory.
-        keys: Likewise, [keys, D].
+        keys: Reference to the same dtype, [keys, D].
 
     Returns:
-        Float32 [64, keys], not there yet.
+        Float32 [64, keys], not valid until `wait`.
     """
     shape, code = (ROWS, keys.shape[0]), _code(keys.shape[0], keys.shape[1], KINDS[jnp.dtype(keys.dtype).name])
 
@@ -42,39 +45,39 @@ def begin(queries: Any, keys: Any) -> jax.Array:
         arg_types=(plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def issue(_: Any, *refs: Any) -> Any:
+    def run(_: Any, *refs: Any) -> Any:
         places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
         return _assembled(like, code, ["=f"] * _registers(shape) + ["r", "r"], places)
 
-    return issue(queries, keys)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(queries, keys)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def finish(scores: jax.Array, *, under_way: int) -> jax.Array:
-    """The scores that `begin` was to make, once no more than some later products are under way.
+def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
+    """The scores of `issue`, once at most `in_flight` later groups of products are unfinished.
 
-    All registers go through the instruction that waits, so that nothing reads them before it.
+    Hazard: all registers are operands of the waiting instruction, so the compiler cannot move a read before it.
     """
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def wait(_: Any, scores: Any) -> Any:
+    def run(_: Any, scores: Any) -> Any:
         given = [score for register in scores.registers.flat for score in pair(register)]
         tied = ["=f"] * len(given) + [str(n) for n in range(len(given))]
-        return _assembled(scores, f"wgmma.wait_group.sync.aligned {under_way};", tied, given)
+        return _assembled(scores, f"wgmma.wait_group.sync.aligned {in_flight};", tied, given)
 
-    return wait(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _registers(shape: tuple[int, int]) -> int:
-    """Of a thread of a warpgroup."""
+    """Accumulator registers of one thread."""
     return shape[0] * shape[1] // THREADS
 
 
 def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]) -> Any:
-    """An array of another one's layout, of the numbers that assembly makes."""
+    """An array with the layout of `like`, from the results of inline assembly."""
     f32, count = ir.F32Type.get(), _registers(like.shape)
     struct = llvm.StructType.get_literal([f32] * count)
     made: Any = llvm.inline_asm(struct, operands, code, ",".join(constraints), has_side_effects=True)
@@ -84,7 +87,7 @@ def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]
 
 
 def _code(keys: int, size: int, kind: str) -> str:
-    """PTX of a product: an instruction for every 16 columns, of which only the first adds to nothing."""
+    """PTX of a product: one instruction per 16 columns; predicate `adds` is scale-d, false for the first alone."""
     count = _registers((ROWS, keys))
     sums, instruction = ", ".join(f"${n}" for n in range(count)), f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, scf, vector
 
-from ejkernel_pallas.gpu.hopper.layouts import ROWS
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.powers_of_two import instruction, polynomial
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, row_like, with_registers
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 NEAR = 0.4
 COEFFICIENTS = (0.99960171, -0.31317268)
@@ -32,7 +32,7 @@ SOME = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p, p, -1; sel
 """PTX: whether a number is no less than another, or none at all, in some thread of the warp."""
 
 
-def capped_weights(spec: Spec, products: jax.Array) -> tuple[jax.Array, jax.Array]:
+def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Weights relative to 1 of raw products of queries and keys, and their sums of rows.
 
     Args:
@@ -48,7 +48,7 @@ def capped_weights(spec: Spec, products: jax.Array) -> tuple[jax.Array, jax.Arra
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=(
             plgpu.ShapeDtypeStruct(products.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
-            plgpu.ShapeDtypeStruct(products.shape[:1], jnp.float32, layout=ROWS),
+            plgpu.ShapeDtypeStruct(products.shape[:1], jnp.float32, layout=ROW_LAYOUT),
         ),
     )
     def run(_: Any, tile: Any) -> Any:
@@ -74,9 +74,9 @@ def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[A
     return [*made, *sums]
 
 
-def _some_far(spec: Spec, products: list[Any]) -> Any:
+def _some_far(spec: HopperSpec, products: list[Any]) -> Any:
     """Whether some product of the warp's is not near zero."""
-    operands = [_largest([math.absf(product) for product in products]), number(NEAR / spec.inner)]
+    operands = [_largest([math.absf(product) for product in products]), number(NEAR / spec.inner_scale)]
     some: Any = llvm.inline_asm(i32(), operands, SOME, "=r,f,f", has_side_effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
 
@@ -89,17 +89,17 @@ def _largest(numbers: list[Any]) -> Any:
     return numbers[0]
 
 
-def _near(spec: Spec, _: int, product: Any) -> Any:
+def _near(spec: HopperSpec, _: int, product: Any) -> Any:
     """The weight of a product that is near zero."""
     first, third = (
-        number(coefficient * spec.inner**power * spec.exponent)
+        number(coefficient * spec.inner_scale**power * spec.log2_scale)
         for coefficient, power in zip(COEFFICIENTS, (1, 3), strict=True)
     )
     return instruction(arith.mulf(product, math.fma(third, arith.mulf(product, product), first)))
 
 
-def _far(spec: Spec, n: int, product: Any) -> Any:
+def _far(spec: HopperSpec, n: int, product: Any) -> Any:
     """The weight of any product, the thread's `n`th."""
-    scaled = arith.mulf(product, number(spec.inner))
+    scaled = arith.mulf(product, number(spec.inner_scale))
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")
-    return instruction(arith.mulf(capped, number(spec.exponent))) if n % 2 else polynomial(capped, spec.exponent)
+    return instruction(arith.mulf(capped, number(spec.log2_scale))) if n % 2 else polynomial(capped, spec.log2_scale)

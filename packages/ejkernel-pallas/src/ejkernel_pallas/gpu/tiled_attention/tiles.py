@@ -9,7 +9,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 WARPGROUPS = 2
 """Warpgroups that multiply in a backward pass."""
@@ -44,43 +44,43 @@ class ForwardTile:
         """Queries a block."""
         return self.warpgroups * ROWS
 
-    def cuts(self, spec: Spec) -> bool:
+    def needs_masks(self, spec: HopperSpec) -> bool:
         """Whether some tile of scores needs masking."""
-        return spec.bounded or spec.keys % self.keys != 0
+        return spec.masked or spec.keys % self.keys != 0
 
-    def uneven(self, spec: Spec) -> bool:
+    def has_uneven_ends(self, spec: HopperSpec) -> bool:
         """Whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
         if spec.right is None or spec.pattern:
             return False
         ends = ((row + spec.right, row + self.queries - ROWS + spec.right) for row in self._last_rows())
         return any(first // self.keys != last // self.keys for first, last in ends)
 
-    def spare(self, spec: Spec) -> bool:
+    def has_idle_warpgroups(self, spec: HopperSpec) -> bool:
         """Whether warpgroups of a head's last block that have no queries leave its keys to the others.
 
         On an H200 it makes 2048 tokens with head size 64 up to 2% faster where there is a mask; without, it costs 1%.
         """
-        return spec.bounded and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - ROWS
+        return spec.masked and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - ROWS
 
     def _last_rows(self) -> range:
         """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
         return range(ROWS - 1, self.queries * self.keys, self.queries)
 
     @property
-    def registers(self) -> int:
+    def consumer_registers(self) -> int:
         """Of a thread that multiplies."""
         return REGISTERS[self.warpgroups][0]
 
     @property
-    def fetching_registers(self) -> int:
+    def producer_registers(self) -> int:
         """Of a thread that fetches."""
         return REGISTERS[self.warpgroups][1]
 
 
-def forward_bytes(tile: ForwardTile, spec: Spec) -> int:
+def forward_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
     """Shared memory of the forward kernel."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
-    matrices = tile.buffers * tile.queries * spec.size + tile.stages * tile.keys * (spec.size + spec.value_size)
+    matrices = tile.buffers * tile.queries * spec.head_dim + tile.stages * tile.keys * (spec.head_dim + spec.value_dim)
     numbers = (tile.stages + 1) * tile.keys  # of queries and keys, for dropout
     return matrices * itemsize + (4 * tile.buffers * tile.queries + numbers) * 4
 
@@ -109,7 +109,7 @@ class BackwardTile:
         return self.size + self.value_size > 5 * PART
 
     @property
-    def crowded(self) -> bool:
+    def register_bound(self) -> bool:
         """Whether both gradients of 64 keys leave a warpgroup no registers for dq beside gradients of weights.
 
         Then its part of dq is made once those are narrow, and there is no room in shared memory for a second tile of
@@ -120,7 +120,7 @@ class BackwardTile:
     @property
     def part(self) -> int:
         """Columns of keys that lie together in shared memory: those of a warpgroup's part of dq."""
-        return self.size // 2 if self.crowded else PART
+        return self.size // 2 if self.register_bound else PART
 
     @property
     def swizzle(self) -> int:
@@ -154,7 +154,7 @@ class BackwardTile:
     @property
     def stages(self) -> dict[str, int]:
         """Tiles of queries, and of their cotangents, in shared memory."""
-        return {"q": self.depth, "do": 1 if self.wide or self.crowded else 2}
+        return {"q": self.depth, "do": 1 if self.wide or self.register_bound else 2}
 
     @property
     def pieces(self) -> int:
@@ -197,7 +197,7 @@ class BackwardTile:
         return (warpgroup, 0) if self.queries == WARPGROUPS * ROWS else (0, warpgroup)
 
     @property
-    def weighs_in_turns(self) -> bool:
+    def ping_pongs_scores(self) -> bool:
         """Whether warpgroups take turns at scores, too.
 
         On an H200 it makes a causal backward pass 3% faster with these tiles, and costs as much with larger ones.
@@ -205,52 +205,52 @@ class BackwardTile:
         return self.queries == ROWS
 
     @property
-    def registers(self) -> int:
+    def consumer_registers(self) -> int:
         """Of a thread that multiplies."""
         return REGISTERS[WARPGROUPS][0]
 
     @property
-    def fetching_registers(self) -> int:
+    def producer_registers(self) -> int:
         """Of a thread that fetches."""
         return REGISTERS[WARPGROUPS][1]
 
-    def row_bytes(self, spec: Spec) -> int:
+    def row_bytes(self, spec: HopperSpec) -> int:
         """Of a query in device memory, with its cotangent and, in float32, its gradient."""
         narrow, single = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
         return self.size * (narrow + single) + self.value_size * narrow
 
-    def extras(self, spec: Spec, name: str) -> tuple[str, ...]:
+    def extras(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
         """Arrays with one number for every row that come along with an array, to shared memory.
 
-        Pairs of blocks and crowded ones have no room for ids of keys, and for dropout's numbers.
+        Pairs of blocks and register-bound ones have no room for ids of keys, and for dropout's numbers.
         """
-        roomy = not self.wide and not self.crowded
+        roomy = not self.wide and not self.register_bound
         if name == "q":
-            return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * (spec.drops and roomy)
+            return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * (spec.has_dropout and roomy)
         if name == "k" and roomy:
-            return *["k_ids"] * spec.segments, *["k_numbers"] * spec.drops
+            return *["k_ids"] * spec.segments, *["k_numbers"] * spec.has_dropout
         return ()
 
-    def cuts(self, spec: Spec) -> bool:
-        """Whether some tile of scores needs masking, or may: a crowded tile has loops that mask in any case.
+    def needs_masks(self, spec: HopperSpec) -> bool:
+        """Whether some tile of scores needs masking, or may: a register-bound tile has loops that mask in any case.
 
-        With the loop of full tiles alone, ptxas (CUDA 13.0) serialises the products of crowded tiles.
+        With the loop of full tiles alone, ptxas (CUDA 13.0) serialises the products of register-bound tiles.
         """
-        return spec.bounded or spec.keys % self.keys != 0 or self.crowded
+        return spec.masked or spec.keys % self.keys != 0 or self.register_bound
 
 
-def backward_bytes(tile: BackwardTile, spec: Spec) -> int:
+def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     """Shared memory of the backward kernel."""
     itemsize = jnp.dtype(spec.dtype).itemsize
-    own = ROWS * (tile.owners * (spec.size + spec.value_size) + tile.shared_parts * PART) * itemsize
+    own = ROWS * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * PART) * itemsize
     stages = tile.stages
-    visited = (stages["q"] * spec.size + stages["do"] * spec.value_size) * tile.queries * itemsize
-    slopes, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
+    visited = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
+    ds, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
     extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
-    packed = tile.wide or tile.crowded
+    packed = tile.wide or tile.register_bound
     small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if packed else [1, *extras]
     small += [tile.keys] * len(tile.extras(spec, "k"))
-    return own + visited + slopes + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
+    return own + visited + ds + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
 VALUES = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
@@ -321,7 +321,7 @@ def candidates(
     return tuple(HopperBackward(block_kv=k, block_q=q, stages=n) for k, q, n in BACKWARD[size])
 
 
-def forward_tile(params: HopperForward, spec: Spec) -> ForwardTile:
+def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
     """The tile of a forward configuration.
 
     Raises:
@@ -335,18 +335,18 @@ def forward_tile(params: HopperForward, spec: Spec) -> ForwardTile:
     return fitting[0]
 
 
-def backward_tile(params: HopperBackward, spec: Spec) -> BackwardTile:
+def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     """The tile of a backward configuration.
 
     Raises:
         ValueError: As `forward_tile`.
     """
     warpgroups, queries, stages = _checked(params, "block_kv", "block_q", "stages")
-    tile = BackwardTile(spec.size, spec.value_size, warpgroups * ROWS, queries, stages)
-    wanted = BACKWARD[spec.size][0][:2]
+    tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * ROWS, queries, stages)
+    wanted = BACKWARD[spec.head_dim][0][:2]
     if (tile.keys, tile.queries) != wanted:
         raise ValueError(
-            f"cfg: {given_values(params)}: heads of {spec.size} want {wanted[0]} keys and {wanted[1]} queries"
+            f"cfg: {given_values(params)}: heads of {spec.head_dim} want {wanted[0]} keys and {wanted[1]} queries"
         )
     if backward_bytes(tile, spec) > SHARED_MEMORY - BARRIERS:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")

@@ -30,7 +30,7 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LAST, WHOLE, WORK, Visit, along, by_matrices, visit
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch, vmem_limit
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
 from ejkernel_pallas.tpu.mosaic.loops import loop
 from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
 from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, product, zero_outside
@@ -57,7 +57,7 @@ def sums(record: GroupedMatmul, cotangent: jax.Array, spec: Spec, wanted: frozen
     outputs, scratch = _results(record, cotangent.dtype, spec, k_tiles, wanted)
     inputs = _operands(record, cotangent, spec, wanted) if products else {"cotangent": _cotangent(cotangent, spec)}
     made = launch(
-        Call(
+        KernelCall(
             name="ejkernel_grouped_matmul_backward_matrices",
             kernel=functools.partial(_kernel, spec=spec),
             refs=MatricesRefs,

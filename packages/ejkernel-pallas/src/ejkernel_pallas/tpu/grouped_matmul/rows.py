@@ -26,7 +26,7 @@ from ejkernel_pallas.tpu.grouped_matmul.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Spec, factors, padded_scales
 from ejkernel_pallas.tpu.grouped_matmul.visits import FIRST, LEADING, WHOLE, WORK, Visit, along, by_rows, visit
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch, vmem_limit
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
 from ejkernel_pallas.tpu.mosaic.loops import loop
 from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product, zero_outside
@@ -84,7 +84,7 @@ def multiply(record: GroupedMatmul, rows: jax.Array, spec: Spec, extra: dict[str
     inputs = _inputs(record, rows, spec, extra)
     outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
     made = launch(
-        Call(
+        KernelCall(
             name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,

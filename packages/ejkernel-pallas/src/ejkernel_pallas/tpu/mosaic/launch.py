@@ -26,13 +26,13 @@ Ref = Any
 Index = tuple[Any, ...]
 
 VMEM_LIMIT = 48 * 2**20
-"""Bytes that a kernel may take: what the chip with the least memory has, with room for what XLA keeps there."""
+"""Bytes of VMEM of a kernel: what the chip with the least VMEM has, less what XLA keeps there."""
 ROOM = 8 * 2**20
-"""Bytes that the compiler may take beside blocks and scratch memory, where a limit is computed from them."""
+"""Bytes for the compiler beside blocks and scratch memory, where a limit is computed from these."""
 
 
-def steps_as_they_are(*step: Any) -> Index:
-    """Grid indices and tables, for operands whose index maps read these."""
+def identity_index(*step: Any) -> Index:
+    """The grid indices and tables themselves: the coordinates of operands whose index maps read these."""
     return step
 
 
@@ -50,12 +50,12 @@ class Operand:
 
     array: Any
     block: tuple[int | None, ...] | None = None
-    index: Callable[..., Index] = steps_as_they_are
+    index: Callable[..., Index] = identity_index
     table: Any = None
 
     @property
     def bytes(self) -> int:
-        """Of one block."""
+        """Bytes of one block."""
         return math.prod(size or 1 for size in self.block or ()) * jnp.dtype(self.array.dtype).itemsize
 
     def spec(self, where: Callable[..., Index]) -> pl.BlockSpec:
@@ -65,13 +65,13 @@ class Operand:
         return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)))
 
 
-def whole(array: Any) -> Operand:
-    """An array that VMEM has all of, all the time."""
+def resident(array: Any) -> Operand:
+    """An array that stays in VMEM as a whole for all grid steps."""
     return Operand(array, array.shape, lambda *_: (0,) * array.ndim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class KernelCall:
     """A kernel, what it is called with, and what it is compiled for.
 
     Attributes:
@@ -100,7 +100,7 @@ class Call:
     inputs: Mapping[str, Operand]
     outputs: Mapping[str, Operand]
     scratch: Mapping[str, Any]
-    where: Callable[..., Index] = steps_as_they_are
+    where: Callable[..., Index] = identity_index
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     vmem_limit: int = VMEM_LIMIT
     pipelines: bool = False
@@ -111,11 +111,11 @@ class Call:
         count = len(self.grid) + len(self.tables)
         if x.table is None:  # tables of other operands are left out
             return x.spec(lambda *step: self.where(*step[:count]))
-        own = count + [key for key, y in self.inputs.items() if y.table is not None].index(name)
-        return x.spec(lambda *step: (*self.where(*step[:count]), step[own]))
+        table = count + [key for key, y in self.inputs.items() if y.table is not None].index(name)
+        return x.spec(lambda *step: (*self.where(*step[:count]), step[table]))
 
 
-def launch(call: Call) -> dict[str, jax.Array]:
+def launch(call: KernelCall) -> dict[str, jax.Array]:
     """Runs a kernel; its results by name."""
     inputs, outputs = call.inputs, list(call.outputs)
     names = (*call.tables, *inputs, *outputs, *call.scratch)
@@ -124,9 +124,9 @@ def launch(call: Call) -> dict[str, jax.Array]:
     given = _compat.as_varying([*tables, *arrays], arrays)
 
     def kernel(*refs: Any) -> None:
-        # Tables of single operands are for index maps alone.
-        own = (*refs[: len(call.tables)], *refs[len(tables) :])
-        call.kernel(call.refs(**dict(zip(names, own, strict=True))))
+        # Tables of single operands are for index maps alone; the kernel does not see them.
+        named = (*refs[: len(call.tables)], *refs[len(tables) :])
+        call.kernel(call.refs(**dict(zip(names, named, strict=True))))
 
     run = pl.pallas_call(
         kernel,

@@ -14,12 +14,12 @@ LANES, SUBLANES = 128, 8
 
 
 def lane_groups(x: jax.Array) -> list[jax.Array]:
-    """[n, m] as parts [n, 128]."""
+    """The lane groups [n, 128] of an array [n, m]."""
     return [x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)]
 
 
 def widen(x: jax.Array, width: int) -> jax.Array:
-    """[n, 128], the same in every lane, as [n, width]."""
+    """Repeats [n, 128], the same in every lane, to [n, width]."""
     if width <= LANES:
         return x if width == LANES else x[:, :width]
     made = jnp.concatenate([x] * -(-width // LANES), axis=1)
@@ -27,12 +27,12 @@ def widen(x: jax.Array, width: int) -> jax.Array:
 
 
 def column(row: jax.Array) -> jax.Array:
-    """[1, n] as [n, 128], the same in every lane."""
+    """Turns a row [1, n] into a column [n, 128], the same in every lane."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def lane_row(x: jax.Array) -> jax.Array:
-    """[128, 128], the same in every lane, as [1, 128], without the transpose unit, which is slow at it."""
+    """Turns a column [128, 128], the same in every lane, into a row [1, 128], without the slow transpose unit."""
     sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1))
     folded = x[:SUBLANES]
     for row in range(SUBLANES, x.shape[0], SUBLANES):

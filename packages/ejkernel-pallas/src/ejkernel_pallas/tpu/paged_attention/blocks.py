@@ -1,4 +1,9 @@
-"""A block of keys: the softmax of an item's rows is updated with it, chunk by chunk."""
+"""One key block: the online softmax of an item's rows is updated with it, chunk by chunk.
+
+block_kv keys in a buffer slot
+├─ step: chunks_per_step chunks of chunk_kv keys, few rows of all heads (decode)   _attend_small
+└─ chunk of chunk_kv keys, cut into parts of part_kv keys (prefill)                _attend_large
+"""
 
 import functools
 import operator
@@ -14,123 +19,132 @@ from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Item
-from ejkernel_pallas.tpu.paged_attention.keys import Chunk, load, turns
+from ejkernel_pallas.tpu.paged_attention.keys import KeyChunk, head_groups, load
 from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.softmax import Mask, Part, Rows, masks, store_key_mask, update_softmax
-from ejkernel_pallas.tpu.paged_attention.spec import Spec
+from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 HEADS = 4
-"""Heads whose products of many rows are made together."""
+"""Heads whose products of many rows are interleaved: enough independent ones to fill the MXU's latency."""
 
 
-def by_size(small: Any, spec: Spec, act: Callable[[int], None]) -> None:
-    """Calls `act` with how many rows an item has: few, or those of a whole tile."""
-    if spec.rows == spec.few:
-        act(spec.few)
+def by_size(small: Any, spec: PagedSpec, act: Callable[[int], None]) -> None:
+    """Calls `act` with the number of rows an item is computed with: the smallest product's, or a whole tile's."""
+    if spec.rows == spec.small_rows:
+        act(spec.small_rows)
         return
 
     @pl.when(small)
     def _() -> None:
-        act(spec.few)
+        act(spec.small_rows)
 
     @pl.when(jnp.logical_not(small))
     def _() -> None:
         act(spec.rows)
 
 
-def attend(refs: PagedRefs, block: Block, ahead: Block, there: Any, side: Any, spec: Spec) -> None:
-    """Starts the copies of the block ahead, if it is there, and takes the chunks of a block that its item attends.
+def attend(refs: PagedRefs, block: Block, prefetch: Block, there: Any, buffer_slot: Any, spec: PagedSpec) -> None:
+    """Starts the copies of the block `prefetch`, if there is one, and attends to the chunks of `block`.
 
-    Where all of the block is attended, and the one ahead has its first page and no holes, the copies are started in
-    between computations: each takes the scalar unit some four cycles, in which it has nothing else to do.
+    Where the whole block is attended and the next has its first page and no missing ones, copies are started between
+    vector instructions: each takes the scalar unit about four cycles, in which it has nothing else to do.
     """
     at_once = jnp.bool_(False)
-    if spec.pieces:
-        plain = _plain(block.item, block.number * spec.block, spec.chunk * spec.rounds, spec)
-        at_once = plain & (ahead.item.holes == 0) & (ahead.pages(spec)[0] == 0)
-    size = spec.chunk * (max(1, spec.rounds // 2) if spec.pieces else spec.rounds)
-    base, item = block.number * spec.block, block.item
-    first = jnp.clip(divide(item.low - base, size), 0, spec.block // size)
-    end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block // size)
+    if spec.copy_slices:
+        plain = _plain(block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec)
+        at_once = plain & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
+    size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.copy_slices else spec.chunks_per_step)
+    base, item = block.number * spec.block_kv, block.item
+    first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
+    end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
 
     @pl.when(there & jnp.logical_not(at_once))
     def _() -> None:
-        copies.start_pages(refs, ahead, spec)
+        copies.start_pages(refs, prefetch, spec)
 
     copies.wait_pages(refs, block, (first * size, end * size), spec)
 
-    if spec.pieces:
-        pieces = copies.pieces(refs, ahead, there, spec.pieces, spec)
-        pl.when(at_once)(lambda: _few(refs, block, side, _chunks(block, 0, spec.rounds, False, spec), pieces, spec))
+    if spec.copy_slices:
+        pieces = copies.sliced_starts(refs, prefetch, there, spec.copy_slices, spec)
+        pl.when(at_once)(
+            lambda: _attend_small(
+                refs, block, buffer_slot, _chunks(block, 0, spec.chunks_per_step, False, spec), pieces, spec
+            )
+        )
 
     def some(k: jax.Array, carry: jax.Array) -> jax.Array:
-        _take(refs, block, side, (pl.multiple_of(k * size, size), size // spec.chunk), spec)
+        _attend_chunks(refs, block, buffer_slot, (pl.multiple_of(k * size, size), size // spec.chunk_kv), spec)
         return carry
 
     loop(jnp.where(at_once, end, first), end, some, jnp.int32(0))
 
 
-def _chunks(block: Block, start: Any, count: int, masked: bool, spec: Spec) -> list[Chunk]:
-    """Chunks that are taken at once, from a key of the block on."""
-    item, base = block.item, block.number * spec.block
-    offsets = [pl.multiple_of(start + k * spec.chunk, spec.chunk) for k in range(count)]
-    return [Chunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk) for x in offsets]
+def _chunks(block: Block, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
+    """The `count` chunks that one step computes, from key `start` of the block on."""
+    item, base = block.item, block.number * spec.block_kv
+    offsets = [pl.multiple_of(start + k * spec.chunk_kv, spec.chunk_kv) for k in range(count)]
+    return [KeyChunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk_kv) for x in offsets]
 
 
-def _plain(item: Item, key: Any, size: int, spec: Spec) -> Any:
-    """Whether all rows of an item attend as many keys from `key` on."""
+def _plain(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
+    """Whether all rows of an item attend all of the `size` keys from `key` on: such keys need no mask."""
     last, end = item.position + item.tokens - 1, key + size
     low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
     high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)
-    return (key >= low) & (end <= high) & (item.holes == 0)
+    return (key >= low) & (end <= high) & (item.missing_pages == 0)
 
 
-def _take(refs: PagedRefs, block: Block, side: Any, chunks: tuple[Any, int], spec: Spec) -> None:
-    """Takes chunks, of which the first key and the number are given."""
+def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tuple[Any, int], spec: PagedSpec) -> None:
+    """Attends to chunks, given as the first key and the number of them."""
     item, (start, count) = block.item, chunks
-    plain = _plain(item, block.number * spec.block + start, count * spec.chunk, spec)
+    plain = _plain(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
 
     def few(masked: bool) -> None:
-        _few(refs, block, side, _chunks(block, start, count, masked, spec), iter(()), spec)
+        _attend_small(refs, block, buffer_slot, _chunks(block, start, count, masked, spec), iter(()), spec)
 
-    if spec.rows == spec.few:
-        if not spec.pieces:
+    if spec.rows == spec.small_rows:
+        if not spec.copy_slices:
             pl.when(plain)(lambda: few(False))
-        pl.when(jnp.logical_not(plain & (not spec.pieces)))(lambda: few(True))
+        pl.when(jnp.logical_not(plain & (not spec.copy_slices)))(lambda: few(True))
         return
 
-    @pl.when(item.tokens * spec.group > spec.few)
+    @pl.when(item.tokens * spec.group_size > spec.small_rows)
     def _() -> None:
-        _many(refs, block, side, start, spec)
+        _attend_large(refs, block, buffer_slot, start, spec)
 
-    pl.when(item.tokens * spec.group <= spec.few)(lambda: few(True))
+    pl.when(item.tokens * spec.group_size <= spec.small_rows)(lambda: few(True))
 
 
-def _few(
-    refs: PagedRefs, block: Block, side: Any, chunks: list[Chunk], between: Iterator[Callable[[], None]], spec: Spec
+def _attend_small(
+    refs: PagedRefs,
+    block: Block,
+    buffer_slot: Any,
+    chunks: list[KeyChunk],
+    between: Iterator[Callable[[], None]],
+    spec: PagedSpec,
 ) -> None:
-    """Few rows of all heads; after every slice of keys or values that is loaded, one of the actions of `between`."""
-    rows = Rows(side, 0, spec.few, block.item.position)
+    """Attends with few rows of all heads (decode); runs one action of `between` after each slice that is loaded."""
+    rows = Rows(buffer_slot, 0, spec.small_rows, block.item.position)
     if chunks[0].masked and spec.tokens == 1:
         store_key_mask(refs, block.item, chunks, spec)
     found = [masks(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
-    heads = spec.kv_heads // turns(spec)
+    heads = spec.kv_heads // head_groups(spec)
 
-    def turn(k: Any) -> None:
-        def loaded(at: Chunk, values: bool) -> list[jax.Array]:
+    def head_group(k: Any) -> None:
+        def loaded(at: KeyChunk, values: bool) -> list[jax.Array]:
             return load(refs.buffers, k, at, spec, values=values, between=lambda: next(between, _nothing)())
 
-        def parts(at: Chunk, mask: Mask | None) -> list[Part]:
+        def parts(at: KeyChunk, mask: Mask | None) -> list[Part]:
             keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
             return [Part(k * heads + n, rows, _one(keys, n), _one(values, n), mask) for n in range(heads)]
 
         pairs = zip(chunks, found, strict=True)
-        lead = spec.masked_lead if chunks[0].masked else spec.lead
-        update_softmax(refs, [part for at, mask in pairs for part in parts(at, mask)], lead, spec)
-        for left in between:
-            left()
+        lookahead = spec.masked_lookahead if chunks[0].masked else spec.lookahead
+        update_softmax(refs, [part for at, mask in pairs for part in parts(at, mask)], lookahead, spec)
+        for start_copies in between:
+            start_copies()
 
-    each(turns(spec), turn)
+    each(head_groups(spec), head_group)
 
 
 def _nothing() -> None:
@@ -138,49 +152,54 @@ def _nothing() -> None:
 
 
 def _one(loaded: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
-    """A head's of what is loaded for several when the first is asked for."""
+    """A loader of head n: several heads share words, so the first call loads all of them and the others reuse it."""
     return lambda: loaded()[n]
 
 
-def _many(refs: PagedRefs, block: Block, side: Any, start: Any, spec: Spec) -> None:
-    """A tile's rows, a few heads after the other: keys and values are put next to each other first."""
+def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, spec: PagedSpec) -> None:
+    """Attends with a tile's rows (prefill): copies each head's keys to contiguous scratch first, for many products."""
     (chunk,) = _chunks(block, start, 1, True, spec)
-    heads, item = spec.kv_heads // turns(spec), block.item
+    heads, item = spec.kv_heads // head_groups(spec), block.item
 
     def part(n: Any) -> None:
-        offset = pl.multiple_of(n * spec.part, spec.part)
-        at = chunk._replace(start=pl.multiple_of(start + offset, spec.part), key=chunk.key + offset, size=spec.part)
+        offset = pl.multiple_of(n * spec.part_kv, spec.part_kv)
+        at = chunk._replace(
+            start=pl.multiple_of(start + offset, spec.part_kv), key=chunk.key + offset, size=spec.part_kv
+        )
 
-        def turn(k: Any) -> None:
+        def head_group(k: Any) -> None:
             for target, values in ((refs.head_keys, False), (refs.head_values, True)):
                 for head, rows in enumerate(load(refs.buffers, k, at, spec, values=values)):
                     target[k * heads + head] = rows
 
         @pl.when((at.key < item.high) & (at.key + at.size > item.low))
         def _() -> None:
-            each(turns(spec), turn)
-            # Of a tile with few tokens most rows of a large product would be for nothing.
-            plain = _plain(item, at.key, at.size, spec) & (2 * item.tokens * spec.group > spec.row_block)
+            each(head_groups(spec), head_group)
+            # A tile with few tokens would leave most rows of a large product without work.
+            plain = _plain(item, at.key, at.size, spec) & (2 * item.tokens * spec.group_size > spec.row_block)
             for masked, wanted in ((False, plain), (True, jnp.logical_not(plain))):
-                pl.when(wanted)(partial(_heads, refs, item, side, at._replace(masked=masked), spec))
+                pl.when(wanted)(partial(_heads, refs, item, buffer_slot, at._replace(masked=masked), spec))
 
-    each(spec.chunk // spec.part, part)
+    each(spec.chunk_kv // spec.part_kv, part)
 
 
-def _heads(refs: PagedRefs, item: Item, side: Any, at: Chunk, spec: Spec) -> None:
-    """Takes such keys, as many rows and heads at once as make a good product."""
-    size, lead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
-    count = divide(item.tokens * spec.group + size - 1, size)
+def _heads(refs: PagedRefs, item: Item, buffer_slot: Any, at: KeyChunk, spec: PagedSpec) -> None:
+    """Attends to keys in scratch, with as many rows and heads at once as fill the MXU."""
+    size, lookahead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
+    count = divide(item.tokens * spec.group_size + size - 1, size)
     together = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs.head_keys, refs.head_values, operator.getitem
 
     def some(k: Any) -> None:
         def part(n: jax.Array, carry: jax.Array) -> jax.Array:
-            rows = Rows(side, pl.multiple_of(n * size, size), size, item.position)
+            rows = Rows(buffer_slot, pl.multiple_of(n * size, size), size, item.position)
             mask = masks(refs, item, rows, at, 0, spec)
             heads = [k * together + head for head in range(together)]
             update_softmax(
-                refs, [Part(x, rows, partial(get, keys, x), partial(get, values, x), mask) for x in heads], lead, spec
+                refs,
+                [Part(x, rows, partial(get, keys, x), partial(get, values, x), mask) for x in heads],
+                lookahead,
+                spec,
             )
             return carry
 

@@ -1,4 +1,12 @@
-"""What the kernel copies: pages and queries into its memory, results out of it, and new tokens into pages."""
+"""The kernel's DMA: pages and queries to VMEM, results to HBM, and new tokens into pages.
+
+    start_pages / sliced_starts ─► pages_arrived[slot] ─► wait_pages     HBM pages   ─► keys_buffer[slot]
+    queries(wait=False) ─────────► query_arrived[slot] ─► (wait=True)    HBM rows    ─► query_buffer[slot]
+    results(wait=False) ─────────► results_sent[slot] ──► (wait=True)    output_buffer[slot] ─► HBM rows
+    start_writes ────────────────► tokens_written ──────► wait_writes    new tokens  ─► HBM pages
+
+One semaphore serves all copies to a slot. It counts bytes, so one wait for the whole slot is a wait for all of them.
+"""
 
 import dataclasses
 import functools
@@ -17,16 +25,16 @@ from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
-from ejkernel_pallas.tpu.paged_attention.spec import Spec
+from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 
 TOGETHER = 8
-"""Pages whose copies are started without a branch between them."""
+"""Pages whose copies start without a branch in between: branches cost the scalar unit more than a predicated copy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One entry of the list of work: its fields are read from scalar memory when they are asked for."""
+    """One entry of the work list. A field is loaded from scalar memory where it is used, and keeps no register."""
 
     items: Any
     index: Any
@@ -42,19 +50,19 @@ class Block(NamedTuple):
     number: Any
     slot: Any
 
-    def pages(self, spec: Spec) -> tuple[Any, Any]:
+    def pages(self, spec: PagedSpec) -> tuple[Any, Any]:
         """First page to copy, in the block, and one more than the last."""
         start = self.number * spec.pages
         first = jnp.clip(self.item.first_page - start, 0, spec.pages)
         return first, jnp.clip(self.item.end_page - start, first, spec.pages)
 
-    def full(self, spec: Spec) -> Any:
+    def full(self, spec: PagedSpec) -> Any:
         """Whether all of its pages are copied."""
         first, end = self.pages(spec)
-        return (end - first == spec.pages) & (self.item.holes == 0)
+        return (end - first == spec.pages) & (self.item.missing_pages == 0)
 
-    def entry(self, spec: Spec) -> Any:
-        """Of its first page in the table."""
+    def entry(self, spec: PagedSpec) -> Any:
+        """The index of its first page in the table."""
         return self.item.sequence * spec.entries + self.number * spec.pages
 
 
@@ -65,7 +73,7 @@ class Cursor(NamedTuple):
     number: Any
 
     def after(self, items: Any, end: Any) -> "Cursor":
-        """The one after it, of the same item or of the next; of none if that is `end`."""
+        """The block after it, of the same item or of the next; its item is `end` after the last block."""
         item = Item(items, jnp.minimum(self.index, end - 1))
         more = self.number + 1 < item.end_block
         index = jnp.where(more, self.index, self.index + 1)
@@ -73,7 +81,7 @@ class Cursor(NamedTuple):
         return Cursor(index, jnp.where(more, self.number + 1, following.first_block))
 
 
-def start_pages(refs: PagedRefs, block: Block, spec: Spec) -> None:
+def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
     """Starts the copies of a block's pages, of which several have no branch between them."""
     first, end = block.pages(spec)
     entry, together = block.entry(spec), math.gcd(spec.pages, TOGETHER)
@@ -88,7 +96,9 @@ def start_pages(refs: PagedRefs, block: Block, spec: Spec) -> None:
     loop(divide(first, together), divide(end + together - 1, together), several, jnp.int32(0))
 
 
-def pieces(refs: PagedRefs, block: Block, there: Any, count: int, spec: Spec) -> Iterator[Callable[[], None]]:
+def sliced_starts(
+    refs: PagedRefs, block: Block, there: Any, count: int, spec: PagedSpec
+) -> Iterator[Callable[[], None]]:
     """What starts the copies of a block's pages up to its last, if it is there, in pieces; none of them is absent.
 
     Each copy has a condition of its own, which is no branch: the compiler can have them beside computations.
@@ -105,15 +115,15 @@ def pieces(refs: PagedRefs, block: Block, there: Any, count: int, spec: Spec) ->
     return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
 
 
-def _start(refs: PagedRefs, block: Block, number: Any, page: Any, spec: Spec) -> None:
+def _start(refs: PagedRefs, block: Block, number: Any, page: Any, spec: PagedSpec) -> None:
     for copy in _page_copies(refs, number, block.slot, page, spec):
         copy.start()
 
 
-def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Spec) -> None:
-    """Waits for a block's pages, and makes 0 what nobody attends of those that have some of the given keys.
+def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: PagedSpec) -> None:
+    """Waits for a block's pages, and zeroes what nobody attends in pages that hold some of the given keys.
 
-    Memory may have numbers there that are none, which no weight of 0 makes disappear.
+    VMEM that no copy has written may hold NaN, and a weight of 0 times NaN is NaN.
     """
     full = block.full(spec)
 
@@ -131,15 +141,20 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Spec)
         high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
 
         def clear(k: jax.Array, carry: jax.Array) -> jax.Array:
-            _clear(refs, block, jnp.where(k < first, k, k - first + end), spec)
+            _zero_page(refs, block, jnp.where(k < first, k, k - first + end), spec)
             return carry
 
         loop(low, high - end + first, clear, jnp.int32(0))
-        loop(first, jnp.where(first < end, first + 2, first), functools.partial(_cut, refs, block, spec), jnp.int32(0))
+        loop(
+            first,
+            jnp.where(first < end, first + 2, first),
+            functools.partial(_zero_unattended, refs, block, spec),
+            jnp.int32(0),
+        )
 
 
-def _wait_each(refs: PagedRefs, block: Block, spec: Spec) -> None:
-    """Waits for a block's pages one by one; what is absent becomes 0."""
+def _wait_each(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
+    """Waits for a block's pages one by one, and zeroes missing ones."""
     entry, (first, end) = block.entry(spec), block.pages(spec)
 
     def wait(page: jax.Array, carry: jax.Array) -> jax.Array:
@@ -151,24 +166,24 @@ def _wait_each(refs: PagedRefs, block: Block, spec: Spec) -> None:
         return carry
 
     def clear(page: jax.Array, carry: jax.Array) -> jax.Array:
-        pl.when(refs.tables[entry + page] < 0)(lambda: _clear(refs, block, page, spec))
+        pl.when(refs.tables[entry + page] < 0)(lambda: _zero_page(refs, block, page, spec))
         return carry
 
     loop(first, end, wait, jnp.int32(0))
-    loop(jnp.where(block.item.holes == 0, end, first), end, clear, jnp.int32(0))
+    loop(jnp.where(block.item.missing_pages == 0, end, first), end, clear, jnp.int32(0))
 
 
-def _clear(refs: PagedRefs, block: Block, page: Any, spec: Spec) -> None:
+def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> None:
     for buffer in refs.buffers:
         place = _page_place(block.slot, page, spec)
         buffer[place] = jnp.zeros_like(buffer[place])
 
 
-def _cut(refs: PagedRefs, block: Block, spec: Spec, k: Any, carry: Any) -> Any:
-    """Makes the keys 0 that nobody attends of the first page that is copied, and then of the last."""
+def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, carry: Any) -> Any:
+    """Zeroes the keys that nobody attends in the first page that is copied, and then in the last."""
     slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
     page = jnp.where(k == first, first, end - 1)
-    start = block.number * spec.block + page * slots
+    start = block.number * spec.block_kv + page * slots
 
     @pl.when((start < item.low) | (start + slots > item.high))
     def _() -> None:
@@ -176,22 +191,22 @@ def _cut(refs: PagedRefs, block: Block, spec: Spec, k: Any, carry: Any) -> Any:
             place = _page_place(block.slot, page, spec)
             x = buffer[place]
             key = lax.broadcasted_iota(jnp.int32, x.shape, 1) + start
-            # The way over float32: not all chips can select among narrower numbers.
+            # Through float32: not all chips have a select for narrower types.
             x = jnp.where((key >= item.low) & (key < item.high), x.astype(jnp.float32), 0.0)
             buffer[place] = x.astype(buffer.dtype)
 
     return carry
 
 
-def _page_place(slot: Any, page: Any, spec: Spec) -> tuple[Any, ...]:
-    """A page's place in a buffer."""
+def _page_place(slot: Any, page: Any, spec: PagedSpec) -> tuple[Any, ...]:
+    """The index of a page in a buffer."""
     slots = spec.cache.slots
     if spec.cache.head_major:
         return slot, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
     return slot, slice(None), page
 
 
-def _page_copies(refs: PagedRefs, number: Any, slot: Any, page: Any, spec: Spec) -> list[Any]:
+def _page_copies(refs: PagedRefs, number: Any, slot: Any, page: Any, spec: PagedSpec) -> list[Any]:
     """The copies of a page of the caches to its place in a buffer."""
     cache, made = spec.cache, []
     for source, target in refs.caches:
@@ -208,10 +223,10 @@ def _page_copies(refs: PagedRefs, number: Any, slot: Any, page: Any, spec: Spec)
     return made
 
 
-def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: Spec, copy: Any) -> None:
-    """Calls `copy` with slices of rows, of the item's tile and of all: one, or one for every few rows that it has."""
+def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, copy: Any) -> None:
+    """Calls `copy` with row slices of the tile and of the array: one of a whole tile, else `row_align` rows each."""
     whole = item.tokens == spec.tokens
-    start = pl.multiple_of(item.row, spec.grain)
+    start = pl.multiple_of(item.row, spec.row_align)
 
     @pl.when(whole)
     def _() -> None:
@@ -220,15 +235,15 @@ def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: Spec, copy: Any)
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
         def part(k: jax.Array, carry: jax.Array) -> jax.Array:
-            offset = pl.multiple_of(k * spec.grain, spec.grain)
-            copy(pl.ds(offset, spec.grain), pl.ds(pl.multiple_of(start + offset, spec.grain), spec.grain))
+            offset = pl.multiple_of(k * spec.row_align, spec.row_align)
+            copy(pl.ds(offset, spec.row_align), pl.ds(pl.multiple_of(start + offset, spec.row_align), spec.row_align))
             return carry
 
-        count = divide(item.tokens * spec.group + spec.grain - 1, spec.grain)
+        count = divide(item.tokens * spec.group_size + spec.row_align - 1, spec.row_align)
         loop(jnp.int32(0), count, part, jnp.int32(0))
 
 
-def queries(refs: PagedRefs, item: Item, slot: Any, spec: Spec, *, wait: bool) -> None:
+def queries(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
     """Starts the copy of an item's queries, or waits for it."""
 
     def copy(tile: Any, rows: Any) -> None:
@@ -240,7 +255,7 @@ def queries(refs: PagedRefs, item: Item, slot: Any, spec: Spec, *, wait: bool) -
     _query_copies(refs, item, slot, spec, copy)
 
 
-def results(refs: PagedRefs, item: Item, slot: Any, spec: Spec, *, wait: bool) -> None:
+def results(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
     """Starts the copies of an item's output and lse, or waits for them."""
 
     def copy(tile: Any, rows: Any) -> None:
@@ -254,13 +269,13 @@ def results(refs: PagedRefs, item: Item, slot: Any, spec: Spec, *, wait: bool) -
     made.wait() if wait else made.start()
 
 
-def start_writes(refs: PagedRefs, item: Item, spec: Spec) -> None:
-    """Starts the copies of an item's new tokens to their slots, page by page where they fill one, else one by one."""
+def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
+    """Starts the copies of an item's new tokens into the cache: by page where tokens fill one, else token by token."""
     slots = spec.cache.slots
     count, token, position = item.fresh, item.token, item.position
 
     def run(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        done, pages, singles = state
+        done, pages, single_tokens = state
         at = position + done
         entry = divide(jnp.maximum(at, 0), slots)
         number = refs.tables[item.sequence * spec.entries + jnp.minimum(entry, spec.entries - 1)]
@@ -282,17 +297,17 @@ def start_writes(refs: PagedRefs, item: Item, spec: Spec) -> None:
         return (
             done + jnp.where(full, slots, 1),
             pages + here * full.astype(jnp.int32),
-            singles + here * (1 - full.astype(jnp.int32)),
+            single_tokens + here * (1 - full.astype(jnp.int32)),
         )
 
     zero = jnp.int32(0)
-    _, pages, singles = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
+    _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
     refs.write_counts[0] = pages
-    refs.write_counts[1] = singles
+    refs.write_counts[1] = single_tokens
 
 
-def wait_writes(refs: PagedRefs, spec: Spec) -> None:
-    """Waits for the copies that were started last."""
+def wait_writes(refs: PagedRefs, spec: PagedSpec) -> None:
+    """Waits for the token copies that were started last."""
 
     def wait(made: list[Any]) -> Any:
         def one(k: jax.Array, carry: jax.Array) -> jax.Array:
@@ -307,7 +322,7 @@ def wait_writes(refs: PagedRefs, spec: Spec) -> None:
     loop(zero, refs.write_counts[1], wait(_slot_writes(refs, 0, 0, 0)), zero)
 
 
-def _page_writes(refs: PagedRefs, token: Any, page: Any, spec: Spec) -> list[Any]:
+def _page_writes(refs: PagedRefs, token: Any, page: Any, spec: PagedSpec) -> list[Any]:
     return [
         pltpu.make_async_copy(new.at[pl.ds(token, spec.cache.slots)], pages.at[page], refs.tokens_written)
         for new, pages in refs.written

@@ -9,17 +9,17 @@ from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch, whole
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import operands
 from ejkernel_pallas.tpu.paged_attention.blocks import HEADS
 from ejkernel_pallas.tpu.paged_attention.kernel import kernel
-from ejkernel_pallas.tpu.paged_attention.keys import turns
+from ejkernel_pallas.tpu.paged_attention.keys import head_groups
 from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.softmax import BUFFERS, staged
-from ejkernel_pallas.tpu.paged_attention.spec import AHEAD, Spec, make_spec, stored
+from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec, make_spec, stored
 from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged, chosen
-from ejkernel_pallas.tpu.paged_attention.work import FIELDS, Work, find_work
+from ejkernel_pallas.tpu.paged_attention.work import FIELDS, WorkList, find_work
 
 # Page numbers are known to be the cache's, and a check takes longer than to start a copy.
 OPTIONS = {"disable_bounds_checks": True}
@@ -45,22 +45,22 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     return (*results, *pages), None
 
 
-def _run(record: PagedAttention, spec: Spec, work: Work) -> list[jax.Array]:
+def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the caches that it wrote to."""
     caches: dict[str, jax.Array] = dict(zip(("keys", "values"), stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
     lanes = -(-spec.rows // LANES) * LANES
     outputs = {
-        "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_size), record.query.dtype),
+        "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), record.query.dtype),
         "lse": jax.ShapeDtypeStruct((work.items.size // len(FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
     }
     written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches.items()} if tokens else {}
     # A cache that is written to is one array, which the kernel knows as its output.
     given = {f"{name}_before" if written else name: x for name, x in caches.items()}
-    constants = {name: whole(x) for name, x in _constants(record, spec).items()}
+    constants = {name: resident(x) for name, x in _constants(record, spec).items()}
     made = launch(
-        Call(
+        KernelCall(
             name="paged_attention",
             kernel=functools.partial(kernel, spec=spec),
             refs=PagedRefs,
@@ -77,51 +77,53 @@ def _run(record: PagedAttention, spec: Spec, work: Work) -> list[jax.Array]:
     return list(made.values())
 
 
-def _constants(record: PagedAttention, spec: Spec) -> dict[str, jax.Array]:
+def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
     """What stays in the kernel's memory all the time."""
     made: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
         made["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
     if spec.tokens > 1:
-        places = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group
+        places = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group_size
         made["row_tokens"] = jnp.broadcast_to(places[:, None], (spec.rows, LANES))
     return made
 
 
 def _scratch(
-    record: PagedAttention, spec: Spec, lanes: int, caches: dict[str, jax.Array], writes: bool
+    record: PagedAttention, spec: PagedSpec, lanes: int, caches: dict[str, jax.Array], writes: bool
 ) -> dict[str, Any]:
     """What the kernel keeps."""
     heads, cache = spec.kv_heads, spec.cache
     state = (heads, spec.rows, LANES)
     made: dict[str, Any] = {
-        "query_buffer": pltpu.VMEM((2, heads, spec.rows, spec.size), spec.operand),
-        "output_buffer": pltpu.VMEM((2, heads, spec.rows, spec.value_size), record.query.dtype),
+        "query_buffer": pltpu.VMEM((2, heads, spec.rows, spec.head_dim), spec.operand),
+        "output_buffer": pltpu.VMEM((2, heads, spec.rows, spec.value_dim), record.query.dtype),
         "lse_buffer": pltpu.VMEM((2, heads, 1, lanes), jnp.float32),
         "row_max": pltpu.VMEM(state, jnp.float32),
         "row_sum": pltpu.VMEM(state, jnp.float32),
-        "acc": pltpu.VMEM((heads, spec.rows, spec.value_size), jnp.float32),
+        "acc": pltpu.VMEM((heads, spec.rows, spec.value_dim), jnp.float32),
     }
-    parts = heads // turns(spec) * spec.rounds
-    made["few"] = staged(-(-parts // BUFFERS) * spec.few, spec.chunk * spec.joined, spec.weights)
-    if spec.limits:
-        made["limits"] = pltpu.VMEM((cache.heads_per_unit if cache.alternates else 1, spec.few, LANES), jnp.float32)
+    parts = heads // head_groups(spec) * spec.chunks_per_step
+    made["small"] = staged(-(-parts // BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product, spec.weights)
+    if spec.keeps_limits:
+        made["score_limits"] = pltpu.VMEM(
+            (cache.heads_per_unit if cache.interleaved else 1, spec.small_rows, LANES), jnp.float32
+        )
     if spec.tokens == 1:
-        made["key_mask"] = pltpu.VMEM((spec.rounds, spec.chunk * spec.joined), jnp.float32)
-    if spec.rows > spec.few:
-        made["many"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part, spec.weights)
+        made["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
+    if spec.rows > spec.small_rows:
+        made["large"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part_kv, spec.weights)
     for name, x in caches.items():
         if cache.head_major:
-            shape = (AHEAD + 1, heads, spec.block, x.shape[-1])
+            shape = (PREFETCH + 1, heads, spec.block_kv, x.shape[-1])
         else:
             groups = -(-x.shape[-1] // LANES)
-            shape = (AHEAD + 1, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
+            shape = (PREFETCH + 1, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
         made[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
-    if spec.rows > spec.few:
-        made["head_keys"] = pltpu.VMEM((heads, spec.part, spec.size), spec.operand)
-        made["head_values"] = pltpu.VMEM((heads, spec.part, spec.value_size), spec.weights)
+    if spec.rows > spec.small_rows:
+        made["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand)
+        made["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights)
     made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("query_arrived", "results_sent")}
-    made["pages_arrived"] = pltpu.SemaphoreType.DMA((AHEAD + 1,))
+    made["pages_arrived"] = pltpu.SemaphoreType.DMA((PREFETCH + 1,))
     if writes:
         made |= {"write_counts": pltpu.SMEM((2,), jnp.int32), "tokens_written": pltpu.SemaphoreType.DMA}
     return made

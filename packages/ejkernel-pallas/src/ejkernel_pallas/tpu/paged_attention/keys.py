@@ -1,8 +1,14 @@
-"""Keys and values of a head, from the pages that were copied.
+"""Loads of keys and values of a head, from the pages that were copied.
 
-Rows of a head lie as far apart as a token has rows, and numbers of less than 32 bits share their words with those of
-other rows. So words are read with a stride, and what else is in them is cut off: rows of the head, in their order.
-Where several heads are joined, `order` says which row is whose.
+    buffer in VMEM, 16 bits, 2 KV heads: one 32-bit word row holds two rows          what a product reads
+
+    token 0   word row: [ K head 0 | V head 0 ]  x 128 lanes  ┐ strided load of      ┌ K head 0, token 0
+              word row: [ K head 1 | V head 1 ]               │ word rows of a head  │ K head 0, token 1
+    token 1   word row: [ K head 0 | V head 0 ]               ┘ ─► extract 16 bits ─►└ ...
+
+A head's rows lie as far apart as a token has rows, and elements of less than 32 bits share words with other rows. So
+the kernel loads words with a stride and extracts its elements. Where heads share products (`heads_per_product`) nothing
+is extracted by head: `order` tells which loaded row belongs to which head.
 """
 
 from collections.abc import Callable
@@ -15,23 +21,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.paged_attention.spec import TILE, Spec
+from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedSpec
 
 SLICE = 128
-"""Words of joined heads, in all lanes, that are loaded before any of them is taken apart."""
+"""Word rows that are loaded before the first of them is split, where heads share a product: what registers hold."""
 
 
-class Chunk(NamedTuple):
+class KeyChunk(NamedTuple):
     """Keys of one product.
 
     Attributes:
         slot: The buffer that they are in.
         start: The first, in the buffer.
-        key: Its position in the sequence.
+        key: Position of the first key in the sequence.
         low: First position that any row attends.
         high: One more than the last.
         masked: Whether some key may not be attended by all.
-        size: How many.
+        size: How many keys.
     """
 
     slot: Any
@@ -43,84 +49,84 @@ class Chunk(NamedTuple):
     size: int
 
 
-def order(index: jax.Array, size: int, spec: Spec) -> tuple[jax.Array, jax.Array | None]:
-    """Which key of a chunk, and which of the joined heads, is at an index of what `load` gives; None for one head."""
+def order(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.Array | None]:
+    """The key and the head at an index of what `load` returns; the head is None where a product has a single one."""
     cache = spec.cache
-    if spec.joined == 1:
+    if spec.heads_per_product == 1:
         return index, None
-    if not cache.alternates:
-        return divide(index, spec.joined), index % spec.joined
-    words = cache.words // cache.turns
+    if not cache.interleaved:
+        return divide(index, spec.heads_per_product), index % spec.heads_per_product
+    words = cache.words // cache.head_groups
     total = size * words
     word, which = index % total, divide(index, total)
     return divide(word, words), word % words * cache.heads_per_unit + which
 
 
-def turns(spec: Spec) -> int:
-    """How many groups of heads there are, with a loop from one to the next."""
+def head_groups(spec: PagedSpec) -> int:
+    """The number of head groups, which a loop goes through."""
     heads = spec.kv_heads
     if spec.cache.head_major:
         return heads // TILE if heads % TILE == 0 else 1
-    return spec.cache.turns
+    return spec.cache.head_groups
 
 
 def load(
     buffers: tuple[Any, ...],
-    turn: Any,
-    at: Chunk,
-    spec: Spec,
+    head_group: Any,
+    at: KeyChunk,
+    spec: PagedSpec,
     *,
     values: bool,
     between: Callable[[], None] = lambda: None,
 ) -> list[jax.Array]:
-    """Keys [n, D], or values [n, Dv], of the KV heads of a turn, or of all of them joined.
+    """Loads keys [n, D] or values [n, Dv] of the KV heads of a head group, one by one or sharing one product.
 
     Args:
         buffers: Of keys and values, or of both.
-        turn: Which group of heads; may be traced.
+        head_group: Which group of heads; may be traced.
         at: The chunk.
         spec: The kernel's constants.
-        values: Which of the two. They are wanted at different times, and would fill the registers in between.
-        between: Called after every slice of words of joined heads.
+        values: Which of the two. They are used at different times; loading both would hold registers in between.
+        between: Called after every slice of words of heads that share a product.
 
     Returns:
-        Of every head, or group of joined heads.
+        One array per head, or per group of heads that share a product.
     """
     buffer, cache = buffers[-1 if values else 0], spec.cache
-    if spec.joined > 1:
-        rows = _all_rows(buffer, turn, at, spec, values, between)
+    if spec.heads_per_product > 1:
+        rows = _all_rows(buffer, head_group, at, spec, values, between)
         found = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
     else:
-        heads = spec.kv_heads // turns(spec)
+        heads = spec.kv_heads // head_groups(spec)
         units = range(heads // cache.heads_per_unit)
         if cache.head_major:
-            found = [buffer[at.slot, turn * heads + n, pl.ds(at.start, at.size), :] for n in units]
+            found = [buffer[at.slot, head_group * heads + n, pl.ds(at.start, at.size), :] for n in units]
         else:
-            found = [row for unit in units for row in _rows(buffer, turn, unit, at, spec, values)]
-    size, dtype = (spec.value_size, spec.weights) if values else (spec.size, spec.operand)
+            found = [row for unit in units for row in _rows(buffer, head_group, unit, at, spec, values)]
+    size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
     return [_widened(_rounded(x[:, :size], spec), dtype) for x in found]
 
 
 def _all_rows(
-    buffer: Any, turn: Any, at: Chunk, spec: Spec, values: bool, between: Callable[[], None]
+    buffer: Any, head_group: Any, at: KeyChunk, spec: PagedSpec, values: bool, between: Callable[[], None]
 ) -> list[jax.Array]:
-    """Rows of all words of a turn: those that share words apart, where keys and values do; else as they are.
+    """Rows of all words of a head group: keys or values extracted where both share words, else as they lie.
 
-    Each slice of words is taken apart before the next is loaded. The compiler keeps to this order more or less, and has
-    no registers for all words of a chunk.
+    Each slice of words is split before the next is loaded. The scheduler mostly keeps this order; without it, the words
+    of a whole chunk would be live at once and spill.
     """
     cache = spec.cache
-    places = range(values, cache.packing, 2) if cache.alternates else range(1)
-    total = at.size * (cache.words // cache.turns)
+    subwords = range(values, cache.packing, 2) if cache.interleaved else range(1)
+    total = at.size * (cache.words // cache.head_groups)
     size = min(total, SLICE)
     made = list[list[jax.Array]]()
     for group in range(cache.groups):
         flat = _as_words(buffer.at[at.slot, group], spec)
         found = list[list[jax.Array]]()
         for start in range(0, total, size):
-            x = _span(flat, turn, at, start, size, spec)
-            if cache.alternates:
-                found.append([_apart(x, which, buffer.dtype, spec) for which in places])
+            x = _span(flat, head_group, at, start, size, spec)
+            if cache.interleaved:
+                found.append([_extract_subword(x, which, buffer.dtype, spec) for which in subwords])
             else:
                 found.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
             between()
@@ -128,52 +134,52 @@ def _all_rows(
     return _across(made)
 
 
-def _span(flat: Any, turn: Any, at: Chunk, first: int, count: int, spec: Spec) -> jax.Array:
-    """So many words [count, lanes] of a turn, from one of the chunk's on."""
-    words, turns = spec.cache.words, spec.cache.turns
-    if turns == 1:
+def _span(flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec) -> jax.Array:
+    """Loads `count` words [count, lanes] of a head group, from the chunk's word `first` on."""
+    words, head_groups = spec.cache.words, spec.cache.head_groups
+    if head_groups == 1:
         start = pl.multiple_of(at.start * words, at.size * words) + first
         return flat.reshape(-1, flat.shape[-1])[pl.ds(start, count), :]
     tiles = flat.reshape(-1, TILE, flat.shape[-1])
-    x = tiles[pl.ds((at.start + first // TILE) * turns + turn, count // TILE, stride=turns)]
+    x = tiles[pl.ds((at.start + first // TILE) * head_groups + head_group, count // TILE, stride=head_groups)]
     return x.reshape(count, flat.shape[-1])
 
 
-def _rows(buffer: Any, turn: Any, unit: int, at: Chunk, spec: Spec, values: bool) -> list[jax.Array]:
-    """Rows of the heads of a unit: keys of one chunk each."""
+def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool) -> list[jax.Array]:
+    """Rows of each head of a unit, for the keys of one chunk."""
     cache, word = spec.cache, unit
-    places = range(cache.packing)
-    if cache.alternates:
-        places = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
+    subwords = range(cache.packing)
+    if cache.interleaved:
+        subwords = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
         word = 2 * unit + values if cache.packing == 1 else unit
-    parts = [_words(buffer.at[at.slot, group], turn, word, at, spec) for group in range(cache.groups)]
-    return _across([[_apart(x, which, buffer.dtype, spec) for which in places] for x in parts])
+    parts = [_words(buffer.at[at.slot, group], head_group, word, at, spec) for group in range(cache.groups)]
+    return _across([[_extract_subword(x, which, buffer.dtype, spec) for which in subwords] for x in parts])
 
 
 def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
-    """Rows, of groups of lanes of each."""
+    """Rows, put together from their lane groups."""
     return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
 
 
-def _as_words(buffer: Any, spec: Spec) -> Any:
+def _as_words(buffer: Any, spec: PagedSpec) -> Any:
     return buffer if spec.cache.packing == 1 else buffer.bitcast(jnp.uint32)
 
 
-def _words(buffer: Any, turn: Any, word: int, at: Chunk, spec: Spec) -> jax.Array:
-    """Words [n, lanes] of keys in their order. A load with a stride begins at a row that the compiler knows."""
+def _words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
+    """Words [n, lanes] of consecutive keys. A strided load must start at a row that is known when compiling."""
     words, chunk = spec.cache.words, at.size
     flat = _as_words(buffer, spec)
-    flat = flat.reshape(spec.block * words, flat.shape[-1])
-    together = words // spec.cache.turns
+    flat = flat.reshape(spec.block_kv * words, flat.shape[-1])
+    together = words // spec.cache.head_groups
     start = at.start * words
     if together < words:
-        start = pl.multiple_of(start + turn * together, together)
+        start = pl.multiple_of(start + head_group * together, together)
     part = flat.at[pl.ds(start, (chunk - 1) * words + together)]
     return part[pl.ds(word, chunk, stride=words), :] if words > 1 else part[...]
 
 
-def _apart(words: jax.Array, which: int, dtype: Any, spec: Spec) -> jax.Array:
-    """Rows [n, lanes] of the numbers at one place of words [n, lanes]: an operation cuts two registers of words off."""
+def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) -> jax.Array:
+    """Rows [n, lanes] of the elements at index `which` of words [n, lanes]: a shift, then a pack of two registers."""
     if spec.cache.packing == 1:
         return words
     bits = 32 // spec.cache.packing
@@ -182,12 +188,12 @@ def _apart(words: jax.Array, which: int, dtype: Any, spec: Spec) -> jax.Array:
 
 
 def _widened(x: jax.Array, dtype: Any) -> jax.Array:
-    """Numbers of 8 bits take the way over float32, which every chip has."""
+    """Converts to `dtype`; 8-bit elements through float32, a conversion that every chip has."""
     return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
-def _rounded(x: jax.Array, spec: Spec) -> jax.Array:
-    """float32 with the digits of bfloat16; ties go to even digits. In bits, so that no compiler leaves it out."""
+def _rounded(x: jax.Array, spec: PagedSpec) -> jax.Array:
+    """float32 rounded to bfloat16's precision, ties to even; in integers, so that no compiler drops the conversion."""
     if not spec.rounded:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)

@@ -6,39 +6,41 @@ import jax.numpy as jnp
 from ejkernel.families.paged_attention import PagedAttention, as_computed
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, Spec, stored
-from ejkernel_pallas.tpu.paged_attention.work import Work
+from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, PagedSpec, stored
+from ejkernel_pallas.tpu.paged_attention.work import WorkList
 
 
-def pack_queries(record: PagedAttention, spec: Spec, work: Work) -> jax.Array:
+def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
     """Queries as [Hk, rows, D], a token's query heads of a KV head one after another, sequences at whole copies."""
     query = as_computed(record.query, record).at[work.tokens].get(mode="fill", fill_value=0)
-    query = jnp.pad(query, ((0, 0), (0, spec.heads - query.shape[1]), (0, spec.size - query.shape[2])))
-    query = query.astype(spec.operand).reshape(-1, spec.kv_heads, spec.group, spec.size).swapaxes(0, 1)
-    return query.reshape(spec.kv_heads, -1, spec.size)
+    query = jnp.pad(query, ((0, 0), (0, spec.heads - query.shape[1]), (0, spec.head_dim - query.shape[2])))
+    query = query.astype(spec.operand).reshape(-1, spec.kv_heads, spec.group_size, spec.head_dim).swapaxes(0, 1)
+    return query.reshape(spec.kv_heads, -1, spec.head_dim)
 
 
-def unpack_outputs(record: PagedAttention, spec: Spec, work: Work, output: jax.Array) -> jax.Array:
+def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, output: jax.Array) -> jax.Array:
     """[T, H, Dv] of [Hk, rows, Dv]."""
     heads, size = record.query.shape[1], paged_cache.value_size(record)
-    tokens = output[:, :, spec.value_size - size :].reshape(spec.kv_heads, -1, spec.group, size)
+    tokens = output[:, :, spec.value_dim - size :].reshape(spec.kv_heads, -1, spec.group_size, size)
     # Before heads are put next to each other: XLA takes three times as long to compile it the other way round.
-    places = jnp.where(work.owned, work.places, tokens.shape[1])
+    places = jnp.where(work.in_sequence, work.packed_index, tokens.shape[1])
     tokens = jnp.take(tokens, places, axis=1, mode="fill", fill_value=0)
     return tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)[:, :heads]
 
 
-def unpack_lse(record: PagedAttention, spec: Spec, work: Work, lse: jax.Array) -> jax.Array:
+def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax.Array) -> jax.Array:
     """[T, H] of [items, Hk, 1, rows of a tile]."""
-    tiles = lse[:, :, 0, : spec.tokens * spec.group].reshape(-1, spec.kv_heads, spec.tokens, spec.group)
+    tiles = lse[:, :, 0, : spec.tokens * spec.group_size].reshape(-1, spec.kv_heads, spec.tokens, spec.group_size)
     tokens = tiles.swapaxes(1, 2).reshape(-1, spec.tokens, spec.heads)[work.item, work.offset]
-    return jnp.where(work.owned[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
+    return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
 
 
-def pack_sinks(sinks: jax.Array, spec: Spec) -> jax.Array:
+def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
     """Sinks [H] as powers of two by the rows of a tile, [Hk, rows, 128]."""
     padded = jnp.pad(sinks.astype(jnp.float32) * LOG2E, (0, spec.heads - sinks.shape[0]))
-    rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group), (1, -(-spec.rows // spec.group)))[:, : spec.rows]
+    rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, -(-spec.rows // spec.group_size)))[
+        :, : spec.rows
+    ]
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 

@@ -40,9 +40,9 @@ class PagedRefs:
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
         row_sum: Scratch, likewise; a partial sum in every lane.
         acc: Scratch, [Hk, rows of a tile, Dv].
-        few: Scratch of products of few rows.
-        many: Scratch of products of many rows.
-        limits: Scratch, float32: upper limits of scores, -inf where a key is not the row's own head's.
+        small: Scratch of products of few rows.
+        large: Scratch of products of many rows.
+        score_limits: Scratch, float32: upper limits of scores, -inf where a key is not the row's own head's.
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
         keys_buffer: Scratch, blocks of keys; `values_buffer`, of values.
         head_keys: Scratch, [Hk, part, D]; likewise `head_values`.
@@ -66,12 +66,12 @@ class PagedRefs:
     row_max: Ref
     row_sum: Ref
     acc: Ref
-    few: Staged
+    small: Staged
     keys_buffer: Ref
     query_arrived: Ref
     results_sent: Ref
     pages_arrived: Ref
-    many: Staged | None = None
+    large: Staged | None = None
     values: Ref = None
     values_buffer: Ref = None
     keys_before: Ref = None
@@ -80,7 +80,7 @@ class PagedRefs:
     new_values: Ref = None
     sinks: Ref = None
     row_tokens: Ref = None
-    limits: Ref = None
+    score_limits: Ref = None
     key_mask: Ref = None
     head_keys: Ref = None
     head_values: Ref = None

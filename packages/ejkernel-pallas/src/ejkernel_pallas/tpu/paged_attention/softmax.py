@@ -1,4 +1,13 @@
-"""The running softmax of an item's rows: its update with a chunk of keys, and its end."""
+"""The online softmax of a work item's rows: its state, its update with a chunk of keys, and its epilogue.
+
+    parts 0, 1, 2, ...: rows of one head and one chunk of keys each; `lookahead` = 2
+
+    MXU      s0   s1   s2   pv0  s3   pv1  s4   pv2          s = q k^T, pv = weights v
+    VPU, EUP           p0        p1        p2                p = exp2(s - row_max), alpha, row_sum
+    scratch  scores[n % 2] ─► weights[n % 2] ─► acc
+
+Scores run ahead of the softmax, so that the MXU always has a product while the vector units work on an older part.
+"""
 
 import functools
 from collections.abc import Callable
@@ -14,17 +23,17 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, product, widen
 from ejkernel_pallas.tpu.paged_attention.copies import Item
-from ejkernel_pallas.tpu.paged_attention.keys import Chunk, order, turns
+from ejkernel_pallas.tpu.paged_attention.keys import KeyChunk, head_groups, order
 from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs, Staged
-from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, ROWS, Spec
+from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, SMALL_PRODUCT_ROWS, PagedSpec
 from ejkernel_pallas.tpu.tiled_attention import tile
 
-NEVER = 2**30
-"""No token of a tile."""
+NO_TOKEN = 2**30
+"""A token index beyond every tile: the first token that attends a key nobody attends."""
 BUFFERS = 2
-"""Arrays that alternate in scratch memory of parts."""
+"""Double buffering of the scratch memory of parts: a write need not wait for the reads of the part before."""
 SLICE = 64
-"""Rows of a large product whose accumulator is rescaled before the next."""
+"""Rows of a large product that are rescaled and stored together: as many as registers hold of the accumulator."""
 
 
 class Rows(NamedTuple):
@@ -33,8 +42,8 @@ class Rows(NamedTuple):
     Attributes:
         slot: The buffer that the queries are in.
         start: The first row, in the tile.
-        number: How many.
-        position: Of the tile's first token.
+        number: How many rows.
+        position: Position of the tile's first token in its sequence.
     """
 
     slot: Any
@@ -49,11 +58,11 @@ class Rows(NamedTuple):
 
 
 Mask = Callable[[list[jax.Array]], list[jax.Array]]
-"""Makes scores [rows, 128] of pairs that do not attend -inf, in one group of lanes after another."""
+"""Masks scores, one lane group [rows, 128] after another: -inf where a pair does not attend."""
 
 
 class Part(NamedTuple):
-    """Rows of a head, and what gives its keys [n, D], its values [n, Dv], and its masked scores, as in `masks`."""
+    """One product of rows with keys: the rows, loaders of keys [n, D] and values [n, Dv], and the mask of scores."""
 
     head: Any
     rows: Rows
@@ -62,11 +71,12 @@ class Part(NamedTuple):
     mask: Mask | None
 
 
-def begin(refs: PagedRefs, head: Any, count: int) -> None:
-    """The state of a head's first rows before any key: the sink, which is a key without a value."""
+def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
+    """Writes the state of a head's first rows before any key. A sink is a key without a value: it starts the state."""
     place = (head, pl.ds(0, count), slice(None))
     if refs.sinks is not None:
         refs.row_max[place] = refs.sinks[place]
+        # The sink's weight is 1; a row's sum is the sum over lanes.
         refs.row_sum[place] = jnp.full((count, LANES), 1.0 / LANES, jnp.float32)
     else:
         refs.row_max[place] = jnp.full((count, LANES), -jnp.inf, jnp.float32)
@@ -74,84 +84,84 @@ def begin(refs: PagedRefs, head: Any, count: int) -> None:
     refs.acc[place] = jnp.zeros((count, refs.acc.shape[2]), jnp.float32)
 
 
-def store_key_mask(refs: PagedRefs, item: Item, chunks: list[Chunk], spec: Spec) -> None:
+def store_key_mask(refs: PagedRefs, item: Item, chunks: list[KeyChunk], spec: PagedSpec) -> None:
     """Stores the additive mask of chunks, for an item that has one token: -inf where a key is masked."""
 
     def one(n: Any) -> None:
-        at = chunks[0]._replace(key=chunks[0].key + n * spec.chunk)
-        there, _ = _there(refs, item, at, spec)
+        at = chunks[0]._replace(key=chunks[0].key + n * spec.chunk_kv)
+        there, _ = _attended_keys(refs, item, at, spec)
         refs.key_mask[pl.ds(n, 1), :] = jnp.where(there, 0.0, -jnp.inf)
 
     each(len(chunks), one)
 
 
-def _there(refs: PagedRefs, item: Item, at: Chunk, spec: Spec) -> tuple[jax.Array, jax.Array]:
+def _attended_keys(refs: PagedRefs, item: Item, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
     """Which keys of a chunk any row attends, bool [1, n], and which they are."""
-    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.joined), 1), at.size, spec)
+    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec)
     inside = (offset >= at.low - at.key) & (offset < at.high - at.key)
-    return inside & (_absent(refs, item, at, offset, spec) == 0), offset
+    return inside & (_missing_pages(refs, item, at, offset, spec) == 0), offset
 
 
-def masks(refs: PagedRefs, item: Item, rows: Rows, at: Chunk, n: int, spec: Spec) -> Mask | None:
-    """What masks the scores of the chunk that is number n; None where all pairs attend.
+def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: PagedSpec) -> Mask | None:
+    """The mask of the n-th chunk's scores; None where all pairs attend.
 
-    It is asked for every head, whose registers would not hold masks for each other.
+    It is computed again for every head: mask registers are too few to keep it from one head to the next.
     """
-    lanes = range(0, at.size * spec.joined, LANES)
-    if not at.masked and spec.joined == 1:
+    lanes = range(0, at.size * spec.heads_per_product, LANES)
+    if not at.masked and spec.heads_per_product == 1:
         return None
     made: dict[int, Any] = {}
-    if spec.joined > 1:
-        for start in lanes:  # heads follow each other in the same order in all groups of lanes of one place in words
-            made.setdefault(_first_head(start, at, spec), _own(rows, start, at, spec))
-    if spec.limits:
+    if spec.heads_per_product > 1:
+        for start in lanes:  # lane groups that come from the same part of words have the same order of heads
+            made.setdefault(_first_head(start, at, spec), _own_head_mask(rows, start, at, spec))
+    if spec.keeps_limits:
         made = {place: _limit(refs, place, kept, n) for place, kept in enumerate(made.values())}
     own = [made[_first_head(start, at, spec)] for start in lanes] if made else [None] * len(lanes)
     if not at.masked:
-        return lambda scores: list(map(_only, own, scores))
+        return lambda scores: list(map(_mask_scores, own, scores))
     if spec.tokens == 1:  # the keys from `low` to `high` are then exactly the row's
         masked = [refs.key_mask.at[n : n + 1, lane : lane + LANES] for lane in lanes]
-        return lambda scores: [_only(mine, x) + y[...] for mine, x, y in zip(own, scores, masked, strict=True)]
-    there, offset = _there(refs, item, at, spec)
+        return lambda scores: [_mask_scores(mine, x) + y[...] for mine, x, y in zip(own, scores, masked, strict=True)]
+    there, offset = _attended_keys(refs, item, at, spec)
     key = at.key - rows.position + offset
-    first = jnp.where(there, 0 if spec.right is None else key - spec.right, NEVER)
+    first = jnp.where(there, 0 if spec.right is None else key - spec.right, NO_TOKEN)
     last = key if spec.left is None else key + spec.left
     bands = list(zip(lane_groups(first), lane_groups(last), strict=True))
-    return lambda scores: [_only(_allowed(refs, rows, *x, spec), y) for x, y in zip(bands, scores, strict=True)]
+    return lambda scores: [_mask_scores(_allowed(refs, rows, *x, spec), y) for x, y in zip(bands, scores, strict=True)]
 
 
-def _only(kept: Any, scores: jax.Array) -> jax.Array:
-    """Scores with -inf where a mask has False, or no larger than the limits that memory has; None leaves them."""
+def _mask_scores(kept: Any, scores: jax.Array) -> jax.Array:
+    """Scores under a mask: -inf where it is False, clipped where it is a limit in memory, unchanged without one."""
     if kept is None:
         return scores
     return jnp.where(kept, scores, -jnp.inf) if isinstance(kept, jax.Array) else jnp.minimum(scores, kept[...])
 
 
 def _limit(refs: PagedRefs, place: int, kept: jax.Array, n: int) -> Any:
-    """Where memory has a mask as limits of scores, written down before the first chunk; it is the same for all."""
-    limit = refs.limits.at[place]
+    """The memory of a mask as upper limits of scores. All chunks have the same mask; the first one writes it."""
+    limit = refs.score_limits.at[place]
     if n == 0:
         limit[...] = jnp.where(kept, jnp.inf, -jnp.inf)
     return limit
 
 
-def _first_head(start: int, at: Chunk, spec: Spec) -> int:
-    """Of the first of a group of lanes."""
+def _first_head(start: int, at: KeyChunk, spec: PagedSpec) -> int:
+    """The KV head of the first key in a lane group."""
     cache = spec.cache
-    return start // (at.size * spec.joined // cache.heads_per_unit) if cache.alternates else 0
+    return start // (at.size * spec.heads_per_product // cache.heads_per_unit) if cache.interleaved else 0
 
 
-def _own(rows: Rows, start: int, at: Chunk, spec: Spec) -> jax.Array:
-    """Which keys are the rows' own head's."""
+def _own_head_mask(rows: Rows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
+    """Which keys belong to the head that a row's query reads."""
     shape = (rows.number, LANES)
     _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
-    row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group // spec.joined
+    row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group_size // spec.heads_per_product
     assert head is not None  # as there are several
     return divide(row, group) == head
 
 
-def _absent(refs: PagedRefs, item: Item, at: Chunk, offset: jax.Array, spec: Spec) -> jax.Array:
-    """Which keys of a chunk are in pages that are not there, int32."""
+def _missing_pages(refs: PagedRefs, item: Item, at: KeyChunk, offset: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Which keys of a chunk lie in pages that the table does not have, int32."""
     slots, first = spec.cache.slots, divide(at.key, spec.cache.slots)
 
     def page(k: jax.Array, found: jax.Array) -> jax.Array:
@@ -160,31 +170,33 @@ def _absent(refs: PagedRefs, item: Item, at: Chunk, offset: jax.Array, spec: Spe
         inside = (offset >= start) & (offset < start + slots)
         return found + jnp.where(inside, (number < 0).astype(jnp.int32), 0)
 
-    count = jnp.where(item.holes != 0, at.size // slots + 2, 0)
+    count = jnp.where(item.missing_pages != 0, at.size // slots + 2, 0)
     return loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
 
 
-def _allowed(refs: PagedRefs, rows: Rows, first: jax.Array, last: jax.Array, spec: Spec) -> jax.Array:
-    """Which pairs of one group of lanes attend: of the first and the last token of the tile that attend each key."""
+def _allowed(refs: PagedRefs, rows: Rows, first: jax.Array, last: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Which pairs of a lane group attend, from the first and the last token of the tile that attend each key."""
     shape = (rows.number, LANES)
     place = refs.row_tokens[rows.span, :]
     kept = place >= jnp.broadcast_to(first, shape)
     return kept if spec.left is None else kept & (place <= jnp.broadcast_to(last, shape))
 
 
-def update_softmax(refs: PagedRefs, parts: list[Part], lead: int, spec: Spec) -> None:
-    """Updates the softmax of rows with keys, part after part; scores are computed `lead` parts ahead.
+def update_softmax(refs: PagedRefs, parts: list[Part], lookahead: int, spec: PagedSpec) -> None:
+    """Updates the softmax of rows with keys, part after part; scores are computed `lookahead` parts ahead.
 
-    Scores, weights and alpha go through scratch memory: in registers, of which there are too few, they would spill.
-    A row's sum is the sum over the lanes of `row_sum`. Of items that have one token all lanes are made the same at the
-    end, beside the last product, so that less is left to do when no keys are.
+    Scores, weights and alpha go through scratch memory: register pressure would spill them otherwise. A row's sum is
+    the sum over the lanes of `row_sum`. Decode reduces the lanes right after the last product, which hides the latency
+    of that reduction; the epilogue then has less to do.
     """
-    for n in range(len(parts) + lead):
+    for n in range(len(parts) + lookahead):
         if n < len(parts):
             _store_scores(refs, parts[n], n, spec)
-        if n >= lead:
-            _take(refs, parts[n - lead], n - lead, spec)
-    for part in parts[-(spec.kv_heads // turns(spec)) :] if spec.tokens == 1 else ():  # one of every head
+        if n >= lookahead:
+            _update_part(refs, parts[n - lookahead], n - lookahead, spec)
+    for part in (
+        parts[-(spec.kv_heads // head_groups(spec)) :] if spec.tokens == 1 else ()
+    ):  # the last part of each head
         place = (part.head, part.rows.span, slice(None))
         row_sum = jnp.sum(refs.row_sum[place], axis=1, keepdims=True) * (1.0 / LANES)
         refs.row_sum[place] = jnp.broadcast_to(row_sum, (part.rows.number, LANES))
@@ -196,35 +208,36 @@ def staged(rows: int, keys: int, dtype: Any) -> Staged:
     return Staged(*(tile.double_buffer((rows, width), kept) for width, kept in shapes))
 
 
-def _staged(refs: PagedRefs, rows: int, spec: Spec) -> Staged:
-    """Scratch memory of parts of so many rows."""
-    if rows == spec.few:
-        return refs.few
-    assert refs.many is not None  # as there are larger products
-    return refs.many
+def _staged(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
+    """The scratch memory for parts of this many rows."""
+    if rows == spec.small_rows:
+        return refs.small
+    assert refs.large is not None  # as there are larger products
+    return refs.large
 
 
 def _slot(buffers: tuple[Ref, Ref], n: int, shape: tuple[int, ...]) -> Ref:
-    """Part n's place in its double buffer."""
+    """The slice of a double buffer that part n uses."""
     (rows, width), ref = shape, buffers[n % BUFFERS]
     return ref.at[pl.ds(n // BUFFERS * rows % ref.shape[0], rows), :width]
 
 
-def _store_scores(refs: PagedRefs, part: Part, n: int, spec: Spec) -> None:
+def _store_scores(refs: PagedRefs, part: Part, n: int, spec: PagedSpec) -> None:
     s = _scores(refs, part, spec)
     if part.mask is not None:
         s = jnp.concatenate(part.mask(lane_groups(s)), axis=1)
     _slot(_staged(refs, s.shape[0], spec).scores, n, s.shape)[...] = s
 
 
-def _take(refs: PagedRefs, part: Part, n: int, spec: Spec) -> None:
-    """Updates row_max, row_sum and acc of its rows with a part whose scores are in scratch memory."""
+def _update_part(refs: PagedRefs, part: Part, n: int, spec: PagedSpec) -> None:
+    """Updates row_max, row_sum and acc with a part whose scores are in scratch memory."""
     place, value = (part.head, part.rows.span, slice(None)), part.values()
     shape = (part.rows.number, value.shape[0])
     buffers = _staged(refs, part.rows.number, spec)
     scores, weights = (_slot(pair, n, shape) for pair in (buffers.scores, buffers.weights))
     alpha = _slot(buffers.alpha, n, (part.rows.number, LANES))
     before = refs.row_max[place]
+    # Across lane groups on the VPU first, so that the slow XLU has one reduction across lanes left.
     highest = functools.reduce(jnp.maximum, lane_groups(scores[...]))
     shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
     if part.mask is not None:
@@ -232,6 +245,7 @@ def _take(refs: PagedRefs, part: Part, n: int, spec: Spec) -> None:
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     refs.row_max[place] = row_max
     alpha[...] = jnp.exp2(before - shift)
+    # Scores are loaded a second time, as their store was: kept in registers across the reduction, they would spill.
     found = jnp.exp2(scores[...] - widen(shift, shape[1]))
     refs.row_sum[place] = alpha[...] * refs.row_sum[place] + functools.reduce(jnp.add, lane_groups(found))
     weights[...] = found.astype(spec.weights)
@@ -241,11 +255,14 @@ def _take(refs: PagedRefs, part: Part, n: int, spec: Spec) -> None:
 def _accumulate(refs: PagedRefs, part: Part, alpha: Ref, step: jax.Array) -> None:
     """Rescales the accumulator of a part's rows, and adds to it.
 
-    That of a large product is stored at an opaque offset, so that the compiler cannot move the next rescaling before
-    this store: it would rescale some forty registers long before there is something to add, and spill them.
+    The accumulator of a large product is stored at an opaque offset. The compiler then cannot prove that the next
+    slice's load is independent, and keeps it behind this store; otherwise it rescales some forty registers long before
+    there is something to add, and spills them.
     """
     number = part.rows.number
-    size, same = (number, 0) if number <= ROWS else (SLICE, refs.spans[0])  # the first part begins at item 0
+    size, same = (
+        (number, 0) if number <= SMALL_PRODUCT_ROWS else (SLICE, refs.spans[0])
+    )  # the first part begins at item 0
     for start in range(0, number, size):
         end = min(start + size, number)
         span = pl.ds(part.rows.start + start, end - start)
@@ -253,13 +270,14 @@ def _accumulate(refs: PagedRefs, part: Part, alpha: Ref, step: jax.Array) -> Non
         refs.acc[part.head + same, span, :] = rescaled + step[start:end]
 
 
-def finish(refs: PagedRefs, head: Any, rows: Rows, spec: Spec) -> None:
-    """Output and lse of rows, into the buffers that leave."""
+def write_results(refs: PagedRefs, head: Any, rows: Rows, spec: PagedSpec) -> None:
+    """The epilogue: writes output and lse of rows into the buffers that are copied to HBM."""
     row_max = refs.row_max[head, rows.span, :]
     row_sum = refs.row_sum[head, rows.span, :]
     same = spec.tokens == 1
     row_sum = row_sum * LANES if same else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_max.shape)
-    # The maximum has a weight of 1. A row that has seen nothing has row_sum and acc of 0, and a row_max of -inf.
+    # The key of the maximum has a weight of 1, so a row with keys has a sum of at least 1. A row without keys has
+    # row_sum = acc = 0 and row_max = -inf: its output becomes 0 and its lse -inf without a branch.
     row_sum = jnp.maximum(row_sum, 1.0)
     lse = (row_max + jnp.log2(row_sum)) * (1.0 / LOG2E)
     factor = spec.value_scale / row_sum
@@ -276,15 +294,15 @@ def _as_lanes(ref: Any, x: jax.Array, place: tuple[Any, ...], start: Any) -> Non
     ref[(*place, slice(None), pl.ds(start, LANES))] = lane_row(x)
 
 
-def _scores(refs: PagedRefs, part: Part, spec: Spec) -> jax.Array:
+def _scores(refs: PagedRefs, part: Part, spec: PagedSpec) -> jax.Array:
     """Scores in powers of two, before masking."""
     query = refs.query_buffer[part.rows.slot, part.head, part.rows.span, :]
     s = _product(query, part.keys(), (1, 1), spec.operand, spec)
-    if spec.cap is None:
+    if spec.soft_cap is None:
         return s * (spec.scale * LOG2E)
-    return jnp.tanh(s * (spec.scale / spec.cap)) * (spec.cap * LOG2E)
+    return jnp.tanh(s * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)
 
 
-def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, spec: Spec) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:
     """Product of two matrices over one axis of each, in float32; of 16 bits it is exact in one pass."""
     return product(a, b, contract, spec.precision if jnp.dtype(dtype).itemsize == 4 else lax.Precision.DEFAULT)

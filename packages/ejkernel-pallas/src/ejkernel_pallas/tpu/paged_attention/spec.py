@@ -22,19 +22,19 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 LOG2E = math.log2(math.e)
 TILE = 8
-"""Rows of words in a tile of memory."""
+"""Sublanes: rows of 32-bit words in one tile of memory."""
 
-ROWS, LARGE = 128, 1024
-"""Most query rows of one product: where pairs are masked or tokens few, and elsewhere."""
+SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
+"""The most query rows of one product: where pairs are masked or tokens few, and elsewhere."""
 
 PART, CHUNK, KEYS = 256, 512, 1024
-"""Keys of one product of many rows, of few, and of all products of a sequence's only row that are made together."""
+"""Keys of one product of many rows; of one product of few rows; and of the products of a decode step together."""
 
-AHEAD = 2
-"""Blocks whose copies are on their way while one is computed with."""
+PREFETCH = 2
+"""Pipeline stages beyond the block that is computed: how many blocks' copies are in flight meanwhile."""
 
 AT_ONCE = 128
-"""Most copies that are started without a loop."""
+"""The most copies that are started without a loop, whose code is as long as their number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Cache:
 
     Attributes:
         layout: `paged_cache.LAYOUTS`' letters of the caches.
-        lanes: Whether keys and values share rows, the latter in their second half.
+        lanes: Whether a key and its value share a row of lanes, the value in the second half.
         slots: S, of a page.
         words: Rows of words of a token, in each cache; 1 where heads come first.
         packing: Numbers in a word; 1 where heads come first, whose rows are those of tokens.
@@ -70,60 +70,61 @@ class Cache:
         return self.layout == paged_cache.COMBINED
 
     @property
-    def alternates(self) -> bool:
-        """Whether rows are keys and values in turn."""
+    def interleaved(self) -> bool:
+        """Whether rows of keys and of values alternate."""
         return self.combined and not self.lanes
 
     @property
     def heads_per_unit(self) -> int:
-        """KV heads that one row of words has, or one pair of such rows."""
-        return max(1, self.packing // 2) if self.alternates else self.packing
+        """KV heads that one row of words holds, or one pair of such rows."""
+        return max(1, self.packing // 2) if self.interleaved else self.packing
 
     @property
-    def turns(self) -> int:
-        """Groups of the rows of words of a token that are in one tile of memory each; 1 where there are no tiles."""
+    def head_groups(self) -> int:
+        """Groups of a token's word rows that lie in one tile of memory each; 1 where a token is less than a tile."""
         return self.words // TILE if self.words % TILE == 0 else 1
 
     @property
-    def heads_per_turn(self) -> int:
-        """KV heads of such a group."""
-        units = self.words // 2 if self.alternates and self.packing == 1 else self.words
-        return units // self.turns * self.heads_per_unit
+    def heads_per_group(self) -> int:
+        """KV heads of one head group."""
+        units = self.words // 2 if self.interleaved and self.packing == 1 else self.words
+        return units // self.head_groups * self.heads_per_unit
 
     @property
-    def joins(self) -> bool:
-        """Whether rows of several heads can be taken together: keys and values do not alternate, nor do lanes end."""
-        words = self.words // self.turns
-        return not (self.head_major or (self.alternates and self.packing == 1)) and words & (words - 1) == 0
+    def can_share_products(self) -> bool:
+        """Whether several heads can share a product: word rows must be a power of two and not alternate K and V."""
+        words = self.words // self.head_groups
+        return not (self.head_major or (self.interleaved and self.packing == 1)) and words & (words - 1) == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
+class PagedSpec:
     """Constants of a kernel.
 
     Attributes:
-        group: Query heads a KV head, each a row of the products; of all KV heads that are joined.
-        joined: KV heads whose keys are taken together, by queries that attend those of one: where products have few
-            rows, what they take in costs more than what they do, and rows of several heads need not be taken apart.
-        kv_heads: KV heads, or groups of joined ones, with those that fill up the last word.
-        size: D as the products have it.
-        value_size: Dv as the products have it.
-        tokens: Query tokens a tile; a multiple of `step`, or 1 where sequences have one each.
-        step: Tokens of which every sequence has a multiple in the packed queries.
-        rows: Query rows a KV head a tile; a multiple of `grain`.
-        grain: Query rows of a copy.
-        few: Query rows a KV head of the smallest product.
+        group_size: Query heads per KV head, each a row of the products; of `heads_per_product` KV heads together.
+        heads_per_product: KV heads whose keys share one product; a mask leaves each query the keys of its own head.
+            With few rows, loading the MXU costs more than multiplying, and heads that share words in memory need not
+            be extracted from them.
+        kv_heads: KV heads, in units of `heads_per_product`, with those that fill up the last word.
+        head_dim: D as the products have it.
+        value_dim: Dv as the products have it.
+        tokens: Query tokens a tile; a multiple of `token_align`, or 1 where sequences have one each.
+        token_align: Tokens of which every sequence has a multiple in the packed queries.
+        rows: Query rows a KV head a tile; a multiple of `row_align`.
+        row_align: Query rows of a copy.
+        small_rows: Query rows a KV head of the smallest product.
         row_chunk: Query rows a product of a large tile where pairs are masked or tokens few; divides `rows`.
         row_block: Query rows a product of a large tile elsewhere; divides `rows`.
-        part: Keys a product of a large tile; divides `chunk`.
-        block: Keys that are copied at once.
-        chunk: Keys a product of few rows; divides `block`.
-        rounds: Chunks whose products are made together.
-        lead: Products of few rows whose scores are made ahead of the next that is finished.
-        masked_lead: The same where some keys are not attended.
-        limits: Whether which keys are a row's own head's is written down, where heads are joined: few registers hold
-            masks, and one that is kept in them all along a block is spilled.
-        started: Copies of a block ahead that are started at once while a block is computed with.
+        part_kv: Keys a product of a large tile; divides `chunk_kv`.
+        block_kv: Keys that are copied at once.
+        chunk_kv: Keys a product of few rows; divides `block_kv`.
+        chunks_per_step: Chunks whose products are made together.
+        lookahead: Products of few rows whose scores are computed before the softmax of the first of them.
+        masked_lookahead: The same where some keys are not attended.
+        keeps_limits: Whether scratch memory keeps the mask of each row's own head, where heads share products. There
+            are few mask registers, and a mask that lives as long as a block is spilled.
+        copies_per_slice: Copies of the prefetched block that are started together while a block is computed.
         entries: Pages of a sequence in the table.
         cache: Where keys are.
         operand: Dtype in which queries meet keys.
@@ -131,33 +132,33 @@ class Spec:
         rounded: Whether keys and values are rounded to bfloat16 first.
         precision: Of the matrix products.
         scale: Factor on the scores.
-        cap: Soft cap, or None.
+        soft_cap: Soft cap, or None.
         left: Band: `-left <= k - p`; None is open.
         right: Band: `k - p <= right`; None is open.
         value_scale: Factor on the output.
         parts: Independent parts of the work, for the cores of a chip.
     """
 
-    group: int
-    joined: int
+    group_size: int
+    heads_per_product: int
     kv_heads: int
-    size: int
-    value_size: int
+    head_dim: int
+    value_dim: int
     tokens: int
-    step: int
+    token_align: int
     rows: int
-    grain: int
-    few: int
+    row_align: int
+    small_rows: int
     row_chunk: int
     row_block: int
-    part: int
-    block: int
-    chunk: int
-    rounds: int
-    lead: int
-    masked_lead: int
-    limits: bool
-    started: int
+    part_kv: int
+    block_kv: int
+    chunk_kv: int
+    chunks_per_step: int
+    lookahead: int
+    masked_lookahead: int
+    keeps_limits: bool
+    copies_per_slice: int
     entries: int
     cache: Cache
     operand: Any
@@ -165,7 +166,7 @@ class Spec:
     rounded: bool
     precision: lax.Precision | None
     scale: float
-    cap: float | None
+    soft_cap: float | None
     left: int | None
     right: int | None
     value_scale: float
@@ -174,36 +175,36 @@ class Spec:
     @property
     def heads(self) -> int:
         """Query heads, with those of KV heads that only fill up a word."""
-        return self.kv_heads * self.group
+        return self.kv_heads * self.group_size
 
     @property
     def pages(self) -> int:
         """Pages that are copied at once."""
-        return self.block // self.cache.slots
+        return self.block_kv // self.cache.slots
 
     @property
-    def pieces(self) -> int:
-        """In how many parts the copies of a block ahead are started while a block is computed with; 0 for not at all.
+    def copy_slices(self) -> int:
+        """How many slices the prefetched block's copies are started in while a block is computed; 0 if before it.
 
-        That is where a block is computed with at one go, by items that all have one token.
+        Slices need a block that is one step of products, of items that all have one token.
         """
         copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
-        once = self.chunk * self.rounds == self.block and self.cache.turns == 1
-        return -(-copies // self.started) if self.tokens == 1 and once and copies <= AT_ONCE else 0
+        once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache.head_groups == 1
+        return -(-copies // self.copies_per_slice) if self.tokens == 1 and once and copies <= AT_ONCE else 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What tiles are asked for: query tokens and keys, and parts of the work."""
+class PagedTiles:
+    """The tiles that a configuration asks for: query tokens, keys, and parts of the work list."""
 
     queries: int
     keys: int
     parts: int
 
 
-def joins_heads(record: PagedAttention) -> bool:
-    """Whether keys of several heads are taken together where every sequence has one query."""
-    return make_cache(record).joins and _operand(record).itemsize == 2
+def shares_products(record: PagedAttention) -> bool:
+    """Whether keys of several heads share one product where every sequence has one query."""
+    return make_cache(record).can_share_products and _operand(record).itemsize == 2
 
 
 def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
@@ -250,46 +251,47 @@ def make_cache(record: PagedAttention) -> Cache:
     )
 
 
-def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
+def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     """The constants of a record's kernel with given tiles."""
     cache, group = make_cache(record), record.query.shape[1] // paged_cache.kv_heads(record)
     left, right = band(record)
     operand = _operand(record)
     single = record.query_start is None or sizes.queries == 1
     heads = -(-paged_cache.kv_heads(record) // cache.heads_per_unit) * cache.heads_per_unit
-    joined = cache.heads_per_turn if single and joins_heads(record) else 1
-    group *= joined
-    grain = 32 // operand.itemsize
-    step, few = grain // math.gcd(grain, group), -(-group // grain) * grain
-    tokens = 1 if single else max(1, sizes.queries // step) * step
-    rows = few if single else tokens * group
+    heads_per_product = cache.heads_per_group if single and shares_products(record) else 1
+    group *= heads_per_product
+    row_align = 32 // operand.itemsize
+    token_align, small_rows = row_align // math.gcd(row_align, group), -(-group // row_align) * row_align
+    tokens = 1 if single else max(1, sizes.queries // token_align) * token_align
+    rows = small_rows if single else tokens * group
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
     kind = current_device().kind
     wide, fast = is_wide(kind), is_v7x(kind)
-    chunk, rounds = _products(block, single, joined, 16 if wide else 8)
-    lead = 5 if wide else 2
-    return Spec(
-        group=group,
-        joined=joined,
-        kv_heads=heads // joined,
-        size=cache.size if cache.lanes else record.query.shape[-1],
-        value_size=cache.size if cache.lanes else paged_cache.value_size(record),
+    chunk, chunks_per_step = _products(block, single, heads_per_product, 16 if wide else 8)
+    lookahead = 5 if wide else 2
+    return PagedSpec(
+        group_size=group,
+        heads_per_product=heads_per_product,
+        kv_heads=heads // heads_per_product,
+        head_dim=cache.size if cache.lanes else record.query.shape[-1],
+        value_dim=cache.size if cache.lanes else paged_cache.value_size(record),
         tokens=tokens,
-        step=step,
+        token_align=token_align,
         rows=rows,
-        grain=grain,
-        few=few,
-        row_chunk=max(n for n in range(grain, max(ROWS, few) + 1, grain) if rows % n == 0),
-        row_block=max(n for n in range(grain, max(LARGE, few) + 1, grain) if rows % n == 0),
-        part=math.gcd(chunk, PART),
-        block=block,
-        chunk=chunk,
-        rounds=rounds,
-        # Where copies take longer, or keys are few, what registers hold is enough.
-        lead=2 if joined > 1 and not fast else lead,
-        masked_lead=min(lead, 4) if joined > 1 else lead,
-        limits=joined > 1 and fast,
-        started=3 if fast else 4,
+        row_align=row_align,
+        small_rows=small_rows,
+        row_chunk=max(n for n in range(row_align, max(SMALL_PRODUCT_ROWS, small_rows) + 1, row_align) if rows % n == 0),
+        row_block=max(n for n in range(row_align, max(LARGE_PRODUCT_ROWS, small_rows) + 1, row_align) if rows % n == 0),
+        part_kv=math.gcd(chunk, PART),
+        block_kv=block,
+        chunk_kv=chunk,
+        chunks_per_step=chunks_per_step,
+        # Scores that are computed early hide the latency of the MXU, but each takes registers. Where copies take longer
+        # than products, or keys are few, a smaller lookahead costs nothing.
+        lookahead=2 if heads_per_product > 1 and not fast else lookahead,
+        masked_lookahead=min(lookahead, 4) if heads_per_product > 1 else lookahead,
+        keeps_limits=heads_per_product > 1 and fast,
+        copies_per_slice=3 if fast else 4,
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,
         operand=operand,
@@ -297,7 +299,7 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
         rounded=record.compute_dtype is not None and operand.itemsize < record.key_pages.dtype.itemsize,
         precision=_precision(record),
         scale=record.softmax_scale,
-        cap=record.logits_soft_cap,
+        soft_cap=record.logits_soft_cap,
         left=left,
         right=right,
         value_scale=record.value_scale,
@@ -305,9 +307,9 @@ def make_spec(record: PagedAttention, sizes: Sizes) -> Spec:
     )
 
 
-def _products(block: int, single: bool, joined: int, most: int) -> tuple[int, int]:
-    """Keys of a product, and how many products are made together: at most so many, which is what registers hold."""
-    if joined == 1:
+def _products(block: int, single: bool, heads_per_product: int, most: int) -> tuple[int, int]:
+    """Keys of a product, and how many products go together: at most `most`, which is what registers hold."""
+    if heads_per_product == 1:
         return math.gcd(block, KEYS if single else CHUNK), 1
     chunk = math.gcd(block, KEYS // most)
     return chunk, math.gcd(block // chunk, most)

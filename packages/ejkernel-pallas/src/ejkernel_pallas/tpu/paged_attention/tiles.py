@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic for calls without a measured configuration, and the tuner's candidates."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.spec import Sizes, joins_heads
+from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, shares_products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,19 +33,19 @@ TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of chips whose two cores work as one device."""
 
 BYTES = 4 * 2**20
-"""Of a block of keys: large enough that a page table's walk hides, small enough that two fit beside everything else.
+"""Bytes of a key block: large enough to hide the lookups in the page table, small enough that three fit into VMEM.
 
-Half of it where every sequence has one query, and copies take longer than computing, as those of heads that are joined
-do: less is left to compute when the last block is there.
+Half as many where every sequence has one query and heads share products. Copies then take longer than products, and a
+smaller last block leaves less to compute once its copy has arrived.
 """
 
-ROWS, STATE = 1024, 2**20
-"""Query rows a KV head a tile, at most, and numbers of 16 bits that the rows of all of them have."""
+MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
+"""The most query rows per KV head of a tile, and the most 16-bit elements that its rows of all heads have."""
 
 
-def chosen(config: TpuPaged) -> Sizes:
+def chosen(config: TpuPaged) -> PagedTiles:
     """The tiles that a configuration asks for."""
-    return Sizes(queries=config.block_q, keys=config.block_kv, parts=config.parts)
+    return PagedTiles(queries=config.block_q, keys=config.block_kv, parts=config.parts)
 
 
 def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
@@ -66,20 +66,22 @@ def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[Tpu
 
 
 def tile_rows(record: PagedAttention) -> int:
-    """Query tokens of a tile, when nobody chose.
+    """Query tokens of a tile by default: 1 for decode, where no sequence needs more.
 
-    One where no sequence need have more; what the average has does not tell, as one may have all the others.
+    The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens.
     """
     tokens, heads, size = record.query.shape
     if record.query_start is None or tokens <= record.kv_lens.shape[0]:
         return 1
     words = -(-record.query.dtype.itemsize // 2)
-    most = min(ROWS * paged_cache.kv_heads(record) // heads, STATE // (heads * max(LANES, size) * words))
+    most = min(
+        MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads, MAX_TILE_ELEMENTS // (heads * max(LANES, size) * words)
+    )
     return max(1, min(most, tokens))
 
 
 def _keys(record: PagedAttention, kind: str) -> int:
-    most = BYTES // 2 if tile_rows(record) == 1 and joins_heads(record) and not is_v7x(kind) else BYTES
+    most = BYTES // 2 if tile_rows(record) == 1 and shares_products(record) and not is_v7x(kind) else BYTES
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]

@@ -25,8 +25,8 @@ def implementations() -> tuple[Implementation, ...]:
             name="pallas_tpu",
             platform="pallas",
             backend="tpu",
-            forward="ejkernel_pallas.tpu.ring_attention.ways:forward",
-            backward="ejkernel_pallas.tpu.ring_attention.ways:backward",
+            forward="ejkernel_pallas.tpu.ring_attention.dispatch:forward",
+            backward="ejkernel_pallas.tpu.ring_attention.dispatch:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=Requires(
                 devices=devices(),

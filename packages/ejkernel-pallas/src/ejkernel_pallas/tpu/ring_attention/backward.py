@@ -16,12 +16,12 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, 
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import Load, Ring, columns, load_of, put_columns, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
-from ejkernel_pallas.tpu.ring_attention.plan import Plan
+from ejkernel_pallas.tpu.ring_attention.ring_plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention import backward as tiles
 from ejkernel_pallas.tpu.tiled_attention.operands import of_queries, operands, rows, unrows
-from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, Spec
+from ejkernel_pallas.tpu.tiled_attention.pair_table import pairs_by_key, pairs_by_query
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, TiledSpec
 from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits
 
 Gradients = dict[str, jax.Array]
 
@@ -57,7 +57,7 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     if ring is None:
         return tiles.backward(dataclasses.replace(pullback, record=tiled(record)), params)
     given = rows_of(pullback)
-    grads = _around(Plan.of(record, ring), striped(given, ring), params, pullback.wanted - {"softmax_aux"})
+    grads = _around(RingPlan.of(record, ring), striped(given, ring), params, pullback.wanted - {"softmax_aux"})
     if "softmax_aux" in pullback.wanted:
         grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), given.products)
     return {name: home(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
@@ -86,7 +86,7 @@ def striped(given: Rows, ring: Ring) -> Rows:
     )
 
 
-def _around(plan: Plan, given: Rows, params: TpuBackward, wanted: frozenset[str]) -> Gradients:
+def _around(plan: RingPlan, given: Rows, params: TpuBackward, wanted: frozenset[str]) -> Gradients:
     """The gradients of everything but sinks, in the layout that the ring works in, float32."""
     record, ring = plan.record, plan.ring
     zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in wanted}
@@ -94,7 +94,7 @@ def _around(plan: Plan, given: Rows, params: TpuBackward, wanted: frozenset[str]
     travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 
-    def visit(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
+    def ring_step(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
         added = _step(plan, source, load, given, params, wanted)
         if "bias" in staying:
             keys = load["key"].shape[1]
@@ -104,45 +104,45 @@ def _around(plan: Plan, given: Rows, params: TpuBackward, wanted: frozenset[str]
             added["query"] = staying["query"] + added["query"]
         return {name: added[name] for name in travelling}, {name: added[name] for name in staying}
 
-    collected, kept = ring.walk(load_of(record), travelling, visit, staying)
+    collected, kept = ring.walk(load_of(record), travelling, ring_step, staying)
     return {**collected, **kept}
 
 
 def _step(
-    plan: Plan, source: jax.Array, load: Load, given: Rows, params: TpuBackward, wanted: frozenset[str]
+    plan: RingPlan, source: jax.Array, load: Load, given: Rows, params: TpuBackward, wanted: frozenset[str]
 ) -> Gradients:
     """What one load of keys adds to the gradients, float32."""
-    met, (by_key, by_query) = plan.met(source, load), backward_blocks(params)
+    shard, (by_key, by_query) = plan.shard(source, load), backward_blocks(params)
     added: Gradients = {}
     if wanted & {"key", "value"}:
-        spec = plan.spec(met, by_key, by_key=True)
-        table = plan.visits(met, spec, source, query_visits)
-        added |= _of_keys(met, given, spec, table, wanted & {"key", "value"})
+        spec = plan.spec(shard, by_key, by_key=True)
+        table = plan.pairs(shard, spec, source, pairs_by_key)
+        added |= _of_keys(shard, given, spec, table, wanted & {"key", "value"})
     if "query" in wanted:
-        spec = plan.spec(met, by_query)
-        added["query"] = _of_queries(met, given, spec, plan.visits(met, spec, source, key_visits))
+        spec = plan.spec(shard, by_query)
+        added["query"] = _of_queries(shard, given, spec, plan.pairs(shard, spec, source, pairs_by_query))
     if "bias" in wanted:
-        added["bias"] = _of_bias(plan, met, source, given, params)
+        added["bias"] = _of_bias(plan, shard, source, given, params)
     return added
 
 
-def _of_keys(met: TiledAttention, given: Rows, spec: Spec, table: Any, wanted: frozenset[str]) -> Gradients:
-    fields = {name: getattr(met, name) for name in sorted(wanted)}
+def _of_keys(shard: TiledAttention, given: Rows, spec: TiledSpec, table: Any, wanted: frozenset[str]) -> Gradients:
+    fields = {name: getattr(shard, name) for name in sorted(wanted)}
     shapes = {f"d{name}": _float32(x) for name, x in fields.items()}
-    made = launch(tiles.keys_call("ejkernel_ring_backward_keys", table, inputs_of(met, given, spec), shapes, spec))
+    made = launch(tiles.keys_call("ejkernel_ring_backward_keys", table, inputs_of(shard, given, spec), shapes, spec))
     return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
 
 
-def _of_queries(met: TiledAttention, given: Rows, spec: Spec, table: Any) -> jax.Array:
-    inputs, shape = inputs_of(met, given, spec), _float32(met.query)
+def _of_queries(shard: TiledAttention, given: Rows, spec: TiledSpec, table: Any) -> jax.Array:
+    inputs, shape = inputs_of(shard, given, spec), _float32(shard.query)
     made = launch(tiles.queries_call("ejkernel_ring_backward_queries", table, inputs, shape, spec))
     return unrows(made["dquery"], shape.shape)
 
 
-def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, params: TpuBackward) -> jax.Array:
+def _of_bias(plan: RingPlan, shard: TiledAttention, source: jax.Array, given: Rows, params: TpuBackward) -> jax.Array:
     """The gradient of a bias's columns, which tiled attention has a kernel for: its tiles are written once."""
     pullback = Pullback(
-        record=plan.placed(met, source),
+        record=plan.placed(shard, source),
         residuals=SoftmaxResiduals(lse=given.lse),
         output=given.output,
         cotangent=given.cotangent,
@@ -152,11 +152,11 @@ def _of_bias(plan: Plan, met: TiledAttention, source: jax.Array, given: Rows, pa
     return tiles.backward(pullback, params)["bias"].astype(jnp.float32)
 
 
-def inputs_of(met: TiledAttention, given: Rows, spec: Spec) -> dict[str, Operand]:
+def inputs_of(shard: TiledAttention, given: Rows, spec: TiledSpec) -> dict[str, Operand]:
     """What kernels read of a ring step, and of its queries' rows."""
     lse = given.lse
-    return operands(met, spec) | {
-        "cotangent": rows(given.cotangent, spec.q_block),
+    return operands(shard, spec) | {
+        "cotangent": rows(given.cotangent, spec.block_q),
         "shift": of_queries(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
         "delta": of_queries(given.delta, spec),
     }

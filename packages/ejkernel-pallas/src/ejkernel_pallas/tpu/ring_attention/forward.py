@@ -9,16 +9,16 @@ from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.planning.ring_schedule import Load, load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
-from ejkernel_pallas.tpu.ring_attention.plan import Plan, beginning
+from ejkernel_pallas.tpu.ring_attention.ring_plan import RingPlan, empty_state
 from ejkernel_pallas.tpu.ring_attention.softmax import RingForwardRefs, continue_softmax
 from ejkernel_pallas.tpu.tiled_attention import forward as tiles
 from ejkernel_pallas.tpu.tiled_attention.call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.forward_kernel import scratch
 from ejkernel_pallas.tpu.tiled_attention.operands import of_queries, operands, rows, unrows
-from ejkernel_pallas.tpu.tiled_attention.spec import Spec
-from ejkernel_pallas.tpu.tiled_attention.tile import Distinct, visited
+from ejkernel_pallas.tpu.tiled_attention.pair_table import pairs_by_query
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+from ejkernel_pallas.tpu.tiled_attention.tile import Distinct, current_entry
 from ejkernel_pallas.tpu.tiled_attention.tiles import TpuForward, forward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import key_visits
 
 State = tuple[jax.Array, jax.Array]
 """Output and lse of the keys so far."""
@@ -37,32 +37,32 @@ def forward(record: RingAttention, params: TpuForward) -> tuple[jax.Array, Softm
     ring = ring_of(record)
     if ring is None:
         return tiles.forward(tiled(record), params)
-    plan, blocks = Plan.of(record, ring), forward_blocks(params)
+    plan, blocks = RingPlan.of(record, ring), forward_blocks(params)
 
-    def visit(source: jax.Array, load: Load, state: State) -> tuple[Load, State]:
-        met = plan.met(source, load)
-        spec = plan.spec(met, blocks)
-        return {}, _attend(met, spec, plan.visits(met, spec, source, key_visits), state)
+    def ring_step(source: jax.Array, load: Load, state: State) -> tuple[Load, State]:
+        shard = plan.shard(source, load)
+        spec = plan.spec(shard, blocks)
+        return {}, _attend(shard, spec, plan.pairs(shard, spec, source, pairs_by_query), state)
 
-    begin = _compat.as_varying(beginning(record), record)
-    _, (output, lse) = ring.walk(load_of(plan.record), {}, visit, begin)
+    begin = _compat.as_varying(empty_state(record), record)
+    _, (output, lse) = ring.walk(load_of(plan.record), {}, ring_step, begin)
     output = ring.unstripe(output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(lse, 2))
 
 
-def _attend(met: TiledAttention, spec: Spec, table: Any, state: State) -> State:
+def _attend(shard: TiledAttention, spec: TiledSpec, table: Any, state: State) -> State:
     """The state with the keys of a ring step."""
     results = states(state, spec)
-    inputs = operands(met, spec) | {f"{name}_before": x for name, x in results.items()}
-    kept, name = scratch(spec, met.value.dtype), "ejkernel_ring_forward"
+    inputs = operands(shard, spec) | {f"{name}_before": x for name, x in results.items()}
+    kept, name = scratch(spec, shard.value.dtype), "ejkernel_ring_forward"
     made = launch(pairs_call(name, _kernel, RingForwardRefs, table, spec, inputs, results, kept))
     return unrows(made["output"], state[0].shape), made["lse"].reshape(state[1].shape)
 
 
-def states(state: State, spec: Spec) -> dict[str, Operand]:
+def states(state: State, spec: TiledSpec) -> dict[str, Operand]:
     """Output and lse as kernels read and write them."""
-    return {"output": rows(state[0], spec.q_block), "lse": of_queries(state[1], spec)}
+    return {"output": rows(state[0], spec.block_q), "lse": of_queries(state[1], spec)}
 
 
-def _kernel(refs: RingForwardRefs, *, spec: Spec, distinct: Distinct) -> None:
-    continue_softmax(visited(refs.table, distinct), refs, spec)
+def _kernel(refs: RingForwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+    continue_softmax(current_entry(refs.table, distinct), refs, spec)

@@ -1,7 +1,12 @@
-"""How loads of keys move from device to device inside a kernel, and what is collected for them.
+"""Send and receive of keys inside a ring kernel, and of the gradients (cargo) that are collected for them.
 
-Every device has two slots. While its tiles are computed from one of them, that load is copied to the other slot of the
-next device, which is free once the device there has said so: it has then worked on the load before, and sent it on.
+Every device has two slots (double buffering). While its tiles are computed from one of them, that load is copied to
+the other slot of the next device, once that device has signalled that the slot is free: it has then computed with the
+load before, and sent it.
+
+    device i       slot 0: compute load n   │ slot 1: compute load n+1 │ ...
+                        └─── remote copy ────────► device i+1, slot 1
+                        ◄── "slot 1 is free" ───── device i+1, after its own send from slot 1
 
     copy my own load to slot 0; tell the device before me that I am here, and wait for the one behind me to say so
     for every load:
@@ -15,9 +20,9 @@ next device, which is free once the device there has said so: it has then worked
 
 Cargo thus has the time of `work` to arrive, and is one load behind its keys in leaving a device.
 
-A device only ever hears from the one behind it that there is room, and only ever sends to it, so that no message of one
-call can be taken for one of another. It is said that a slot is free only once something has come from the device that
-hears it: it is in the same kernel by then.
+Hazard: semaphores are shared by consecutive kernels. A device receives slot signals only from the device that it sends
+to, and a slot is signalled free only after a load has come from the device that gets the signal, which thus is in the
+same kernel by then. So no signal of one call reaches another.
 """
 
 import dataclasses
@@ -34,12 +39,12 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 Arrays = dict[str, Ref]
 """Arrays of a load, or of its cargo, by name."""
 Work = Callable[[Any, Arrays], None]
-BEFORE, BEHIND = 0, 1
-"""Where the neighbours' indices are: of whom loads come from, and of whom they go to."""
+PREVIOUS, NEXT = 0, 1
+"""Where the neighbours' indices are: the device that loads come from, and the device that they go to."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Lane:
+class Channel:
     """Arrays that move together.
 
     Attributes:
@@ -58,24 +63,24 @@ class Lane:
         return {
             f"{self.kind}_sent": pltpu.SemaphoreType.DMA((count,)),
             f"{self.kind}_arrived": pltpu.SemaphoreType.DMA((2, count)),
-            f"{self.kind}_room": pltpu.SemaphoreType.REGULAR,
+            f"{self.kind}_slot_free": pltpu.SemaphoreType.REGULAR,
         }
 
-    def take(self, named: dict[str, Any], neighbours: Ref) -> "LaneRefs":
+    def bind(self, named: dict[str, Any], neighbours: Ref) -> "ChannelRefs":
         """The refs of this lane, of which slots and semaphores are taken out of `named`."""
-        return LaneRefs(
+        return ChannelRefs(
             lane=self,
             neighbours=neighbours,
             own=tuple(named[name] for name in self.names),
             slots=tuple(named.pop(f"{name}_slots") for name in self.names),
             sent=named.pop(f"{self.kind}_sent"),
             arrived=named.pop(f"{self.kind}_arrived"),
-            room=named.pop(f"{self.kind}_room"),
+            slot_free=named.pop(f"{self.kind}_slot_free"),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaneRefs:
+class ChannelRefs:
     """A lane in a kernel.
 
     Attributes:
@@ -85,18 +90,18 @@ class LaneRefs:
         slots: Of each array [2, ...], in HBM.
         sent: DMA semaphores of sends, one an array.
         arrived: DMA semaphores of receives, [2, arrays].
-        room: Counts the free slots of the next device.
+        slot_free: Counts the free slots of the next device.
     """
 
-    lane: Lane
+    lane: Channel
     neighbours: Ref
     own: tuple[Ref, ...]
     slots: tuple[Ref, ...]
     sent: Ref
     arrived: Ref
-    room: Ref
+    slot_free: Ref
 
-    def begin(self) -> list[Any]:
+    def local_copies(self) -> list[Any]:
         """The copies of this device's own arrays to slot 0."""
         pairs = enumerate(zip(self.own, self.slots, strict=True))
         return [pltpu.make_async_copy(own, slots.at[0], self.sent.at[n]) for n, (own, slots) in pairs]
@@ -109,7 +114,7 @@ class LaneRefs:
                 dst_ref=slots.at[1 - slot],
                 send_sem=self.sent.at[n],
                 recv_sem=self.arrived.at[1 - slot, n],
-                device_id={self.lane.axis_name: self.neighbours[BEHIND]},
+                device_id={self.lane.axis_name: self.neighbours[NEXT]},
             )
             for n, slots in enumerate(self.slots)
         ]
@@ -130,14 +135,14 @@ class Route:
     """
 
     count: int
-    load: Lane
-    cargo: Lane
+    load: Channel
+    cargo: Channel
 
     def scratch(self) -> dict[str, Any]:
         """The semaphores of all that moves."""
         return self.load.scratch() | (self.cargo.scratch() if self.cargo.names else {})
 
-    def walk(self, load: LaneRefs, cargo: LaneRefs | None, work: Work, collect: Work) -> None:
+    def for_each_load(self, load: ChannelRefs, cargo: ChannelRefs | None, work: Work, collect: Work) -> None:
         """Works on one load after another.
 
         Args:
@@ -146,56 +151,56 @@ class Route:
             work: (number of the load, its arrays by name, the cargo's not among them) -> None.
             collect: Likewise with the cargo's, to add to.
         """
-        self._enter([load] if cargo is None else [load, cargo])
+        self._enter_barrier([load] if cargo is None else [load, cargo])
 
         def step(number: Any, carry: None) -> None:
             slot = lax.rem(number, 2)
             more, later = number + 1 < self.count, number > 0
             _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
-            _when(later & more, lambda: make_room(load))
+            _when(later & more, lambda: signal_free_slot(load))
             _send(load, slot, more, later)
             here = load.at(slot)
             work(number, here)
             if cargo is not None:
                 _when(later, functools.partial(_receive, cargo, slot))
-                _when(later & more, functools.partial(make_room, cargo))
+                _when(later & more, functools.partial(signal_free_slot, cargo))
                 collect(number, {**here, **cargo.at(slot)})
                 _send(cargo, slot, more, later)
-            # The slot is written next by the device before: not while this device still sends from it.
+            # Hazard: the previous device writes this slot next, so the send from it must have finished.
             _when(more, lambda: [copy.wait_send() for copy in load.copies(slot)])
 
         lax.fori_loop(0, self.count, step, None)
 
-    def _enter(self, lanes: list[LaneRefs]) -> None:
+    def _enter_barrier(self, lanes: list[ChannelRefs]) -> None:
         """Copies the device's own arrays to slot 0, and waits until the device behind is in this kernel too."""
-        own = [copy for lane in lanes for copy in lane.begin()]
+        own = [copy for lane in lanes for copy in lane.local_copies()]
         for copy in own:
             copy.start()
         if self.count > 1:
             here = pltpu.get_barrier_semaphore()
-            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: lanes[0].neighbours[BEFORE]})
+            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: lanes[0].neighbours[PREVIOUS]})
             pl.semaphore_wait(here, 1)
         for copy in own:
             copy.wait()
 
 
-def make_room(refs: LaneRefs) -> None:
+def signal_free_slot(refs: ChannelRefs) -> None:
     """Tells the device before this one that the slot is free which this one does not work on."""
-    pl.semaphore_signal(refs.room, 1, device_id={refs.lane.axis_name: refs.neighbours[BEFORE]})
+    pl.semaphore_signal(refs.slot_free, 1, device_id={refs.lane.axis_name: refs.neighbours[PREVIOUS]})
 
 
-def await_room(refs: LaneRefs) -> None:
+def wait_free_slot(refs: ChannelRefs) -> None:
     """Waits until the next device has a free slot."""
-    pl.semaphore_wait(refs.room, 1)
+    pl.semaphore_wait(refs.slot_free, 1)
 
 
-def _send(refs: LaneRefs, slot: Any, more: Any, later: Any) -> None:
+def _send(refs: ChannelRefs, slot: Any, more: Any, later: Any) -> None:
     """Starts the copies to the next device, once it has room."""
-    _when(later & more, lambda: await_room(refs))
+    _when(later & more, lambda: wait_free_slot(refs))
     _when(more, lambda: [copy.start() for copy in refs.copies(slot)])
 
 
-def _receive(refs: LaneRefs, slot: Any) -> None:
+def _receive(refs: ChannelRefs, slot: Any) -> None:
     """Waits until the cargo before has been sent, whose slot is then free, and this one's has come."""
     for copy in refs.copies(1 - slot):
         copy.wait()

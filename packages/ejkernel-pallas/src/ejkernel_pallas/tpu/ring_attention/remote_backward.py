@@ -14,20 +14,20 @@ from ejkernel.families.ring_attention import tiled
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.ring_schedule import load_of, ring_of
-from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
-from ejkernel_pallas.tpu.ring_attention import alone
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.ring_attention import backward as collectives
+from ejkernel_pallas.tpu.ring_attention import remote_calls
 from ejkernel_pallas.tpu.ring_attention.backward import Gradients, Rows, home, inputs_of, rows_of, striped
 from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Route
-from ejkernel_pallas.tpu.ring_attention.plan import Plan
+from ejkernel_pallas.tpu.ring_attention.ring_plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention.backward import scratch
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import keys_kernel, queries_kernel
 from ejkernel_pallas.tpu.tiled_attention.operands import kv_rows, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.pair_table import LAST, key_tile, pairs_by_key, pairs_by_query, query_tile
 from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
-from ejkernel_pallas.tpu.tiled_attention.spec import Spec
-from ejkernel_pallas.tpu.tiled_attention.tile import visited
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+from ejkernel_pallas.tpu.tiled_attention.tile import current_entry
 from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import LAST, key_tile, key_visits, query_tile, query_visits
 
 
 def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
@@ -44,13 +44,13 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     if ring is None or not pullback.wanted >= {"query", "key", "value"}:
         return collectives.backward(pullback, params)
     given = rows_of(pullback)
-    plan, parts = Plan.of(record, ring), striped(given, ring)
+    plan, parts = RingPlan.of(record, ring), striped(given, ring)
     own = load_of(plan.record)
-    met = plan.met(lax.axis_index(ring.axis_name), own)
-    query, *home_ = _leg(plan, met, parts, params, range(0, ring.back + 1), None)
+    shard = plan.shard(lax.axis_index(ring.axis_name), own)
+    query, *home_ = _one_direction(plan, shard, parts, params, range(0, ring.back + 1), None)
     if ring.ahead:
-        moved = dataclasses.replace(met, **ring.shift({name: getattr(met, name) for name in own}, -1))
-        query, *more = _leg(plan, moved, parts, params, range(-1, -ring.ahead - 1, -1), query)
+        moved = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in own}, -1))
+        query, *more = _one_direction(plan, moved, parts, params, range(-1, -ring.ahead - 1, -1), query)
         home_ = [one + other for one, other in zip(home_, more, strict=True)]
     grads = {"query": query, "key": home_[0], "value": home_[1]}
     if "softmax_aux" in pullback.wanted:
@@ -58,45 +58,45 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     return {name: home(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
 
 
-class Side(NamedTuple):
-    """One of the two sweeps over a load: that which owns queries, or that which owns keys.
+class Sweep(NamedTuple):
+    """One of the two sweeps over a load: the one that accumulates for queries, or the one for keys.
 
     Attributes:
         spec: The kernel's constants.
         inputs: What tiles are read from.
         results: What is read, added to, and written.
-        visits: Table of all loads, int32 [loads, B|1, 1, steps].
+        pair_table: Table of all loads, int32 [loads, B|1, 1, steps].
         start: Where it begins in the table of both.
         scratch: What the kernel keeps between tiles.
         kernel: Called with the refs of a tile pair.
     """
 
-    spec: Spec
+    spec: TiledSpec
     inputs: dict[str, Operand]
     results: dict[str, Operand]
-    visits: Any
+    pair_table: Any
     start: int
     scratch: dict[str, Any]
     kernel: Callable[..., None]
 
     @property
     def prefix(self) -> str:
-        """Of the names of its scratch memory, among those of both sweeps."""
+        """Prefix of the names of its scratch memory, which both sweeps share."""
         return "keys_" if self.spec.by_key else "queries_"
 
     @property
     def distinct(self) -> tuple[bool, bool]:
         """Whether batch rows have tile pairs of their own; heads have none."""
-        return self.visits.shape[1] > 1, False
+        return self.pair_table.shape[1] > 1, False
 
-    def page(self, table: Any, number: Any) -> Any:
-        """The visits of a load."""
-        _, batch, _, steps = self.visits.shape
-        return Page(table, self.start + number * (batch * steps))
+    def table_slice(self, table: Any, number: Any) -> Any:
+        """The tile pairs of a load."""
+        _, batch, _, steps = self.pair_table.shape
+        return TableSlice(table, self.start + number * (batch * steps))
 
 
-class Page(NamedTuple):
-    """A part of a table in scalar memory."""
+class TableSlice(NamedTuple):
+    """A slice of a table in scalar memory."""
 
     table: Any
     start: Any
@@ -105,84 +105,88 @@ class Page(NamedTuple):
         return self.table[self.start + at]
 
 
-def _sides(plan: Plan, met: TiledAttention, given: Rows, params: TpuBackward, hops: range) -> tuple[Side, Side]:
+def _sweeps(
+    plan: RingPlan, shard: TiledAttention, given: Rows, params: TpuBackward, hops: range
+) -> tuple[Sweep, Sweep]:
     by_key, by_query = backward_blocks(params)
-    spec = plan.spec(met, by_query)
-    zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", met.query), ("k", met.key), ("v", met.value))}
-    visits = alone.tables(plan, spec, met, hops, key_visits)
-    results = {"dquery": rows(zeros["q"], spec.q_block)}
-    kept = scratch(spec, tuple(results), met.query.dtype)
-    queries = Side(spec, inputs_of(met, given, spec), results, visits, 0, kept, queries_kernel)
-    spec = plan.spec(met, by_key, by_key=True)
+    spec = plan.spec(shard, by_query)
+    zeros = {
+        name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", shard.query), ("k", shard.key), ("v", shard.value))
+    }
+    pair_table = remote_calls.tables(plan, spec, shard, hops, pairs_by_query)
+    results = {"dquery": rows(zeros["q"], spec.block_q)}
+    kept = scratch(spec, tuple(results), shard.query.dtype)
+    queries = Sweep(spec, inputs_of(shard, given, spec), results, pair_table, 0, kept, queries_kernel)
+    spec = plan.spec(shard, by_key, by_key=True)
     results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
-    after = visits.size
-    visits = alone.tables(plan, spec, met, hops, query_visits)
-    kept = scratch(spec, tuple(results), met.query.dtype)
-    return queries, Side(spec, inputs_of(met, given, spec), results, visits, after, kept, keys_kernel)
+    after = pair_table.size
+    pair_table = remote_calls.tables(plan, spec, shard, hops, pairs_by_key)
+    kept = scratch(spec, tuple(results), shard.query.dtype)
+    return queries, Sweep(spec, inputs_of(shard, given, spec), results, pair_table, after, kept, keys_kernel)
 
 
-def _leg(
-    plan: Plan, met: TiledAttention, given: Rows, params: TpuBackward, hops: range, query: jax.Array | None
+def _one_direction(
+    plan: RingPlan, shard: TiledAttention, given: Rows, params: TpuBackward, hops: range, query: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     """Gradients of queries, keys and values with the loads of one direction; those of keys are at home again."""
-    queries, keys = _sides(plan, met, given, params, hops)
+    queries, keys = _sweeps(plan, shard, given, params, hops)
     if query is not None:
-        queries = queries._replace(results={"dquery": rows(query, queries.spec.q_block)})
+        queries = queries._replace(results={"dquery": rows(query, queries.spec.block_q)})
     inputs, results = queries.inputs, queries.results | keys.results
-    route = alone.route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
-    slots = alone.slots_of(route.load, inputs) | alone.slots_of(route.cargo, results)
-    kept = {side.prefix + name: x for side in (queries, keys) for name, x in side.scratch.items()}
+    route = remote_calls.route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
+    slots = remote_calls.slots_of(route.load, inputs) | remote_calls.slots_of(route.cargo, results)
+    kept = {sweep.prefix + name: x for sweep in (queries, keys) for name, x in sweep.scratch.items()}
     made = launch(
-        Call(
+        KernelCall(
             name="ejkernel_ring_backward_remote",
             kernel=functools.partial(_kernel, route=route, queries=queries, keys=keys),
-            refs=functools.partial(alone.RemoteRefs.of, route, tuple(kept)),
+            refs=functools.partial(remote_calls.RemoteRefs.of, route, tuple(kept)),
             tables={
-                "table": jnp.concatenate([queries.visits.reshape(-1), keys.visits.reshape(-1)]),
-                "neighbours": alone.neighbours(plan.ring, hops),
+                "table": jnp.concatenate([queries.pair_table.reshape(-1), keys.pair_table.reshape(-1)]),
+                "neighbours": remote_calls.neighbours(plan.ring, hops),
             },
-            inputs=alone.in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
-            outputs=alone.in_hbm(queries.results) | slots,
+            inputs=remote_calls.in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
+            outputs=remote_calls.in_hbm(queries.results) | slots,
             scratch=kept | route.scratch(),
             aliases={"dquery_before": "dquery"},
             pipelines=True,
-            options=alone.remote_options(plan.ring, hops),
+            options=remote_calls.remote_options(plan.ring, hops),
         )
     )
     last = (len(hops) - 1) % 2
-    pairs = (("dkey_slots", met.key), ("dvalue_slots", met.value))
+    pairs = (("dkey_slots", shard.key), ("dvalue_slots", shard.value))
     cargo = (unrows(made[name][last], like.shape) for name, like in pairs)
-    return unrows(made["dquery"], met.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
+    return unrows(made["dquery"], shard.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
 
 
-def _kernel(refs: alone.RemoteRefs, *, route: Route, queries: Side, keys: Side) -> None:
+def _kernel(refs: remote_calls.RemoteRefs, *, route: Route, queries: Sweep, keys: Sweep) -> None:
     def work(number: Any, load: Arrays) -> None:
-        _sweep(queries, queries.page(refs.table, number), refs, load)
+        _run_sweep(queries, queries.table_slice(refs.table, number), refs, load)
 
     def collect(number: Any, load: Arrays) -> None:
-        _sweep(keys, keys.page(refs.table, number), refs, load)
+        _run_sweep(keys, keys.table_slice(refs.table, number), refs, load)
 
-    route.walk(refs.load, refs.cargo, work, collect)
+    route.for_each_load(refs.load, refs.cargo, work, collect)
 
 
-def _sweep(side: Side, page: Page, refs: alone.RemoteRefs, load: Arrays) -> None:
+def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_calls.RemoteRefs, load: Arrays) -> None:
     """One pass over a load's tiles, with the next tiles on their way; adds to results where they lie."""
-    spec, steps = side.spec, side.visits.shape[3]
-    heads = (spec.heads // spec.group, steps, spec.group) if spec.by_key else (spec.heads, steps)
-    scratch = {name: refs.scratch[side.prefix + name] for name in side.scratch}
+    spec, steps = sweep.spec, sweep.pair_table.shape[3]
+    heads = (spec.heads // spec.group_size, steps, spec.group_size) if spec.by_key else (spec.heads, steps)
+    scratch = {name: refs.scratch[sweep.prefix + name] for name in sweep.scratch}
 
     def where(b: Any, h: Any, step: Any, *member: Any) -> Any:
-        at = page[(b if side.distinct[0] else 0) * steps + step]
-        return b, h * spec.group + member[0] if member else h, query_tile(at), key_tile(at)
+        at = page[(b if sweep.distinct[0] else 0) * steps + step]
+        return b, h * spec.group_size + member[0] if member else h, query_tile(at), key_tile(at)
 
     def tile(named: Arrays) -> None:
-        before = {name: named.pop(f"{name}_before") for name in side.results}
-        side.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=side.distinct)
-        last = (visited(page, side.distinct) & LAST) != 0
-        _add_before(named, before, last & (pl.program_id(3) == spec.group - 1) if spec.by_key else last)
+        before = {name: named.pop(f"{name}_before") for name in sweep.results}
+        sweep.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=sweep.distinct)
+        last = (current_entry(page, sweep.distinct) & LAST) != 0
+        _add_before(named, before, last & (pl.program_id(3) == spec.group_size - 1) if spec.by_key else last)
 
-    grid = (side.inputs["query"].array.shape[0], *heads)
-    alone.sweep(tile, refs, load, (side.inputs, side.results), grid, where)
+    grid = (sweep.inputs["query"].array.shape[0], *heads)
+    remote_calls.run_pipeline(tile, refs, load, (sweep.inputs, sweep.results), grid, where)
 
 
 def _add_before(named: Arrays, before: Arrays, done: Any) -> None:

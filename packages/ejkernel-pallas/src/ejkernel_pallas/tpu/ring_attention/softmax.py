@@ -13,15 +13,15 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import column, widen
 from ejkernel_pallas.tpu.tiled_attention.forward_kernel import update_softmax, whole_row_sum
+from ejkernel_pallas.tpu.tiled_attention.pair_table import FIRST, LAST
 from ejkernel_pallas.tpu.tiled_attention.refs import ForwardRefs
-from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, Spec
-from ejkernel_pallas.tpu.tiled_attention.tile import visit
-from ejkernel_pallas.tpu.tiled_attention.visits import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, TiledSpec
+from ejkernel_pallas.tpu.tiled_attention.tile import for_each_chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingForwardRefs(ForwardRefs):
-    """Those of the forward kernel, in float32, with the results of the keys before.
+    """Refs of the forward kernel, in float32, with the results of the earlier ring steps.
 
     Attributes:
         output_before: [block_q, Dv].
@@ -32,11 +32,11 @@ class RingForwardRefs(ForwardRefs):
     lse_before: Ref
 
 
-def continue_softmax(entry: Any, refs: RingForwardRefs, spec: Spec) -> None:
+def continue_softmax(entry: Any, refs: RingForwardRefs, spec: TiledSpec) -> None:
     """One tile pair.
 
     Args:
-        entry: Of the pair, in the table.
+        entry: The pair's entry in the table.
         refs: Blocks and scratch memory.
         spec: The kernel's constants.
     """
@@ -45,24 +45,24 @@ def continue_softmax(entry: Any, refs: RingForwardRefs, spec: Spec) -> None:
     def _() -> None:
         _begin(refs, spec)
 
-    visit(entry, spec, lambda at: update_softmax(refs, at))
+    for_each_chunk(entry, spec, lambda at: update_softmax(refs, at))
 
     @pl.when((entry & LAST) != 0)
     def _() -> None:
         _finish(refs, spec)
 
 
-def _begin(refs: RingForwardRefs, spec: Spec) -> None:
+def _begin(refs: RingForwardRefs, spec: TiledSpec) -> None:
     lse = column(refs.lse_before[...])
     some = lse > -jnp.inf
-    if not spec.counted:  # row_sum has a partial sum in every lane; one lane gets the 1
+    if not spec.sums_on_mxu:  # row_sum has a partial sum in every lane; one lane gets the 1
         some = some & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0)
     refs.row_max[...] = lse * LOG2E
     refs.row_sum[...] = jnp.where(some, 1.0, 0.0)
     refs.acc[...] = refs.output_before[...]
 
 
-def _finish(refs: RingForwardRefs, spec: Spec) -> None:
+def _finish(refs: RingForwardRefs, spec: TiledSpec) -> None:
     refs.row_sum[...] = row_sum = whole_row_sum(refs, spec, slice(None))
     some = row_sum > 0.0
     lse = (refs.row_max[...] + jnp.log2(jnp.where(some, row_sum, 1.0))) * (1.0 / LOG2E)

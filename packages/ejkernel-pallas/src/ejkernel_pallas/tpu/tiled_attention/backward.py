@@ -21,16 +21,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
 from ejkernel.ops.pullback import Pullback
-from ejkernel_pallas.tpu.mosaic.launch import Call, Operand, launch
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from ejkernel_pallas.tpu.tiled_attention.call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical, kv_rows, of_queries, operands, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.pair_table import block_map, pairs_by_key, pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
-from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Blocks, Spec, make_spec, padded
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Blocks, TiledSpec, make_spec, padded
 from ejkernel_pallas.tpu.tiled_attention.tile import double_buffer, dropout_scratch
 from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.visits import key_visits, query_visits, tile_kinds
 
 Gradients = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]
@@ -81,16 +81,16 @@ def delta_of(products: jax.Array, pullback: Pullback, ids: jax.Array | None) -> 
     return delta if ids is None else jnp.where(ids[:, None] >= 0, delta, 0)
 
 
-def _inputs(record: TiledAttention, rows_of: Rows, spec: Spec) -> dict[str, Operand]:
+def _inputs(record: TiledAttention, rows_of: Rows, spec: TiledSpec) -> dict[str, Operand]:
     cotangent, shift, delta = rows_of
     return operands(record, spec) | {
-        "cotangent": rows(cotangent, spec.q_block),
+        "cotangent": rows(cotangent, spec.block_q),
         "shift": of_queries(shift, spec),
         "delta": of_queries(delta, spec),
     }
 
 
-def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: Spec) -> Call:
+def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: TiledSpec) -> KernelCall:
     """The kernel of the gradients of keys and values.
 
     Args:
@@ -105,31 +105,31 @@ def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[st
     return pairs_call(name, keys_kernel, BackwardRefs, table, spec, inputs, outputs, kept)
 
 
-def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: Spec) -> Call:
+def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: TiledSpec) -> KernelCall:
     """The kernel of the queries' gradient, of which `dquery` is shape and dtype; the others as of `keys_call`."""
-    outputs, kept = {"dquery": rows(dquery, spec.q_block)}, scratch(spec, ("dquery",), inputs["query"].array.dtype)
+    outputs, kept = {"dquery": rows(dquery, spec.block_q)}, scratch(spec, ("dquery",), inputs["query"].array.dtype)
     return pairs_call(name, queries_kernel, BackwardRefs, table, spec, inputs, outputs, kept)
 
 
-def _of_keys(record: TiledAttention, rows_of: Rows, spec: Spec, wanted: frozenset[str]) -> Gradients:
+def _of_keys(record: TiledAttention, rows_of: Rows, spec: TiledSpec, wanted: frozenset[str]) -> Gradients:
     fields = {name: getattr(record, name) for name in ("key", "value") if name in wanted}
     shapes = {f"d{name}": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in fields.items()}
-    inputs, table = _inputs(record, rows_of, spec), query_visits(record, spec)
+    inputs, table = _inputs(record, rows_of, spec), pairs_by_key(record, spec)
     made = launch(keys_call("ejkernel_attention_backward_keys", table, inputs, shapes, spec))
     return {name: unrows(made[f"d{name}"], x.shape) for name, x in fields.items()}
 
 
-def _of_queries(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
+def _of_queries(record: TiledAttention, rows_of: Rows, spec: TiledSpec) -> jax.Array:
     query = record.query
-    inputs, table = _inputs(record, rows_of, spec), key_visits(record, spec)
+    inputs, table = _inputs(record, rows_of, spec), pairs_by_query(record, spec)
     shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
     made = launch(queries_call("ejkernel_attention_backward_queries", table, inputs, shape, spec))
     return unrows(made["dquery"], query.shape)
 
 
-def _of_bias(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
+def _of_bias(record: TiledAttention, rows_of: Rows, spec: TiledSpec) -> jax.Array:
     """The bias's gradient; a sum over what the bias is shared by is made tile by tile, so nothing larger is."""
-    bias, kinds = record.bias, tile_kinds(record, spec)
+    bias, kinds = record.bias, block_map(record, spec)
     assert bias is not None  # a gradient of it was asked for
     q_tiles, k_tiles = kinds.shape[2:]
     counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
@@ -137,7 +137,7 @@ def _of_bias(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
     parts = tuple(n // k for n, k in zip(counts, own, strict=True))
     result, acc = _bias_tiles(bias, spec)
     made = launch(
-        Call(
+        KernelCall(
             name="ejkernel_attention_backward_bias",
             kernel=functools.partial(bias_kernel, spec=spec, tiles=kinds.shape),
             refs=BackwardRefs,
@@ -155,37 +155,37 @@ def _of_bias(record: TiledAttention, rows_of: Rows, spec: Spec) -> jax.Array:
     return made.astype(bias.dtype)
 
 
-def _bias_tiles(bias: jax.Array, spec: Spec) -> tuple[Operand, tuple[int, int]]:
+def _bias_tiles(bias: jax.Array, spec: TiledSpec) -> tuple[Operand, tuple[int, int]]:
     """The gradient's array and the shape of the sum that becomes a tile of it."""
     batch, heads, queries, keys = bias.shape
     if queries > 1 and keys > 1:
-        block = (spec.q_block, spec.kv_block)
-        return _owned(jax.ShapeDtypeStruct(bias.shape, jnp.float32), block, bias, lambda i, j: (i, j)), block
+        block = (spec.block_q, spec.block_kv)
+        return _bias_operand(jax.ShapeDtypeStruct(bias.shape, jnp.float32), block, bias, lambda i, j: (i, j)), block
     if queries > 1:
         array = jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32)
-        return _owned(array, (1, spec.q_block), bias, lambda i, j: (0, i)), (spec.q_block, LANES)
-    array = jax.ShapeDtypeStruct((batch, heads, 1, keys if keys > 1 else spec.kv_block), jnp.float32)
-    return _owned(array, (1, spec.kv_block), bias, lambda i, j: (0, j if keys > 1 else 0)), (1, spec.kv_block)
+        return _bias_operand(array, (1, spec.block_q), bias, lambda i, j: (0, i)), (spec.block_q, LANES)
+    array = jax.ShapeDtypeStruct((batch, heads, 1, keys if keys > 1 else spec.block_kv), jnp.float32)
+    return _bias_operand(array, (1, spec.block_kv), bias, lambda i, j: (0, j if keys > 1 else 0)), (1, spec.block_kv)
 
 
-def scratch(spec: Spec, results: tuple[str, ...], dtype: Any) -> dict[str, Any]:
+def scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> dict[str, Any]:
     """Scratch memory of a backward kernel; `dtype` is that of queries.
 
     Accumulators of results, statistics of queries where scores have these in sublanes, and two products of chunks.
     """
-    sizes = {"dquery": spec.size, "dkey": spec.size, "dvalue": spec.value_size}
-    owned = spec.kv_block if spec.by_key else spec.q_block
-    chunk = (spec.kv_chunk, spec.q_chunk) if spec.by_key else (spec.q_chunk, spec.kv_chunk)
+    sizes = {"dquery": spec.head_dim, "dkey": spec.head_dim, "dvalue": spec.value_dim}
+    stationary = spec.block_kv if spec.by_key else spec.block_q
+    chunk = (spec.chunk_kv, spec.chunk_q) if spec.by_key else (spec.chunk_q, spec.chunk_kv)
     columns = () if spec.by_key else ("shift_column", "delta_column")
     return {
-        **{f"{name}_acc": pltpu.VMEM((owned, padded(sizes[name])), jnp.float32) for name in results},
-        **{name: pltpu.VMEM((spec.q_block, LANES), jnp.float32) for name in columns},
+        **{f"{name}_acc": pltpu.VMEM((stationary, padded(sizes[name])), jnp.float32) for name in results},
+        **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in columns},
         "weights": double_buffer(chunk, jnp.float32),
         "dscores": double_buffer(chunk, dtype),
         **dropout_scratch(spec),
     }
 
 
-def _owned(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:
+def _bias_operand(array: Any, block: tuple[int, int], bias: jax.Array, place: Any) -> Operand:
     batch, heads = bias.shape[0] > 1, bias.shape[1] > 1
     return Operand(array, (None, None, *block), lambda b, h, i, j: (b if batch else 0, h if heads else 0, *place(i, j)))

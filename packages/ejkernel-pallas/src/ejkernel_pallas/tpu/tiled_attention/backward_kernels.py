@@ -1,6 +1,6 @@
-"""The backward kernels: one owns key tiles, one query tiles, one tiles of the bias; all recompute the weights.
+"""The backward kernels: one accumulates for key tiles, one for query tiles, one for the bias; all recompute weights.
 
-    for every tile pair of what the kernel owns:
+    for every tile pair of the accumulated tile:
         query, key, value, cotangent ◄── next blocks, double buffered          blocks
         for every chunk:
             p  = exp2(q k^T - lse), masked ─────────────────────────────────►  weights[parity]
@@ -22,25 +22,25 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import column, lane_groups, product, widen
+from ejkernel_pallas.tpu.tiled_attention.pair_table import FIRST, LAST
 from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
-from ejkernel_pallas.tpu.tiled_attention.spec import Spec
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 from ejkernel_pallas.tpu.tiled_attention.tile import (
-    Chunk,
     Distinct,
+    ScoreChunk,
     allowed,
     apply_mask,
+    current_entry,
     drop,
+    for_each_chunk,
     load_keys,
     load_queries,
     scores,
     transpose_dropout_keys,
-    visit,
-    visited,
 )
-from ejkernel_pallas.tpu.tiled_attention.visits import FIRST, LAST
 
 
-def keys_kernel(refs: BackwardRefs, *, spec: Spec, distinct: Distinct) -> None:
+def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
     """One tile pair of a key tile: adds to the gradients of keys and values.
 
     Args:
@@ -49,25 +49,25 @@ def keys_kernel(refs: BackwardRefs, *, spec: Spec, distinct: Distinct) -> None:
         spec: The kernel's constants.
         distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
-    entry, member = visited(refs.table, distinct), pl.program_id(3)
+    entry, member = current_entry(refs.table, distinct), pl.program_id(3)
     first = ((entry & FIRST) != 0) & (member == 0)
-    _clear(refs, first)
+    _zero_accumulators(refs, first)
 
     @pl.when(first)
     def _() -> None:
         transpose_dropout_keys(refs, spec)
 
-    visit(entry, spec, lambda at: _add_to_keys(refs, at))
+    for_each_chunk(entry, spec, lambda at: _add_to_keys(refs, at))
 
-    @pl.when(((entry & LAST) != 0) & (member == spec.group - 1))
+    @pl.when(((entry & LAST) != 0) & (member == spec.group_size - 1))
     def _() -> None:
         if refs.dkey is not None:
             refs.dkey[...] = (refs.dkey_acc[...] * spec.scale).astype(refs.dkey.dtype)
         if refs.dvalue is not None:
-            refs.dvalue[...] = (refs.dvalue_acc[...] * spec.kept).astype(refs.dvalue.dtype)
+            refs.dvalue[...] = (refs.dvalue_acc[...] * spec.dropout_scale).astype(refs.dvalue.dtype)
 
 
-def queries_kernel(refs: BackwardRefs, *, spec: Spec, distinct: Distinct) -> None:
+def queries_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
     """One tile pair of a query tile: adds to the gradient of the queries.
 
     Args:
@@ -75,22 +75,22 @@ def queries_kernel(refs: BackwardRefs, *, spec: Spec, distinct: Distinct) -> Non
         spec: The kernel's constants.
         distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
-    entry = visited(refs.table, distinct)
-    _clear(refs, (entry & FIRST) != 0)
+    entry = current_entry(refs.table, distinct)
+    _zero_accumulators(refs, (entry & FIRST) != 0)
 
     @pl.when((entry & FIRST) != 0)
     def _() -> None:
         _transpose_statistics(refs)
         transpose_dropout_keys(refs, spec)
 
-    visit(entry, spec, lambda at: _add_to_queries(refs, at))
+    for_each_chunk(entry, spec, lambda at: _add_to_queries(refs, at))
 
     @pl.when((entry & LAST) != 0)
     def _() -> None:
         refs.dquery[...] = (refs.dquery_acc[...] * spec.scale).astype(refs.dquery.dtype)
 
 
-def bias_kernel(refs: BackwardRefs, *, spec: Spec, tiles: tuple[int, ...]) -> None:
+def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) -> None:
     """One tile pair, as a part of the sum that a tile of the bias's gradient is.
 
     Args:
@@ -106,10 +106,10 @@ def bias_kernel(refs: BackwardRefs, *, spec: Spec, tiles: tuple[int, ...]) -> No
     start, end = jnp.bool_(True), jnp.bool_(True)
     for axis, part in enumerate(parts, 4):
         start, end = start & (part == 0), end & (part == pl.num_programs(axis) - 1)
-    _clear(refs, start)
+    _zero_accumulators(refs, start)
     _transpose_statistics(refs)
     transpose_dropout_keys(refs, spec)
-    visit((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias(refs, at))
+    for_each_chunk((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias(refs, at))
 
     @pl.when(end)
     def _() -> None:
@@ -119,14 +119,14 @@ def bias_kernel(refs: BackwardRefs, *, spec: Spec, tiles: tuple[int, ...]) -> No
         refs.dbias[...] = total
 
 
-def _clear(refs: BackwardRefs, when: jax.Array) -> None:
+def _zero_accumulators(refs: BackwardRefs, when: jax.Array) -> None:
     @pl.when(when)
     def _() -> None:
         for ref in refs.accumulators:
             ref[...] = jnp.zeros_like(ref)
 
 
-def _add_to_keys(refs: BackwardRefs, at: Chunk) -> None:
+def _add_to_keys(refs: BackwardRefs, at: ScoreChunk) -> None:
     query, cotangent = load_queries(refs.query, at), load_queries(refs.cotangent, at)
     slope, kept = _recompute_weights(refs, query, at)
     if refs.dvalue is not None:
@@ -137,18 +137,18 @@ def _add_to_keys(refs: BackwardRefs, at: Chunk) -> None:
         refs.dkey_acc[at.k, :] += product(at.of(refs.dscores)[...], query, (1, 0), at.spec.precision)
 
 
-def _add_to_queries(refs: BackwardRefs, at: Chunk) -> None:
+def _add_to_queries(refs: BackwardRefs, at: ScoreChunk) -> None:
     slope, kept = _recompute_weights(refs, refs.query[at.q, :], at)
     key = load_keys(refs.key, at)
     at.of(refs.dscores)[...] = _score_gradient(refs, refs.cotangent[at.q, :], slope, kept, at).astype(key.dtype)
     refs.dquery_acc[at.q, :] += product(at.of(refs.dscores)[...], key, (1, 0), at.spec.precision)
 
 
-def _add_to_bias(refs: BackwardRefs, at: Chunk) -> None:
+def _add_to_bias(refs: BackwardRefs, at: ScoreChunk) -> None:
     cotangent = load_queries(refs.cotangent, at)
     slope, kept = _recompute_weights(refs, load_queries(refs.query, at), at)
     dscores = _score_gradient(refs, cotangent, slope, kept, at)
-    if refs.dbias_acc.shape == (at.spec.q_block, at.spec.kv_block):
+    if refs.dbias_acc.shape == (at.spec.block_q, at.spec.block_kv):
         refs.dbias_acc[at.q, at.k] += dscores
     elif refs.bias_of_keys is not None:
         refs.dbias_acc[:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
@@ -157,7 +157,9 @@ def _add_to_bias(refs: BackwardRefs, at: Chunk) -> None:
         refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, by_lane)
 
 
-def _recompute_weights(refs: BackwardRefs, query: jax.Array, at: Chunk) -> tuple[jax.Array | None, jax.Array | None]:
+def _recompute_weights(
+    refs: BackwardRefs, query: jax.Array, at: ScoreChunk
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Writes the weights to scratch; returns the soft cap's slope, and the mask where products need it."""
     s, slope = scores(refs, load_keys(refs.key, at), query, at)
     weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
@@ -166,14 +168,14 @@ def _recompute_weights(refs: BackwardRefs, query: jax.Array, at: Chunk) -> tuple
 
 
 def _score_gradient(
-    refs: BackwardRefs, cotangent: jax.Array, slope: Any, kept: jax.Array | None, at: Chunk
+    refs: BackwardRefs, cotangent: jax.Array, slope: Any, kept: jax.Array | None, at: ScoreChunk
 ) -> jax.Array:
     """Gradient of the scaled and biased scores."""
     value = load_keys(refs.value, at)
     pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
     dweights = drop(product(*pair, (1, 1), at.spec.precision), refs, at)
     if at.spec.threshold is not None:
-        dweights = dweights * at.spec.kept
+        dweights = dweights * at.spec.dropout_scale
     dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
     if slope is not None:
         dscores = dscores * slope
@@ -181,7 +183,7 @@ def _score_gradient(
     return dscores if kept is None else jnp.where(kept, dscores, 0.0)
 
 
-def _statistic(row: Ref, column: Ref, at: Chunk) -> jax.Array:
+def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
     """A statistic of the chunk's queries, to be broadcast against scores."""
     return row[:, at.q] if at.spec.by_key else widen(column[at.q, :], at.keys)
 

@@ -15,8 +15,8 @@ from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
 from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.tiled_attention.patterns import Drawn, drawn
-from ejkernel_pallas.tpu.tiled_attention.spec import Spec, padded
+from ejkernel_pallas.tpu.tiled_attention.patterns import PatternTiles, pattern_tiles
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
 
 
 def canonical(record: TiledAttention) -> TiledAttention:
@@ -36,10 +36,10 @@ def canonical(record: TiledAttention) -> TiledAttention:
     )
 
 
-def operands(record: TiledAttention, spec: Spec) -> dict[str, Operand]:
+def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
     """The arrays of a canonical record, by the names of `TileRefs`."""
     made = {
-        "query": rows(record.query, spec.q_block),
+        "query": rows(record.query, spec.block_q),
         "key": kv_rows(record.key, spec),
         "value": kv_rows(record.value, spec),
     }
@@ -48,26 +48,26 @@ def operands(record: TiledAttention, spec: Spec) -> dict[str, Operand]:
     if record.dropout_prob > 0.0 and record.dropout_seed is not None:
         row_keys, keys["column_keys"] = _dropped(record)
         made["row_keys"] = of_queries(row_keys, spec)
-    made |= {name: _shared_by_heads(x, spec.q_block, False) for name, x in queries.items() if x is not None}
-    made |= {name: _shared_by_heads(x, spec.kv_block, True) for name, x in keys.items() if x is not None}
+    made |= {name: _shared_by_heads(x, spec.block_q, False) for name, x in queries.items() if x is not None}
+    made |= {name: _shared_by_heads(x, spec.block_kv, True) for name, x in keys.items() if x is not None}
     if record.bias is not None:
         made |= _pairs("bias", record.bias, spec)
     if record.mask is not None:
         made |= _pairs("mask", record.mask.astype(jnp.int8), spec)
-    pattern = drawn(record, spec)
+    pattern = pattern_tiles(record, spec)
     if pattern is not None:
-        made["pattern"] = _of_pattern(pattern, spec)
+        made["pattern"] = _pattern_operand(pattern, spec)
     return made
 
 
-def _of_pattern(pattern: Drawn, spec: Spec) -> Operand:
-    heads, q_tiles, k_tiles = pattern.places.shape
+def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:
+    heads, q_tiles, k_tiles = pattern.mask_index.shape
 
-    def index(b: Any, h: Any, i: Any, j: Any, places: Any) -> Index:
-        return (places[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
+    def index(b: Any, h: Any, i: Any, j: Any, mask_index: Any) -> Index:
+        return (mask_index[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
 
-    block = (None, spec.q_block, spec.kv_block)
-    return Operand(jnp.asarray(pattern.drawings), block, index, pattern.places.reshape(-1))
+    block = (None, spec.block_q, spec.block_kv)
+    return Operand(jnp.asarray(pattern.partial_masks), block, index, pattern.mask_index.reshape(-1))
 
 
 def rows(x: Any, block: int) -> Operand:
@@ -79,9 +79,9 @@ def rows(x: Any, block: int) -> Operand:
     return Operand(array, (None, None, block, padded(size)), lambda b, h, i, j: (b, h, i, 0))
 
 
-def kv_rows(x: Any, spec: Spec) -> Operand:
+def kv_rows(x: Any, spec: TiledSpec) -> Operand:
     """[B, S, Hk, D] by tiles of keys."""
-    made, group = rows(x, spec.kv_block), np.int32(spec.group)
+    made, group = rows(x, spec.block_kv), np.int32(spec.group_size)
     return dataclasses.replace(made, index=lambda b, h, i, j: made.index(b, lax.div(h, group), j, i))
 
 
@@ -92,11 +92,11 @@ def unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[..., : shape[3]].swapaxes(1, 2)
 
 
-def of_queries(x: Any, spec: Spec) -> Operand:
+def of_queries(x: Any, spec: TiledSpec) -> Operand:
     """[B, H, T] by tiles of queries, in lanes."""
     batch, heads, length = x.shape
     array = _reshaped(x, (batch, heads, 1, length))
-    return Operand(array, (None, None, 1, spec.q_block), lambda b, h, i, j: (b, h, 0, i))
+    return Operand(array, (None, None, 1, spec.block_q), lambda b, h, i, j: (b, h, 0, i))
 
 
 def of_heads(x: jax.Array) -> Operand:
@@ -110,7 +110,7 @@ def _shared_by_heads(x: jax.Array, block: int, keys: bool) -> Operand:
     return Operand(x[:, None], (None, 1, block), lambda b, h, i, j: (0 if alone else b, 0, j if keys else i))
 
 
-def _pairs(name: str, x: jax.Array, spec: Spec) -> dict[str, Operand]:
+def _pairs(name: str, x: jax.Array, spec: TiledSpec) -> dict[str, Operand]:
     """[B|1, H|1, T|1, S|1] by tiles; as lanes, under a name of its own, where it has queries or keys alone."""
     batch, heads, queries, keys = (n > 1 for n in x.shape)
 
@@ -118,13 +118,13 @@ def _pairs(name: str, x: jax.Array, spec: Spec) -> dict[str, Operand]:
         return (b if batch else 0, h if heads else 0, *tile)
 
     if queries and keys:
-        block = (None, None, spec.q_block, spec.kv_block)
+        block = (None, None, spec.block_q, spec.block_kv)
         return {name: Operand(x, block, lambda b, h, i, j: place(b, h, i, j))}
     if queries:
-        block = (None, None, 1, spec.q_block)
+        block = (None, None, 1, spec.block_q)
         return {name + "_of_queries": Operand(x.swapaxes(2, 3), block, lambda b, h, i, j: place(b, h, 0, i))}
     x = jnp.broadcast_to(x, (*x.shape[:3], spec.keys))
-    return {name + "_of_keys": Operand(x, (None, None, 1, spec.kv_block), lambda b, h, i, j: place(b, h, 0, j))}
+    return {name + "_of_keys": Operand(x, (None, None, 1, spec.block_kv), lambda b, h, i, j: place(b, h, 0, j))}
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:

@@ -11,7 +11,7 @@ class TileRefs:
     """What every kernel reads of a tile pair; a field that is None is not in the record.
 
     Attributes:
-        table: Tile pairs in scalar memory, as `visits` lists them.
+        table: Tile pairs in scalar memory, as module `pair_table` lists them.
         query: [block_q, D].
         key: [block_kv, D].
         value: [block_kv, Dv].
@@ -21,7 +21,7 @@ class TileRefs:
         bias: [block_q, block_kv]; `bias_of_queries` [1, block_q] and `bias_of_keys` [1, block_kv] where it is a row.
         mask: As the bias.
         pattern: [block_q, block_kv].
-        dropout_column: Scratch, [rows that the kernel owns, 128]: the hash keys of what it owns, in sublanes.
+        dropout_column: Scratch, [queries or keys of the accumulated tile, 128]: its hash keys, in sublanes.
     """
 
     table: Ref
@@ -53,11 +53,11 @@ class ForwardRefs(TileRefs):
         output: [block_q, Dv].
         lse: [1, block_q].
         row_max: Scratch, [block_q, 128], the same in every lane.
-        row_sum: Scratch, [block_q, 128]: a partial sum in every lane, or the whole sum if `Spec.counted`.
+        row_sum: Scratch, [block_q, 128]: a partial sum in every lane, or the whole sum if `TiledSpec.sums_on_mxu`.
         alpha: Scratch, [block_q, 128]: factor on `acc` and `row_sum`, the same in every lane.
         acc: Scratch, [block_q, Dv].
-        scores: Scratch, two buffers [q_chunk, kv_chunk].
-        weights: Scratch, likewise.
+        scores: Scratch, two buffers [chunk_q, chunk_kv].
+        weights: Scratch, two buffers of the same shape.
     """
 
     output: Ref
@@ -86,7 +86,7 @@ class BackwardRefs(TileRefs):
         dquery_acc: Scratch, float32; likewise the other accumulators.
         shift_column: Scratch, [block_q, 128], the same in every lane; likewise `delta_column`.
         weights: Scratch, two buffers of the shape of scores.
-        dscores: Scratch, likewise.
+        dscores: Scratch, two buffers of the same shape.
     """
 
     cotangent: Ref
@@ -107,6 +107,6 @@ class BackwardRefs(TileRefs):
 
     @property
     def accumulators(self) -> tuple[Any, ...]:
-        """Those of the kernel's own results."""
+        """The accumulators of the results that this kernel writes."""
         made = (self.dkey_acc, self.dvalue_acc, self.dquery_acc, self.dbias_acc)
         return tuple(ref for ref in made if ref is not None)

@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic for calls without a measured configuration, and the tuner's candidates."""
 
 import dataclasses
 from typing import Any
@@ -46,9 +46,10 @@ class TpuBackward:
     """The configuration of the backward kernels.
 
     Attributes:
-        dkv: Of the kernel that owns keys, for the gradients of keys and values.
-        dq: Of the kernel that owns queries, for the gradients of queries and of a bias.
-        chunk: Rows of one product: of what a small tile owns, or of what a large one visits; a multiple of 128.
+        dkv: Tiles of the kernel that accumulates the gradients of keys and values.
+        dq: Tiles of the kernel that accumulates the gradient of queries, and of the one of a bias.
+        chunk: Rows of one product: of the accumulated tile where tiles are small, of the other tile where they are
+            large; a multiple of 128.
     """
 
     dkv: GradientTile = GradientTile()
@@ -62,18 +63,18 @@ FACES = {
 }
 """Public configuration field -> fields of these: a public size is that of both backward kernels."""
 
-Sizes = tuple[int, int]
-"""Of queries and of keys."""
+TileShape = tuple[int, int]
+"""Queries and keys of a tile, or of a chunk."""
 
 LARGE = 2048
-"""Queries, and keys, of the largest tiles. What they cost to begin and to end is little."""
+"""Queries, and keys, of the largest tiles, whose prologue and epilogue cost the least."""
 LONG = 2 * LARGE
-"""Queries and keys from which on there are enough of these tiles."""
+"""Queries and keys from which on there are enough of the largest tiles."""
 
 LISTED = 2**17
-"""Tile pairs whose list takes half of scalar memory."""
+"""The most tile pairs: their list takes half of scalar memory."""
 MOST = 2**14
-"""Tiles of queries, and twice the tiles of keys, that an entry of the list has bits for."""
+"""The most query tiles, and twice the most key tiles, that an entry of the list has bits for."""
 
 
 def forward_blocks(params: TpuForward) -> Blocks:
@@ -83,16 +84,17 @@ def forward_blocks(params: TpuForward) -> Blocks:
 
 
 def backward_blocks(params: TpuBackward) -> tuple[Blocks, Blocks]:
-    """Tiles of the kernel that owns keys, and of the one that owns queries.
+    """Tiles of the kernel that accumulates for keys, and of the one that accumulates for queries.
 
-    Small tiles have products of all that the kernel visits with `chunk` of what it owns; large ones, which loops go
-    through, of half of what it owns with `chunk` of what it visits. Neither has registers for the other's.
+    A product of a small tile has `chunk` rows of the accumulated tile and all of the other. A product of a large tile,
+    whose chunks a loop goes over, has half of the accumulated tile and `chunk` rows of the other. Either would spill
+    with the chunks of the other.
     """
-    own, visited = ((tile.block_q, tile.block_kv) for tile in (params.dkv, params.dq))
-    chunk = min(params.chunk, *own, *visited)
-    by_key = (own[0], chunk) if own[1] < LARGE else (chunk, LARGE // 2)
-    by_query = (chunk, visited[1]) if visited[0] < LARGE else (LARGE // 2, chunk)
-    return Blocks(*own, *by_key), Blocks(*visited, *by_query)
+    dkv, dq = ((tile.block_q, tile.block_kv) for tile in (params.dkv, params.dq))
+    chunk = min(params.chunk, *dkv, *dq)
+    by_key = (dkv[0], chunk) if dkv[1] < LARGE else (chunk, LARGE // 2)
+    by_query = (chunk, dq[1]) if dq[0] < LARGE else (LARGE // 2, chunk)
+    return Blocks(*dkv, *by_key), Blocks(*dq, *by_query)
 
 
 def heuristic(
@@ -127,7 +129,7 @@ def candidates(
     """Tile sizes worth measuring for a record on a device."""
     small, large = (512, 1024) if _is_narrow(record) or min(_clamped(record, LONG)) < LONG else (1024, LARGE)
     if direction == "backward":
-        pairs = [(own, visited) for own in (small, large) for visited in (small, large)]
+        pairs = [(dkv, dq) for dkv in (small, large) for dq in (small, large)]
         return tuple(dict.fromkeys(_backward(record, *pair, 256) for pair in pairs))
     chunks = ((512, 256), (1024, 256), (512, 512))
     return tuple(dict.fromkeys(_forward(record, tile, chunk) for tile in (small, large) for chunk in chunks))
@@ -175,13 +177,13 @@ def _is_long(record: TiledAttention, widest: int) -> bool:
     return min(queries, keys) >= LONG and queries % LARGE == keys % LARGE == 0 and max(size, value_size) <= widest
 
 
-def _forward(record: TiledAttention, tile: int, chunk: Sizes) -> TpuForward:
+def _forward(record: TiledAttention, tile: int, chunk: TileShape) -> TpuForward:
     queries, keys = _clamped(record, tile)
     return TpuForward(block_q=queries, block_kv=keys, chunk_q=min(chunk[0], queries), chunk_kv=min(chunk[1], keys))
 
 
-def _backward(record: TiledAttention, own: int, visited: int, chunk: int) -> TpuBackward:
-    (queries, keys), (rows, columns) = _clamped(record, own), _clamped(record, visited)
+def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackward:
+    (queries, keys), (rows, columns) = _clamped(record, dkv), _clamped(record, dq)
     return TpuBackward(
         dkv=GradientTile(block_q=queries, block_kv=keys),
         dq=GradientTile(block_q=rows, block_kv=columns),
@@ -189,7 +191,7 @@ def _backward(record: TiledAttention, own: int, visited: int, chunk: int) -> Tpu
     )
 
 
-def _clamped(record: TiledAttention, size: int) -> Sizes:
+def _clamped(record: TiledAttention, size: int) -> TileShape:
     """A tile no larger than what covers the lengths."""
     queries, keys = (min(size, -(-x.shape[1] // LANES) * LANES) for x in (record.query, record.key))
     return queries, keys

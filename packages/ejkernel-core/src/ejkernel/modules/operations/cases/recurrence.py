@@ -197,7 +197,8 @@ _LOGS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
 
 def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:
     if name in ("cu_seqlens", "query_start_loc"):
-        return jnp.linspace(0, args.query.shape[-3], shape.shape[0]).astype(shape.dtype)
+        tokens = (args.x if hasattr(args, "x") else args.query).shape[-3]
+        return jnp.linspace(0, tokens, shape.shape[0]).astype(shape.dtype)
     if name == "state_indices":
         return jnp.arange(shape.shape[0], dtype=shape.dtype)
     if jnp.issubdtype(shape.dtype, jnp.integer):

@@ -24,6 +24,8 @@ class Sizes:
     dtype: Any = jnp.float32
 
 
+PACKED = Sizes(b=1, t=23)
+
 # name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
 _TABLE: tuple[tuple[str, Sizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]], ...] = (
     ("one group", Sizes(g=1), (), {}, ("decay", "dt", "skip"), ()),
@@ -31,6 +33,7 @@ _TABLE: tuple[tuple[str, Sizes, tuple[str, ...], dict[str, Any], tuple[str, ...]
     ("grouped, with a state", Sizes(), ("initial_state", "conv_state"), {"n_groups": 2}, ("initial_state",), ()),
     ("gated", Sizes(t=7), ("gate",), {"act_fn": jax.nn.gelu, "precision": "highest"}, ("decay", "precision"), ()),
     ("normalised and gated", Sizes(g=4), ("gate",), {"use_gated_rmsnorm": True}, ("decay",), ()),
+    ("packed, states", PACKED, ("states", "cu_seqlens"), {}, ("cu_seqlens", "sequence_state"), ("awkward",)),
     ("bfloat16", Sizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
     ("model", Sizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
 )
@@ -53,14 +56,15 @@ def _case(
     def make(key: jax.Array) -> Any:
         arrays = _arrays(key, sizes)
         required = ("x", "A", "B", "C", "D", "dt")
-        return arguments(**{name: arrays[name] for name in (*required, *optional)}, **constants)
+        given = {"initial_state" if name == "states" else name: arrays[name] for name in (*required, *optional)}
+        return arguments(**given, **constants)
 
     return tagged(name, make, exercises, tags)
 
 
 def _arrays(key: jax.Array, z: Sizes) -> dict[str, jax.Array]:
     """Every array of a call."""
-    keys = iter(jax.random.split(key, 9))
+    keys = iter(jax.random.split(key, 10))
     return {
         "x": normal(next(keys), (z.b, z.t, z.h, z.p), z.dtype),
         "A": -jnp.exp(normal(next(keys), (z.h,))),
@@ -71,4 +75,6 @@ def _arrays(key: jax.Array, z: Sizes) -> dict[str, jax.Array]:
         "gate": normal(next(keys), (z.b, z.t, z.h * z.p), z.dtype),
         "initial_state": normal(next(keys), (z.b, z.h, z.p, z.e)),
         "conv_state": normal(next(keys), (z.b, z.h * z.p, 4), z.dtype),
+        "states": normal(next(keys), (4, z.h, z.p, z.e)),
+        "cu_seqlens": jnp.array([0, 9, 9, 10, z.t], jnp.int32),
     }

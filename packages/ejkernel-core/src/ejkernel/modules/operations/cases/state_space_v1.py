@@ -18,6 +18,7 @@ _TABLE: tuple[_Row, ...] = (
     ("gate", (2, 64, 16, 8), ("gate", "conv_state"), jnp.float32, (), ()),
     ("other activation", (2, 63, 16, 8), ("gate", "act_fn"), jnp.float32, (), ("awkward",)),
     ("one number a state", (3, 65, 12, 1), (), jnp.float32, (), ("awkward",)),
+    ("packed, states", (1, 23, 8, 3), ("states", "cu_seqlens"), jnp.float32, (), ("awkward",)),
     ("bfloat16", (2, 129, 32, 16), ("gate",), jnp.bfloat16, (), ()),
     ("model", (1, 2048, 4096, 16), ("gate",), jnp.bfloat16, (), ("bench",)),
 )
@@ -40,6 +41,7 @@ def _case(arguments: type, row: _Row) -> Case:
         "gate": (rows, tokens, channels),
         "initial_state": (rows, channels, size),
         "conv_state": (rows, channels, 4),
+        "states": (4, channels, size),
     }
     required = ("hidden_states", "A", "B", "C", "D", "dt")
 
@@ -47,6 +49,9 @@ def _case(arguments: type, row: _Row) -> Case:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         kept = {field: shape for field, shape in shapes.items() if field in required or field in optional}
         made = {field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in kept.items()}
+        if "states" in made:
+            made["initial_state"] = made.pop("states")
+            made["cu_seqlens"] = jnp.array([0, 9, 9, 10, tokens], jnp.int32)
         return arguments(**made, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
 
     return tagged(name, make, exercises, tags)
@@ -69,4 +74,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     made = {name: _normal(name, x.shape, keys[name]).astype(x.dtype) for name, x in given.items()}
+    if args.cu_seqlens is not None:
+        ends = jnp.linspace(0, args.hidden_states.shape[1], args.cu_seqlens.shape[0])
+        made["cu_seqlens"] = ends.astype(args.cu_seqlens.dtype)
     return dataclasses.replace(args, **made)

@@ -58,6 +58,27 @@ class GroupedMatmulConfig(_SequenceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class QuantizedMatmulConfig(_SequenceConfig):
+    """Tiles of `quantized_matmul`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_m: Rows a tile.
+        block_r: Rows of packed weights a tile.
+        block_w: Words of packed weights a tile.
+        splits: Parts of the contracted elements, which are summed at the end.
+        num_warps: Warps a program.
+        num_stages: Software pipeline depth.
+    """
+
+    block_m: int | None = None
+    block_r: int | None = None
+    block_w: int | None = None
+    splits: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class CausalConv1dConfig(_SequenceConfig):
     """Blocks of `causal_conv1d`. `None` lets the heuristics decide.
 

@@ -178,6 +178,25 @@ def check_ints(name: str, array: Any, axes: str, sizes: dict[str, int]) -> None:
     check_dtype(name, array, jnp.integer, "an integer dtype")
 
 
+def check_tables(name: str, tables: Any, sizes: dict[str, int]) -> None:
+    """Checks tables of N sequences, [N, K] or flat [N * K].
+
+    Raises:
+        ValueError: They are neither.
+    """
+    if len(getattr(tables, "shape", ())) == 2:
+        check_ints(name, tables, "N K", sizes)
+        return
+    check_ints(name, tables, "N*K", sizes)
+    if sizes["N*K"] % sizes["N"]:
+        raise ValueError(f"{name}: got shape ({sizes['N*K']},), wants [N, K] or [N * K] for N={sizes['N']} sequences")
+
+
+def table_axes(args: Any) -> dict[str, str]:
+    """Axis letters of tables in rows, for operations whose tables may be flat too."""
+    return {"block_tables": "r k"} if len(getattr(args.block_tables, "shape", ())) == 2 else {}
+
+
 def check_packed(lengths: str, tables: str, starts: str, args: Any, sizes: dict[str, int]) -> None:
     """Checks the lengths [N], tables [N, pages] and cumulative query lengths [N + 1] of packed sequences.
 

@@ -13,7 +13,7 @@ from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.tiled_attention.masks import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.masks.padding import clean_rows
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 from ejkernel_pallas.gpu.tiled_attention.tiles import BackwardTile
 
 I32 = jnp.int32
@@ -32,39 +32,39 @@ class Call:
         operands: Arrays in device memory.
         outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries; where tiles
             are split, also the first two of their parts, in float32.
-        taken: Counter of the tiles of keys that blocks took, or pairs of blocks.
+        tile_counter: Counter of the tiles of keys that blocks took, or pairs of blocks.
         turns: How many blocks have added their part, for every tile of queries.
         buffers: Shared memory and barriers.
         member: Place of the block among those that own keys together.
     """
 
-    spec: Spec
+    spec: HopperSpec
     tile: BackwardTile
-    plan: tile_scheduler.Plan
+    plan: tile_scheduler.TileSchedule
     by_head: bool
     operands: Buffers
     outputs: Any
-    taken: Any
+    tile_counter: Any
     turns: Any
     buffers: Buffers
     member: Any = 0
 
-    def query_block(self, item: tile_scheduler.Item, head: Any, place: Any) -> Any:
+    def query_block(self, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
         """The query block of a visit: its place itself, or with a pattern what the list of the keys has there."""
         return self.listed("blocks", item, head, place) if self.spec.pattern else place
 
-    def listed(self, name: str, item: tile_scheduler.Item, head: Any, place: Any) -> Any:
+    def listed(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
         """What an operand of a pattern has for the item's keys and a head."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
 
-    def positions(self, item: tile_scheduler.Item, head: Any) -> tuple[Any, ...]:
+    def positions(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
         """Of the list of a head: where it starts, where its full blocks start and end, and where it ends."""
         return tuple(self.listed("table", item, head, n) for n in range(4))
 
 
 @dataclasses.dataclass(frozen=True)
-class Visits:
+class QueryRuns:
     """What a block visits.
 
     Attributes:
@@ -73,36 +73,36 @@ class Visits:
         run: Where the tiles of queries start, where full ones start and end, and where they end; without a pattern.
     """
 
-    item: tile_scheduler.Item
+    item: tile_scheduler.WorkTile
     first: Any
     run: tuple[Any, ...]
 
 
-def visit_heads(call: Call, visits: Visits, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
-    """Visits tiles, the last one first, in runs: cut, full and cut ones; each of all heads, or head by head.
+def for_each_query_block(call: Call, visits: QueryRuns, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
+    """QueryRuns tiles, the last one first, in runs: masking, full and masking ones; each of all heads, or head by head.
 
     With a pattern, `visit` gets places in the list of the item's keys and a head.
     """
-    item, heads = visits.item, 1 if call.by_head else call.spec.group
+    item, heads = visits.item, 1 if call.by_head else call.spec.group_size
 
-    def run(head: Any, low: Any, high: Any, cut: bool, state: Any) -> Any:
+    def run(head: Any, low: Any, high: Any, masking: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
-            return visit(cut, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+            return visit(masking, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
     def runs(n: Any, state: Any) -> Any:
         head = visits.first + n
-        start, clear, unclear, stop = call.positions(item, head) if call.spec.pattern else visits.run
+        start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else visits.run
         if not cuts:
             return run(head, start, stop, False, state)
-        state = run(head, clear, unclear, False, run(head, unclear, stop, True, state))
-        return run(head, start, clear, True, state)
+        state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
+        return run(head, start, full_start, True, state)
 
-    return lax.fori_loop(0, call.spec.group, runs, state) if call.by_head else runs(I32(0), state)
+    return lax.fori_loop(0, call.spec.group_size, runs, state) if call.by_head else runs(I32(0), state)
 
 
-def await_visited(call: Call, count: Any, cut: bool) -> None:
+def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
     """Waits for a visit's tiles where there are segments, and cleans them if some of their rows may be padding.
 
     Without segments, products wait for them.
@@ -113,7 +113,7 @@ def await_visited(call: Call, count: Any, cut: bool) -> None:
     slots = {name: lax.rem(count, I32(stages)) for name, stages in call.tile.stages.items()}
     for name, slot in slots.items():
         plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
-    if cut:
+    if masking:
         ids = buffers["q_ids"].at[slots["q"]]
         clean(ids, *((buffers[name].at[slot], call.tile.line(name)) for name, slot in slots.items()))
 
@@ -123,7 +123,7 @@ def adder(call: Call, count: Any, piece: int) -> Any:
     return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
 
 
-def handed_over(call: Call, count: Any, piece: int) -> Any:
+def dq_barrier(call: Call, count: Any, piece: int) -> Any:
     """The barrier at which the warp that adds a piece of a visit's part of dq waits for it.
 
     Each warp has one for every piece: what the warpgroups make comes in no order.
@@ -131,20 +131,20 @@ def handed_over(call: Call, count: Any, piece: int) -> Any:
     return call.buffers["dq_full"].at[piece * call.tile.adders + adder(call, count, piece)]
 
 
-def write_part(call: Call, item: tile_scheduler.Item, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
+def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
     """Writes what a part of a tile's visits adds to the gradient of 64 keys or values, the first of which is `row`."""
     _, _, _, keys, values = call.outputs
     parts = keys if name == "k" else values
     parts[item.part, pl.ds(row, ROWS)] = gradient
 
 
-def of_keys(call: Call, name: str, item: tile_scheduler.Item, place: Any) -> Any:
+def of_keys(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
     """What an operand has, in device memory, of 64 of a tile's keys."""
     operand = call.operands[name]
     return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * ROWS, ROWS)]
 
 
-def query_numbers(call: Call, item: tile_scheduler.Item, head: Any, index: Any) -> Any:
+def query_numbers(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
     """Dropout's numbers of a visit's queries in device memory, where shared memory has no room for them."""
     numbers, queries = call.operands["q_numbers"], call.tile.queries
     return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
@@ -160,7 +160,9 @@ def clean(ids: Any, *parts: tuple[Any, int]) -> None:
     plgpu.commit_smem()
 
 
-def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tuple[Any, ...], scores: Any) -> Any:
+def masked_scores(
+    call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tuple[Any, ...], scores: Any
+) -> Any:
     """Scores of 64 keys with a visited tile, with minus infinity for pairs that do not attend.
 
     Args:
@@ -177,7 +179,7 @@ def hidden(call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tup
     return tile_masks.between(scores, *limits, ids, words)
 
 
-def pattern_words(call: Call, item: tile_scheduler.Item, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
+def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
     """Bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a visited tile of queries."""
     if not call.spec.pattern:
         return ()

@@ -9,31 +9,31 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
-from ejkernel_pallas.gpu.tiled_attention.backward.call import I32, Call, adder, handed_over
+from ejkernel_pallas.gpu.tiled_attention.backward.call import I32, Call, adder, dq_barrier
 
 
-def fetch(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
+def fetch(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> None:
     """Fetches what the block owns, and then tiles of queries as their stages become free."""
     buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
     for w in range(tile.owners):
         rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * ROWS, ROWS)
         for part in range(tile.parts):
             source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
-            plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["own_full"])
+            plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["kv_full"])
         source = values.at[item.row(values), rows, item.head]
-        plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["own_full"])
+        plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["kv_full"])
         for extra in tile.extras(call.spec, "k"):
             source = call.operands[extra]
-            plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["own_full"])
+            plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["kv_full"])
     for part in range(tile.shared_parts):
         rows = pl.ds(item.tile * tile.keys + (1 - call.member) * ROWS, ROWS)
         columns = pl.ds((call.member * tile.shared_parts + part) * PART, PART)
         source = keys.at[item.row(keys), rows, item.head, columns]
-        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["own_full"])
-    visits(functools.partial(_fetch_visited, call, item), I32(0), False)
+        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["kv_full"])
+    visits(functools.partial(_copy_block, call, item), I32(0), False)
 
 
-def _fetch_visited(call: Call, item: tile_scheduler.Item, _: bool, head: Any, place: Any, count: Any) -> Any:
+def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, place: Any, count: Any) -> Any:
     index = call.query_block(item, head, place)
     # Each of two blocks that visit the same fetches one half for both.
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.AXIS if call.tile.wide else None)
@@ -52,15 +52,15 @@ def _fetch_visited(call: Call, item: tile_scheduler.Item, _: bool, head: Any, pl
     return count + 1
 
 
-def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) -> None:
-    """Adds the pieces of dq that are warp `place`'s to device memory when their turn comes."""
+def add_parts(call: Call, item: tile_scheduler.WorkTile, visits: Any, place: Any) -> None:
+    """Adds the pieces of dq that are warp `place`'s to device memory when their nth_tile comes."""
     buffers, tile, first = call.buffers, call.tile, call.operands["first"]
     tiles = first.shape[-1]
 
     def add(_: bool, head: Any, visited: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
             mine = adder(call, count, piece) == place
-            pl.when(mine)(functools.partial(add_piece, piece, head, visited, handed_over(call, count, piece)))
+            pl.when(mine)(functools.partial(add_piece, piece, head, visited, dq_barrier(call, count, piece)))
         return count + 1
 
     def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
@@ -78,8 +78,8 @@ def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) ->
         else:
             before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
-        turn = call.turns.at[(place * tile.members + call.member) * tile.pieces + piece]
-        plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")
+        nth_tile = call.turns.at[(place * tile.members + call.member) * tile.pieces + piece]
+        plgpu.semaphore_wait(nth_tile, before, decrement=False, memory_scope="gpu")
         for strip in range(tile.strips):
             plgpu.barrier_wait(full)
             pl.when(before == 0)(functools.partial(copy, None, piece, strip, head, index))
@@ -87,6 +87,6 @@ def add_parts(call: Call, item: tile_scheduler.Item, visits: Any, place: Any) ->
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(buffers["dq_free"].at[piece])
         plgpu.wait_smem_to_gmem(0)
-        plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
+        plgpu.semaphore_signal(nth_tile, 1, memory_scope="gpu")
 
     visits(add, I32(0), False)

@@ -1,25 +1,28 @@
-"""The backward kernel: blocks own keys and values, and add their part of the queries' gradients up in turns.
+"""The backward kernel: a block accumulates dk and dv of a key tile, and adds its part of dq in a fixed order.
 
-A block owns 128 keys, each of two warpgroups 64 of them, and visits tiles of queries. A visit's scores are transposed,
-keys by queries, so that weights and gradients of scores are, in the registers that they are made in, the left sides of
-the products that dv and dk sum up. Gradients of scores go to shared memory, too, where both warpgroups take what the
-block's part of dq is a product of; each makes one half of it. A visit's weights are exponentiated under the last one's
-product for dk, and its gradients of scores are made under those for dv and for the last one's dq; and the warpgroups
-take turns, so that one's products run while the other does something else.
+    producer warp        TMA Q, dO of the next query blocks ─► stages in smem
+    consumer warpgroup   S^T(t), dk(t-1) │ exp2, mask ─► P^T │ dP^T(t), dv(t), dq(t-1) │ ds ─► smem │ next
+    adder warps          dq(t-1) from smem ─► red.add to HBM, in the order of key tiles
 
-With queries and keys of 192 and values of 128, dk and dv take 160 of a thread's 240 registers (a *crowded* tile). Then
-gradients of scores stay in shared memory, from where dk's product reads them, and the last visit's dq is made after
-this visit's gradients of scores, in the registers that those of weights have left:
+A block has 128 keys, 64 of each of two consumer warpgroups, and loops over query blocks. Scores are transposed, keys by
+queries, so that P^T and ds^T are, in the registers that they are made in, the A operands of dv's and dk's products.
+ds also goes to shared memory: dq = ds K contracts over the keys of both warpgroups, and each makes one half of it.
+Overlap: exponentials of step t run under dk's product of step t-1, and ds under dv's product and dq's of step t-1.
+Ping-pong scheduling overlaps the products of one warpgroup with everything else of the other.
+
+With queries and keys of 192 and values of 128, dk and dv take 160 of a thread's 240 registers: a *register-bound* tile.
+There ds stays in shared memory, from where dk's product reads it, and dq of step t-1 is made after ds of step t, in the
+registers that the gradients of weights have left:
 
     registers   dk dv 160 | scores 32, weights 16 | gradients of weights 32, of scores 16 | dq 48
     products              | S(t), dk(t-1)         | dP(t), dv(t)                          | dq(t-1)
 
-Both warpgroups make 96 columns of dq, so that queries, keys and gradients of scores lie in parts of 32 columns (64-byte
-swizzle), of which 96 is a whole number.
+Each warpgroup makes 96 columns of dq. Queries, keys and ds therefore use the 64-byte swizzle, whose rows of 32 columns
+divide 96; those of the 128-byte swizzle do not.
 
-For every tile of queries there is a turn: the blocks that visit it add to it in the order of their keys, and two runs
-give the same bits. All visit later queries first. So a block that begins a visit after the one before it never waits,
-and it never waits for a block that began after it.
+Determinism: for every query block, key tiles add to dq in their order, counted in HBM, so two runs give the same bits.
+All loop from the last query block to the first. A block that starts a step after its predecessor did never waits, and
+no block waits for one that started later, so there is no deadlock.
 """
 
 import functools
@@ -33,25 +36,25 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.arrays import over_rows
-from ejkernel_pallas.gpu.hopper.ping_pong import await_turn, pass_turn
+from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.powers_of_two import powers
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     I32,
     Call,
-    Visits,
-    await_visited,
+    QueryRuns,
     clean,
-    handed_over,
-    hidden,
+    dq_barrier,
+    for_each_query_block,
+    masked_scores,
     of_keys,
     pattern_words,
     query_numbers,
-    visit_heads,
+    wait_for_tiles,
     write_part,
 )
 from ejkernel_pallas.gpu.tiled_attention.backward.data_movement import add_parts, fetch
-from ejkernel_pallas.gpu.tiled_attention.backward.kernel_wide import own_wide
+from ejkernel_pallas.gpu.tiled_attention.backward.kernel_wide import consume_wide
 from ejkernel_pallas.gpu.tiled_attention.masks import dropout
 from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile
 
@@ -62,18 +65,18 @@ def backward_kernel(call: Call) -> None:
     number = _number(call, warpgroup)
     item, visits = (
         tile_scheduler.item(call.plan, number),
-        tile_scheduler.visits(call.plan, call.operands["table"], number),
+        tile_scheduler.block_range(call.plan, call.operands["table"], number),
     )
-    visits = functools.partial(visit_heads, call, Visits(item, item.head * call.spec.group, visits))
+    visits = functools.partial(for_each_query_block, call, QueryRuns(item, item.head * call.spec.group_size, visits))
 
     @pl.when(warpgroup < WARPGROUPS)
-    def _multiply() -> None:
-        plgpu.set_max_registers(tile.registers, action="increase")
-        (own_wide if tile.wide else own_keys)(call, item, warpgroup, visits)
+    def _consume() -> None:
+        plgpu.set_max_registers(tile.consumer_registers, action="increase")
+        (consume_wide if tile.wide else consume)(call, item, warpgroup, visits)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _move() -> None:
-        plgpu.set_max_registers(tile.fetching_registers, action="decrease")
+        plgpu.set_max_registers(tile.producer_registers, action="decrease")
 
         @plgpu.warp_map
         def _(warp: Any) -> None:
@@ -85,82 +88,83 @@ def backward_kernel(call: Call) -> None:
 
 
 def _number(call: Call, warpgroup: Any) -> Any:
-    """Number of the block's tile of keys: how many blocks have begun before it, all that it may have to wait for."""
+    """Number of the block's key tile: the number of blocks that started before it, the only ones it may wait for."""
     if call.tile.wide:
-        clusters.begin(call.taken, call.buffers["pair"])
+        clusters.begin(call.tile_counter, call.buffers["pair"])
         return call.buffers["pair"][0]
     number, full = call.buffers["number"], call.buffers["number_full"]
 
     @pl.when(warpgroup == WARPGROUPS)
-    def _take() -> None:
-        tile_scheduler.take(call.plan, call.taken, number.at[0])
+    def _fetch_next() -> None:
+        tile_scheduler.fetch_next(call.plan, call.tile_counter, number.at[0])
         plgpu.barrier_arrive(full)
 
     plgpu.barrier_wait(full)
     return number[0] - call.plan.blocks
 
 
-def own_keys(call: Call, item: tile_scheduler.Item, w: Any, visits: Any) -> None:
+def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, visits: Any) -> None:
+    # The main loop of a consumer warpgroup: dk and dv of its 64 keys, and one half of the block's part of dq.
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    plgpu.barrier_arrive(buffers["ds_full"])  # of no visit
-    pl.when(w == WARPGROUPS - 1)(functools.partial(pass_turn, WARPGROUPS))
-    plgpu.barrier_wait(buffers["own_full"])
+    plgpu.barrier_arrive(buffers["ds_full"])  # so that the first step waits for no ds
+    pl.when(w == WARPGROUPS - 1)(functools.partial(ping_pong_pass, WARPGROUPS))
+    plgpu.barrier_wait(buffers["kv_full"])
     if spec.segments:
         owned = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
         clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *owned)
 
-    def visit(mask: bool, head: Any, place: Any, state: Any) -> Any:
-        count, dk, dv, slopes = state
+    def step(mask: bool, head: Any, place: Any, state: Any) -> Any:
+        count, dk, dv, ds = state
         index = call.query_block(item, head, place)
-        # Places in shared memory are made anew in every visit: before the loop, they would take registers up.
-        own = lax.optimization_barrier(w)
+        # Addresses in shared memory are computed again in every step: hoisted out of the loop, they hold registers.
+        w_local = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
-        await_visited(call, count, mask)
-        key = item.tile * tile.keys + own * ROWS
-        row_ids = arrays.load_rows(_key_ids(call, item, own)) if mask and spec.segments else None
-        words = pattern_words(call, item, head, place, own) if mask else ()
-        hide = functools.partial(hidden, call, key, row_ids, slot, index, words) if mask else None
-        drawn = functools.partial(_numbers, call, item, own, slot, head, index)
-        slopes = _last_slopes(call, own, count) if tile.crowded else slopes
-        dk, *weights = _weigh(call, own, slot, last, dk, slopes, hide, drawn)
-        if spec.drops:
-            slopes = weights.pop()
+        wait_for_tiles(call, count, mask)
+        key = item.tile * tile.keys + w_local * ROWS
+        row_ids = arrays.load_rows(_key_ids(call, item, w_local)) if mask and spec.segments else None
+        words = pattern_words(call, item, head, place, w_local) if mask else ()
+        mask_scores = functools.partial(masked_scores, call, key, row_ids, slot, index, words) if mask else None
+        dropout_keys = functools.partial(_numbers, call, item, w_local, slot, head, index)
+        ds = _previous_ds(call, w_local, count) if tile.register_bound else ds
+        dk, *weights = _make_weights(call, w_local, slot, last, dk, ds, mask_scores, dropout_keys)
+        if spec.has_dropout:
+            ds = weights.pop()
         else:
-            slopes = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))
+            ds = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
-        dv, dq, slopes = _slope(call, own, count, dv, slopes, *weights)
+        dv, dq, ds = _score_gradients(call, w_local, count, dv, ds, *weights)
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
-        if tile.crowded:
-            dq, slopes = _late_dq(call, own, count, slopes), None
+        if tile.register_bound:
+            dq, ds = _late_dq(call, w_local, count, ds), None
         else:
-            _store_slopes(call, own, count, slopes)
-        _hand_over(call, own, count, dq)
+            _store_ds(call, w_local, count, ds)
+        _hand_over(call, w_local, count, dq)
         plgpu.barrier_arrive(buffers["ds_full"])
-        return count + 1, dk, dv, slopes
+        return count + 1, dk, dv, ds
 
-    zeros = {size: arrays.full_tile((ROWS, size)) for size in {spec.size, spec.value_size}}
-    begin = I32(0), zeros[spec.size], zeros[spec.value_size], _no_slopes(call, w)
-    count, dk, dv, slopes = visits(visit, begin, tile.cuts(spec))
-    _write_values(call, item, w, dv * spec.kept)
+    zeros = {size: arrays.full_tile((ROWS, size)) for size in {spec.head_dim, spec.value_dim}}
+    begin = I32(0), zeros[spec.head_dim], zeros[spec.value_dim], _initial_ds(call, w)
+    count, dk, dv, ds = visits(step, begin, tile.needs_masks(spec))
+    _write_values(call, item, w, dv * spec.dropout_scale)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
-    dk = _finish(call, w, count, last, dk, _last_slopes(call, w, count) if tile.crowded else slopes)
-    _write_keys(call, item, w, dk * (spec.scale * spec.kept))
+    dk = _finish(call, w, count, last, dk, _previous_ds(call, w, count) if tile.register_bound else ds)
+    _write_keys(call, item, w, dk * (spec.scale * spec.dropout_scale))
 
 
-def _key_ids(call: Call, item: tile_scheduler.Item, w: Any) -> Any:
+def _key_ids(call: Call, item: tile_scheduler.WorkTile, w: Any) -> Any:
     """Segment ids of a warpgroup's keys."""
-    return of_keys(call, "k_ids", item, w) if call.tile.crowded else call.buffers["k_ids"].at[w]
+    return of_keys(call, "k_ids", item, w) if call.tile.register_bound else call.buffers["k_ids"].at[w]
 
 
-def _numbers(call: Call, item: tile_scheduler.Item, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
+def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
     """Dropout's numbers of a warpgroup's keys and of a visit's queries."""
-    if call.tile.crowded:
+    if call.tile.register_bound:
         return arrays.load_rows(of_keys(call, "k_numbers", item, w)), query_numbers(call, item, head, index)
     rows, columns = call.buffers["k_numbers"].at[w], call.buffers["q_numbers"].at[slot]
     return arrays.load_rows(rows), arrays.load_columns(columns)
 
 
-def _write_values(call: Call, item: tile_scheduler.Item, w: Any, dv: Any) -> None:
+def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) -> None:
     """Leaves a tile's dv in the place of the values, or writes that of a part."""
 
     def leave() -> None:
@@ -169,7 +173,7 @@ def _write_values(call: Call, item: tile_scheduler.Item, w: Any, dv: Any) -> Non
     tile_scheduler.whole_or_part(call.plan, item, leave, functools.partial(write_part, call, item, "v", w * ROWS, dv))
 
 
-def _write_keys(call: Call, item: tile_scheduler.Item, w: Any, dk: Any) -> None:
+def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
     """Writes both gradients of a tile, once no product reads the keys any more, or dk of a part."""
     plgpu.barrier_arrive(call.buffers["dq_done"])
     plgpu.barrier_wait(call.buffers["dq_done"])
@@ -177,7 +181,7 @@ def _write_keys(call: Call, item: tile_scheduler.Item, w: Any, dk: Any) -> None:
     tile_scheduler.whole_or_part(call.plan, item, whole, functools.partial(write_part, call, item, "k", w * ROWS, dk))
 
 
-def _write_tile(call: Call, item: tile_scheduler.Item, w: Any, dk: Any) -> None:
+def _write_tile(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
     """Writes both gradients; dk leaves through the keys' place."""
     tile, buffers = call.tile, call.buffers
     for part in range(tile.parts):
@@ -192,8 +196,15 @@ def _write_tile(call: Call, item: tile_scheduler.Item, w: Any, dk: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _weigh(
-    call: Call, w: Any, slot: Any, last: Any, dk: Any, slopes: Any, hide: Any, drawn: Callable[[], tuple[Any, Any]]
+def _make_weights(
+    call: Call,
+    w: Any,
+    slot: Any,
+    last: Any,
+    dk: Any,
+    ds: Any,
+    mask_scores: Any,
+    dropout_keys: Callable[[], tuple[Any, Any]],
 ) -> tuple[Any, ...]:
     """dk with the last visit's part, and, made under its product, this visit's weights.
 
@@ -202,35 +213,39 @@ def _weigh(
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape = (ROWS, tile.queries)
-    caps = spec.cap is not None
+    caps = spec.soft_cap is not None
 
     def products(refs: Any) -> None:
         dk_ref, scores_ref, *made_refs = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
-        if tile.weighs_in_turns:
-            await_turn(WARPGROUPS)
+        if tile.ping_pongs_scores:
+            ping_pong_wait(WARPGROUPS)
         for part in range(tile.parts):
             queries = buffers["q"].at[slot, :, pl.ds(part * tile.part, tile.part)]
             plgpu.wgmma(scores_ref, buffers["k"].at[part * WARPGROUPS + w], queries.transpose((1, 0)))
-        plgpu.wgmma(dk_ref, slopes, buffers["q"].at[last])
-        if tile.weighs_in_turns:
-            pass_turn(WARPGROUPS)
+        plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
+        if tile.ping_pongs_scores:
+            ping_pong_pass(WARPGROUPS)
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        capped = jnp.tanh(scores * spec.inner) if caps else None
+        capped = jnp.tanh(scores * spec.inner_scale) if caps else None
         scores = scores if capped is None else capped
-        scores = scores if hide is None else hide(scores)
+        scores = scores if mask_scores is None else mask_scores(scores)
         shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
-        if caps and hide is None:
-            weights = powers(scores, spec.exponent, shift)
+        if caps and mask_scores is None:
+            weights = powers(scores, spec.log2_scale, shift)
         else:
-            weights = jnp.exp2(scores * spec.exponent - shift)
-        made = _dropped(call, slot, drawn, *_factors(weights, capped)) if spec.drops else _factors(weights, capped)
+            weights = jnp.exp2(scores * spec.log2_scale - shift)
+        made = (
+            _dropped(call, slot, dropout_keys, *_factors(weights, capped))
+            if spec.has_dropout
+            else _factors(weights, capped)
+        )
         for ref, value in zip(made_refs, made, strict=True):
             ref[...] = value.astype(ref.dtype)
 
     initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
-    outputs = [made.astype(spec.dtype)] * (1 + caps) + [made] * spec.drops
+    outputs = [made.astype(spec.dtype)] * (1 + caps) + [made] * spec.has_dropout
     dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *outputs))
     return dk, *weights
 
@@ -242,91 +257,91 @@ def _factors(weights: Any, capped: Any) -> Iterator[Any]:
         yield weights * (1 - capped * capped)
 
 
-def _dropped(call: Call, slot: Any, drawn: Callable[[], tuple[Any, Any]], *given: Any) -> list[Any]:
-    """What `_weigh` makes of a visit's weights, and of these times the cap's slope where there is a cap.
+def _dropped(call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], *given: Any) -> list[Any]:
+    """What `_make_weights` makes of a visit's weights, and of these times the cap's slope where there is a cap.
 
     A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
     for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
     their factor is tiny, instead of p: what <do, v> adds is lost, and so is the weight in dv.
     """
-    spec, buffers, (rows, columns) = call.spec, call.buffers, drawn()
+    spec, buffers, (rows, columns) = call.spec, call.buffers, dropout_keys()
     delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *given
     shape, tiny = factors.shape, dropout.TINY[spec.dtype.name]
     begun = over_rows(delta, shape), factors * over_rows(delta * (1 / tiny), shape)
     return dropout.where_kept(spec, rows, columns, *((x, 0.0) for x in weights), (factors, tiny), begun)
 
 
-def _slope(
-    call: Call, w: Any, count: Any, dv: Any, slopes: Any, weights: Any, bent: Any = None
+def _score_gradients(
+    call: Call, w: Any, count: Any, dv: Any, ds: Any, weights: Any, capped: Any = None
 ) -> tuple[Any, Any, Any]:
     """dv with this visit's part, the last visit's part of dq, and the gradients of this visit's scores.
 
-    Gradients of weights are summed up on top of `slopes`: delta, negative. Of a crowded tile dq is None: `_late_dq`
+    Gradients of weights are summed up on top of `ds`: delta, negative. Of a register-bound tile dq is None: `_late_dq`
     makes it in the registers that gradients of weights have left.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape, slot = (ROWS, tile.queries), lax.rem(count, I32(tile.stages["do"]))
     one = 1 + lax.shift_right_logical(w, I32(8))
-    weights = _renamed(weights, one)
-    slopes = _renamed(slopes, one) if spec.drops else slopes
+    weights = _in_own_registers(weights, one)
+    ds = _in_own_registers(ds, one) if spec.has_dropout else ds
 
     def products(refs: Any) -> None:
         dv_ref, slopes_ref, *dq_refs, made_ref = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[slot])
-        await_turn(WARPGROUPS)
+        ping_pong_wait(WARPGROUPS)
         plgpu.wgmma(slopes_ref, buffers["v"].at[w], buffers["do"].at[slot].transpose((1, 0)))
         plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
         for dq_ref in dq_refs:
-            _multiply_slopes(call, w, count, dq_ref)
-        pass_turn(WARPGROUPS)
+            _issue_dq(call, w, count, dq_ref)
+        ping_pong_pass(WARPGROUPS)
         later = 1 + WARPGROUPS * len(dq_refs)
-        factors = arrays.widened(weights if bent is None else bent)
+        factors = arrays.widened(weights if capped is None else capped)
         made_ref[...] = (factors * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=later)).astype(spec.dtype)
 
     initial = plgpu.WGMMAAccumulatorRef.init
     made = arrays.full_tile(shape).astype(spec.dtype)
-    early = [] if tile.crowded else [initial(_no_dq(tile))]
-    dv, _, *dq, slopes = pl.run_state(products)((initial(dv), initial(slopes), *early, made))
-    return dv, dq[0] if dq else None, _renamed(slopes, one)
+    early = [] if tile.register_bound else [initial(_no_dq(tile))]
+    dv, _, *dq, ds = pl.run_state(products)((initial(dv), initial(ds), *early, made))
+    return dv, dq[0] if dq else None, _in_own_registers(ds, one)
 
 
-def _no_slopes(call: Call, w: Any) -> Any:
-    """Gradients of scores before the first visit: zeros, which crowded tiles keep in shared memory."""
+def _initial_ds(call: Call, w: Any) -> Any:
+    """Gradients of scores before the first visit: zeros, which register-bound tiles keep in shared memory."""
     nothing = arrays.full_tile((ROWS, call.tile.queries)).astype(call.spec.dtype)
-    if not call.tile.crowded:
+    if not call.tile.register_bound:
         return nothing
-    _last_slopes(call, w, I32(0))[...] = nothing
+    _previous_ds(call, w, I32(0))[...] = nothing
     plgpu.commit_smem()
     return None
 
 
-def _store_slopes(call: Call, w: Any, count: Any, slopes: Any) -> None:
+def _store_ds(call: Call, w: Any, count: Any, ds: Any) -> None:
     """Leaves a visit's gradients of a warpgroup's scores in shared memory."""
     for half in range(call.tile.queries // ROWS):
-        part = slopes[:, half * ROWS : (half + 1) * ROWS]
+        part = ds[:, half * ROWS : (half + 1) * ROWS]
         call.buffers["ds"].at[_ds_place(call.tile, count, w, half)][...] = part
 
 
-def _last_slopes(call: Call, w: Any, count: Any) -> Any:
+def _previous_ds(call: Call, w: Any, count: Any) -> Any:
     """Where the last visit's gradients of a warpgroup's scores are in shared memory."""
     return call.buffers["ds"].at[_ds_place(call.tile, count + 1, w, 0)]
 
 
-def _late_dq(call: Call, w: Any, count: Any, slopes: Any) -> Any:
+def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
     """The last visit's part of dq, by itself: the other warpgroup's products run meanwhile.
 
     The visit's gradients of scores leave their registers first. They take the place of those of the visit before the
     last, of which the other warpgroup has made its part of dq when it arrives at `ds_full` after the last one.
     """
     plgpu.barrier_wait(call.buffers["ds_full"])
-    _store_slopes(call, w, count, slopes)
+    _store_ds(call, w, count, ds)
     plgpu.commit_smem()
-    product = functools.partial(_multiply_slopes, call, w, count)
+    product = functools.partial(_issue_dq, call, w, count)
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_no_dq(call.tile)))
 
 
-def _renamed(tile: Any, one: Any) -> Any:
+def _in_own_registers(tile: Any, one: Any) -> Any:
     """A tile in registers of its own, after what came before: times a one that the compiler does not know.
 
     Narrow numbers are made while products are under way, where they take half the registers; but no register that is a
@@ -335,15 +350,15 @@ def _renamed(tile: Any, one: Any) -> Any:
     return lax.optimization_barrier(lax.optimization_barrier(tile) * one.astype(tile.dtype))
 
 
-def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, slopes: Any) -> Any:
+def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
     """dk with the last visit's part, whose part of dq is handed over, too."""
 
     def products(refs: Any) -> None:
         dk_ref, dq_ref = refs
-        plgpu.wgmma(dk_ref, slopes, call.buffers["q"].at[last])
-        if call.tile.crowded:
+        plgpu.wgmma(dk_ref, ds, call.buffers["q"].at[last])
+        if call.tile.register_bound:
             plgpu.barrier_wait(call.buffers["ds_full"])
-        _multiply_slopes(call, w, count, dq_ref)
+        _issue_dq(call, w, count, dq_ref)
 
     initial = plgpu.WGMMAAccumulatorRef.init
     dk, dq = pl.run_state(products)((initial(dk), initial(_no_dq(call.tile))))
@@ -355,10 +370,10 @@ def _no_dq(tile: BackwardTile) -> Any:
     return arrays.full_tile((ROWS, tile.dq_columns))
 
 
-def _multiply_slopes(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
+def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
     """Issues the products that are the last visit's part of dq."""
     tile, buffers = call.tile, call.buffers
-    if not tile.crowded:
+    if not tile.register_bound:
         plgpu.barrier_wait(buffers["ds_full"])
     half, part = tile.dq_half(w)
     for other in range(WARPGROUPS):
@@ -372,7 +387,7 @@ def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
     pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
-    pl.when(count > 0)(lambda: plgpu.barrier_arrive(handed_over(call, count - 1, 0)))
+    pl.when(count > 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count - 1, 0)))
 
 
 def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:

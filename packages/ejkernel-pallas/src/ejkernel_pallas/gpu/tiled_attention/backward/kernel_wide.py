@@ -24,13 +24,13 @@ from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
 from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     I32,
     Call,
-    await_visited,
     clean,
-    handed_over,
-    hidden,
+    dq_barrier,
+    masked_scores,
     of_keys,
     pattern_words,
     query_numbers,
+    wait_for_tiles,
     write_part,
 )
 from ejkernel_pallas.gpu.tiled_attention.masks import dropout
@@ -38,17 +38,17 @@ from ejkernel_pallas.gpu.tiled_attention.masks import dropout
 INITIAL = plgpu.WGMMAAccumulatorRef.init
 
 
-def own_wide(call: Call, item: tile_scheduler.Item, w: Any, visits: Any) -> None:
+def consume_wide(call: Call, item: tile_scheduler.WorkTile, w: Any, visits: Any) -> None:
     """What the two warpgroups do for their block's keys."""
-    plgpu.barrier_wait(call.buffers["own_full"])
-    pl.when(w == 0)(functools.partial(_own_values, call, item, visits))
-    pl.when(w == 1)(functools.partial(_own_keys, call, item, visits))
+    plgpu.barrier_wait(call.buffers["kv_full"])
+    pl.when(w == 0)(functools.partial(_consume_values, call, item, visits))
+    pl.when(w == 1)(functools.partial(_consume_keys, call, item, visits))
 
 
-def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
+def _consume_values(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
-    row_numbers = arrays.load_rows(of_keys(call, "k_numbers", item, call.member)) if spec.drops else None
+    row_numbers = arrays.load_rows(of_keys(call, "k_numbers", item, call.member)) if spec.has_dropout else None
     if spec.segments:
         ids, others = (of_keys(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
         row_ids = arrays.load_rows(ids)
@@ -56,14 +56,14 @@ def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
         clean(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
         clean(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_parts)))
 
-    def visit(cut: bool, head: Any, place: Any, state: Any) -> Any:
+    def step(masking: bool, head: Any, place: Any, state: Any) -> Any:
         (count, dv, rest), index = state, call.query_block(item, head, place)
         slot, half = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
-        await_visited(call, count, cut)
-        words = pattern_words(call, item, head, place, call.member) if cut else ()
-        hide = functools.partial(hidden, call, first, row_ids, slot, index, words) if cut else None
-        numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.drops else None
-        weights, factors = _weigh(call, count, slot, rest, hide, numbers)
+        wait_for_tiles(call, count, masking)
+        words = pattern_words(call, item, head, place, call.member) if masking else ()
+        mask_scores = functools.partial(masked_scores, call, first, row_ids, slot, index, words) if masking else None
+        numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.has_dropout else None
+        weights, factors = _make_weights(call, count, slot, rest, mask_scores, numbers)
         # Both members have made their parts of dq of what was here before.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
         buffers["ds"].at[half][...] = factors.astype(spec.dtype)
@@ -74,7 +74,7 @@ def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
 
         def products(refs: Any) -> None:
             dv_ref, dq_ref, rest_ref = refs
-            _multiply_slopes(call, count - 1, 0, dq_ref)
+            _issue_dq(call, count - 1, 0, dq_ref)
             if not spec.segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
             plgpu.wgmma(dv_ref, weights, buffers["do"].at[_zero()])
@@ -84,17 +84,17 @@ def _own_values(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
         plgpu.barrier_arrive(buffers["do_free"].at[0])
         return count + 1, dv, rest
 
-    start = I32(0), arrays.full_tile((ROWS, spec.value_size)), _no_strip(call)
-    count, dv, rest = visits(visit, start, tile.cuts(spec))
+    start = I32(0), arrays.full_tile((ROWS, spec.value_dim)), _no_strip(call)
+    count, dv, rest = visits(step, start, tile.needs_masks(spec))
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
     plgpu.barrier_arrive(buffers["dq_done"])
-    dv = dv * spec.kept
+    dv = dv * spec.dropout_scale
     part = functools.partial(write_part, call, item, "v", call.member * ROWS, dv)
     tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
 
 
-def _write_values(call: Call, item: tile_scheduler.Item, dv: Any) -> None:
+def _write_values(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
     """Writes dv by way of the values' place."""
     place = call.buffers["v"].at[0]
     place[...] = dv.astype(call.spec.dtype)
@@ -104,11 +104,11 @@ def _write_values(call: Call, item: tile_scheduler.Item, dv: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _first_key(call: Call, item: tile_scheduler.Item, member: Any) -> Any:
+def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
     return item.tile * call.tile.keys + member * ROWS
 
 
-def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any, numbers: Any) -> tuple[Any, Any]:
+def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any, numbers: Any) -> tuple[Any, Any]:
     """A visit's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (ROWS, call.tile.queries)
 
@@ -121,20 +121,20 @@ def _weigh(call: Call, count: Any, slot: Any, rest: Any, hide: Any, numbers: Any
         _hand_over(call, count - 2, 0, 1, rest)
 
     scores: Any = pl.run_state(product)(INITIAL(arrays.full_tile(shape)))
-    bend = None
-    if spec.cap is not None:
-        scores = jnp.tanh(scores * spec.inner)
-        bend = 1 - scores * scores
-    if hide is not None:
-        scores = hide(scores)
-    weights = jnp.exp2(scores * spec.exponent - over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape))
-    factors = weights if bend is None else weights * bend
+    cap_slope = None
+    if spec.soft_cap is not None:
+        scores = jnp.tanh(scores * spec.inner_scale)
+        cap_slope = 1 - scores * scores
+    if mask_scores is not None:
+        scores = mask_scores(scores)
+    weights = jnp.exp2(scores * spec.log2_scale - over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape))
+    factors = weights if cap_slope is None else weights * cap_slope
     if numbers is not None:
         weights, factors = dropout.where_kept(spec, *numbers, (weights, 0.0), (factors, -factors))
     return weights, factors
 
 
-def _multiply_slopes(call: Call, count: Any, w: int, dq_ref: Any) -> None:
+def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
     """Issues the products that are a warpgroup's part of a visit's dq, once both members' gradients are there."""
     tile, buffers = call.tile, call.buffers
     pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
@@ -163,7 +163,7 @@ def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
     pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
-    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(handed_over(call, count, w)))
+    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count, w)))
 
 
 def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
@@ -176,35 +176,35 @@ def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
 
 def _make_last(call: Call, count: Any, w: int) -> None:
     """Makes the last visit's part of dq, and hands it over."""
-    dq: Any = pl.run_state(functools.partial(_multiply_slopes, call, count, w))(INITIAL(_no_dq()))
+    dq: Any = pl.run_state(functools.partial(_issue_dq, call, count, w))(INITIAL(_no_dq()))
     _hand_over(call, count, w, 1, _hand_over_first(call, count, w, dq))
 
 
-def _own_keys(call: Call, item: tile_scheduler.Item, visits: Any) -> None:
+def _consume_keys(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     if spec.segments:
         clean(of_keys(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
 
-    def visit(cut: bool, _head: Any, _index: Any, state: Any) -> Any:
-        count, dk, slopes, rest = state
-        await_visited(call, count, cut)
-        dk, slopes, rest = _slope(call, count, dk, slopes, rest)
-        return count + 1, dk, slopes, rest
+    def step(masking: bool, _head: Any, _index: Any, state: Any) -> Any:
+        count, dk, ds, rest = state
+        wait_for_tiles(call, count, masking)
+        dk, ds, rest = _score_gradients(call, count, dk, ds, rest)
+        return count + 1, dk, ds, rest
 
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
-    start = I32(0), arrays.full_tile((ROWS, spec.size)), nothing, _no_strip(call)
-    count, dk, slopes, rest = visits(visit, start, spec.segments)
+    start = I32(0), arrays.full_tile((ROWS, spec.head_dim)), nothing, _no_strip(call)
+    count, dk, ds, rest = visits(step, start, spec.segments)
     _hand_over(call, count - 2, 1, 1, rest)
     _make_last(call, count - 1, 1)
     last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
-    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, slopes, last))(INITIAL(dk))
+    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INITIAL(dk))
     plgpu.barrier_wait(buffers["dq_done"])
-    dk = dk * (spec.scale * spec.kept)
+    dk = dk * (spec.scale * spec.dropout_scale)
     part = functools.partial(write_part, call, item, "k", call.member * ROWS, dk)
     tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
 
 
-def _write_keys(call: Call, item: tile_scheduler.Item, dk: Any) -> None:
+def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
     """Writes dk by way of the keys' place."""
     places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), ROWS)
     for part in range(call.tile.parts):
@@ -216,7 +216,7 @@ def _write_keys(call: Call, item: tile_scheduler.Item, dk: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _slope(call: Call, count: Any, dk: Any, slopes: Any, rest: Any) -> tuple[Any, Any, Any]:
+def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tuple[Any, Any, Any]:
     """dk with the last visit's part, the gradients of this visit's scores, and the rest of the last visit's dq."""
     spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (ROWS, call.tile.queries)
     slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
@@ -227,16 +227,16 @@ def _slope(call: Call, count: Any, dk: Any, slopes: Any, rest: Any) -> tuple[Any
 
     def products(refs: Any) -> None:
         dk_ref, slopes_ref, dq_ref, new_ref, rest_ref = refs
-        plgpu.wgmma(dk_ref, slopes, buffers["q"].at[last])
+        plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
         _hand_over(call, count - 2, 1, 1, rest)
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[0])
         plgpu.wgmma(slopes_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
-        _multiply_slopes(call, count - 1, 1, dq_ref)
+        _issue_dq(call, count - 1, 1, dq_ref)
         new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
         plgpu.barrier_wait(buffers["weights_full"])
         factors = arrays.widened(arrays.load_tile(buffers["ds"].at[place]))
-        if spec.drops:
+        if spec.has_dropout:
             delta = arrays.load_columns(buffers["delta"].at[slot])
             new, factors = dropout.where_positive(factors, new, delta), jnp.abs(factors)
         new_ref[...] = (factors * new).astype(spec.dtype)

@@ -38,12 +38,12 @@ from ejkernel_pallas.gpu.tiled_attention.backward.kernel import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles, without_padding
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.masks.pattern import query_lists
-from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, Spec, make_spec
+from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, HopperSpec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
 
 Operands = dict[str, jax.Array]
 APART = 2
-"""Visits between the beginnings of two blocks of a head, at least."""
+"""QueryRuns between the beginnings of two blocks of a head, at least."""
 SHORT = 32
 """Of segments, of which it is not known how long they are: what part of a row one is taken for."""
 
@@ -73,7 +73,7 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
     return {name: gradients[name] for name in sorted(wanted)}
 
 
-def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
+def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
     """What the kernel reads, in whole tiles where it is one number a row; and <do, o> as it is, [B, H, T]."""
     record, lse = pullback.record, pullback.residuals.lse
     cotangent = pullback.cotangent.astype(spec.dtype)
@@ -88,7 +88,7 @@ def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Opera
     operands |= {"k": whole(record.key, ROWS), "v": whole(record.value, ROWS)}
     operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
     # Gradients have at their ends what kept weights are larger by.
-    operands["delta"] = jnp.pad(-_less_lse_cotangent(delta, pullback, spec) / spec.kept, padding)
+    operands["delta"] = jnp.pad(-_less_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, padding)
     operands |= numbers(record, spec, tile.queries, tile.keys)
     if spec.segments:
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
@@ -96,7 +96,7 @@ def _operands(pullback: Pullback, spec: Spec, tile: BackwardTile) -> tuple[Opera
     return operands, delta
 
 
-def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: Spec) -> jax.Array:
+def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSpec) -> jax.Array:
     """The kernel's delta, a number for padding too."""
     if pullback.lse_cotangent is None:
         return delta
@@ -104,7 +104,9 @@ def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: Spec) -> jax
     return jnp.where(ids[:, None] >= 0, delta, 0) if spec.segments else delta
 
 
-def _gradients(spec: Spec, tile: BackwardTile, operands: Operands, record: TiledAttention) -> dict[str, jax.Array]:
+def _gradients(
+    spec: HopperSpec, tile: BackwardTile, operands: Operands, record: TiledAttention
+) -> dict[str, jax.Array]:
     """Of queries, keys and values."""
     ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
     if spec.pattern:
@@ -117,7 +119,7 @@ def _gradients(spec: Spec, tile: BackwardTile, operands: Operands, record: Tiled
     plan, by_head = _plan(visits, spec, tile), _by_head(visits, spec, tile)
     run = functools.partial(_run, spec, tile, plan, by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
-    dq = dq[:, : spec.queries] * (spec.scale * spec.kept)
+    dq = dq[:, : spec.queries] * (spec.scale * spec.dropout_scale)
     visited = first < visits.shape[-2]
     if not (isinstance(visited, np.ndarray) and visited.all()):
         some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=-1)[..., : spec.queries]
@@ -126,7 +128,7 @@ def _gradients(spec: Spec, tile: BackwardTile, operands: Operands, record: Tiled
     return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
 
 
-def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], tile_scheduler.Plan]:
+def _plan(visits: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
     """Which block owns what, of a number of batch rows.
 
     There is a block on every multiprocessor, and they begin evenly while one makes its visits: so many heads are worked
@@ -138,14 +140,14 @@ def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], tile_s
     lengths = np.full((1, count), max(count / SHORT, 8))
     if isinstance(visits, np.ndarray):
         lengths = (visits[..., 3] - visits[..., 0]).reshape(-1, count)
-    mean, half = lengths.mean() * spec.group, lengths.shape[1] // 2
-    fitting = tile_scheduler.CACHE / (spec.group * spec.queries * tile.row_bytes(spec))
+    mean, half = lengths.mean() * spec.group_size, lengths.shape[1] // 2
+    fitting = tile_scheduler.CACHE / (spec.group_size * spec.queries * tile.row_bytes(spec))
     falling = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     folded = falling and fitting > 0.75
     apart = 1 if spec.pattern else math.ceil(APART * tile_scheduler.multiprocessors() / (mean * tile.members))
     together = round(fitting) if folded else max(int(fitting), apart)
 
-    def plan(batch: int) -> tile_scheduler.Plan:
+    def plan(batch: int) -> tile_scheduler.TileSchedule:
         blocks = tile_scheduler.multiprocessors() // tile.members
         all_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
         made = tile_scheduler.make_plan(
@@ -155,33 +157,33 @@ def _plan(visits: Any, spec: Spec, tile: BackwardTile) -> Callable[[int], tile_s
             reverse=spec.pattern,
             head_bytes=tile_scheduler.CACHE // together,
             group=1,
-            dealt=False,
-            split=WHOLE if spec.bounded else make_split(all_tiles, blocks, queries, spec.group),
+            persistent=False,
+            split=WHOLE if spec.masked else make_split(all_tiles, blocks, queries, spec.group_size),
         )
         return dataclasses.replace(made, folded=folded)
 
     return plan
 
 
-def _by_head(visits: Any, spec: Spec, tile: BackwardTile) -> bool:
+def _by_head(visits: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
     """Whether a block visits a head's tiles before the next head's.
 
     With a window, the next block comes to a tile later by the visits that the window has moved on by, of all heads
     that are visited together. What all blocks visit in between, and add to, would have to stay in the cache.
     """
-    if spec.group > 1 and spec.pattern and visits.shape[1] > 1:  # each head has lists of its own
+    if spec.group_size > 1 and spec.pattern and visits.shape[1] > 1:  # each head has lists of its own
         return True
-    if spec.group == 1 or not isinstance(visits, np.ndarray) or spec.pattern or visits.shape[1] == 1:
+    if spec.group_size == 1 or not isinstance(visits, np.ndarray) or spec.pattern or visits.shape[1] == 1:
         return False
     moved = (visits[0, -1, 3] - visits[0, 0, 3]) / (visits.shape[1] - 1)
-    between = (APART + moved * spec.group) * tile_scheduler.multiprocessors()
+    between = (APART + moved * spec.group_size) * tile_scheduler.multiprocessors()
     return between * tile.queries * tile.row_bytes(spec) > 2 * tile_scheduler.CACHE
 
 
 def _run(
-    spec: Spec,
+    spec: HopperSpec,
     tile: BackwardTile,
-    make_plan: Callable[[int], tile_scheduler.Plan],
+    make_plan: Callable[[int], tile_scheduler.TileSchedule],
     by_head: bool,
     operands: Operands,
     batch: int,
@@ -200,14 +202,14 @@ def _run(
     outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
     if plan.split.tiles:
         parts = (plan.split.tiles * plan.split.parts, tile.keys)
-        outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.size, spec.value_size)]
+        outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.head_dim, spec.value_dim)]
     cluster = {clusters.AXIS: tile.members} if tile.wide else None
     made = launch(body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster)
     return _with_split(plan, *made) if plan.split.tiles else made
 
 
 def _with_split(
-    plan: tile_scheduler.Plan, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
+    plan: tile_scheduler.TileSchedule, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Gradients, with those of the tiles that were split made of their parts."""
     place = tile_scheduler.split_rows(plan, parts[0].shape[1])
@@ -219,11 +221,11 @@ def _with_split(
     return put(dk, parts[0]), put(dv, parts[1]), dq
 
 
-def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
+def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """Shared memory and barriers, by the names that the kernel knows."""
     made: dict[str, Any] = {
         "k": matrix((tile.parts * tile.owners + tile.shared_parts, ROWS, tile.part), spec.dtype, tile.line("k")),
-        "v": matrix((tile.owners, ROWS, spec.value_size), spec.dtype),
+        "v": matrix((tile.owners, ROWS, spec.value_dim), spec.dtype),
         "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype, tile.line("ds")),
         "dq": plgpu.SMEM(
             (WARPGROUPS, ROWS, tile.dq_columns),
@@ -232,22 +234,22 @@ def _scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, An
         ),
     }
     for name, stages in tile.stages.items():
-        size = spec.size if name == "q" else spec.value_size
+        size = spec.head_dim if name == "q" else spec.value_dim
         made[name] = matrix((stages, tile.queries, size), spec.dtype, tile.line(name))
         made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.extras(spec, name)), num_barriers=stages)
         made[f"{name}_free"] = _freed(tile, stages)
     copies = tile.owners * (tile.parts + 1 + len(tile.extras(spec, "k"))) + tile.shared_parts
-    made["own_full"] = plgpu.Barrier(num_arrivals=copies)
+    made["kv_full"] = plgpu.Barrier(num_arrivals=copies)
     made["dq_done"] = plgpu.Barrier(num_arrivals=tile.makers)
     made["dq_full"] = plgpu.Barrier(num_arrivals=tile.makers, num_barriers=tile.pieces * tile.adders)
     made["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
     return made | (_pair_scratch(tile) if tile.wide else _single_scratch(spec, tile, operands))
 
 
-def _single_scratch(spec: Spec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
+def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """What blocks have that own keys by themselves."""
     number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
-    if tile.crowded:
+    if tile.register_bound:
         return _packed_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
     made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32)} | number_full
     for name in tile.extras(spec, "q"):

@@ -1,4 +1,4 @@
-"""What the warpgroups of the forward kernel have in common."""
+"""The arguments of the forward kernel, which producer and consumers share."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ForwardTile
 
 I32 = jnp.int32
@@ -21,14 +21,14 @@ class Shared:
     Attributes:
         q: Queries, [buffers * warpgroups, 64, D]; outputs leave through the buffer that their queries came in.
         k: Keys, [stages, block, D].
-        v: Values, likewise.
+        v: Values, [stages, block, Dv].
         lse: [buffers * warpgroups, 64].
-        q_full: The queries are there; and so on.
-        q_free: They have been read.
-        k_full: Keys.
-        k_free: Keys.
-        v_full: Values.
-        v_free: Values.
+        q_full: mbarriers of the producer: queries have arrived; `k_full` and `v_full` for keys and values.
+        q_free: mbarriers of the consumers: queries have been read; `k_free` and `v_free` for keys and values.
+        k_full: As `q_full`, one a stage.
+        k_free: As `q_free`, one a stage.
+        v_full: As `q_full`, one a stage.
+        v_free: As `q_free`, one a stage.
         number: Numbers of the tiles that the block owns in even and in odd turns, [2].
         number_full: They are there.
         number_free: They have been read.
@@ -67,30 +67,30 @@ class Call:
     Attributes:
         spec: Constants.
         tile: Tile sizes.
-        plan: Which block owns what.
-        operands: Arrays in device memory.
-        outputs: Likewise: outputs and lse, and those of parts of tiles where some are split.
+        plan: The order of work tiles.
+        operands: Arrays in HBM.
+        outputs: Results in HBM: outputs and lse, and those of parts of tiles where some are split.
         shared: Shared memory and barriers.
-        taken: Counter of the tiles that blocks took.
+        tile_counter: Counter of the tiles that blocks took.
     """
 
-    spec: Spec
+    spec: HopperSpec
     tile: ForwardTile
-    plan: tile_scheduler.Plan
+    plan: tile_scheduler.TileSchedule
     operands: dict[str, Any]
     outputs: Any
     shared: Shared
-    taken: Any
+    tile_counter: Any
 
     def slot(self, count: Any) -> Any:
-        """The stage that a visit's keys and values are in."""
+        """The pipeline stage of a key block."""
         return lax.rem(count, I32(self.tile.stages))
 
-    def key_block(self, item: tile_scheduler.Item, place: Any) -> Any:
+    def key_block(self, item: tile_scheduler.WorkTile, place: Any) -> Any:
         """The key block of a visit: its place itself, or with a pattern what the item's list has there."""
         return self.listed("blocks", item, place) if self.spec.pattern else place
 
-    def listed(self, name: str, item: tile_scheduler.Item, place: Any) -> Any:
+    def listed(self, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
         """What an operand of a pattern has at a place of the item's list."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
@@ -99,15 +99,15 @@ class Call:
         """Dropout's numbers of a visit's keys."""
         return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
 
-    def buffer(self, turn: Any, warpgroup: Any) -> Any:
-        """The buffer that the queries of a turn are in."""
-        return lax.rem(turn, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
+    def buffer(self, nth_tile: Any, warpgroup: Any) -> Any:
+        """The buffer that the queries of a nth_tile are in."""
+        return lax.rem(nth_tile, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
 
 
-def next_tile(call: Call, turn: Any) -> tuple[Any, Any]:
-    """Number and visits of the tile for the turn after this one."""
-    place = lax.rem(turn, I32(2))
+def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
+    """Number and visits of the tile for the nth_tile after this one."""
+    place = lax.rem(nth_tile, I32(2))
     plgpu.barrier_wait(call.shared.number_full.at[place])
     number = call.shared.number[place]
     plgpu.barrier_arrive(call.shared.number_free.at[place])
-    return number, tile_scheduler.visits(call.plan, call.operands["table"], number)
+    return number, tile_scheduler.block_range(call.plan, call.operands["table"], number)

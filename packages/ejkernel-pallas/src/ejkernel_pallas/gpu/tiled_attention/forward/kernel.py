@@ -1,8 +1,15 @@
-"""The forward kernel: warpgroups that multiply and exponentiate in turns, and one that fetches for them.
+"""The forward kernel: warp-specialised, persistent, with ping-pong scheduling (Shah et al. 2024, FlashAttention-3).
 
-A block owns tiles of queries one after the other, each warpgroup 64 rows. A step of a warpgroup issues the product of
-its queries with the next tile of keys, then that of its last weights with their values, and exponentiates the new
-scores while the second runs; meanwhile another warpgroup issues its products.
+    producer warpgroup    TMA K(j+1) | TMA V(j) | TMA K(j+2) | TMA V(j+1) | ...          stages of k, v in smem
+                              │ k_full, v_full ▲ k_free, v_free
+    consumer warpgroup 0  issue S(j), P(j-1)V │ exponentials of S(j) │ rescale acc │ issue S(j+1), P(j)V │ ...
+    consumer warpgroup 1       exponentials   │ issue S, PV          │ exponentials│ rescale             │ ...
+                                              └ ping_pong_pass / ping_pong_wait
+
+A thread block loops over query tiles from the tile scheduler; each consumer warpgroup has 64 rows of a tile. One step
+issues S(j) = Q K(j)^T and then acc += P(j-1) V(j-1), so the tensor cores work on the second product while the
+warpgroup exponentiates the first (intra-warpgroup overlap). With ping-pong scheduling another warpgroup issues its two
+products in that time (inter-warpgroup overlap).
 """
 
 import dataclasses
@@ -16,171 +23,183 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
-from ejkernel_pallas.gpu.hopper.ping_pong import await_turn, pass_turn
+from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
 from ejkernel_pallas.gpu.tiled_attention.forward import softmax
 from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, next_tile
-from ejkernel_pallas.gpu.tiled_attention.forward.producer import fetch_tile
+from ejkernel_pallas.gpu.tiled_attention.forward.producer import produce
 from ejkernel_pallas.gpu.tiled_attention.masks import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import zero_dropped
 from ejkernel_pallas.gpu.tiled_attention.masks.key_ranges import MIXED
 from ejkernel_pallas.gpu.tiled_attention.spec import LN2, LOG2E, LOWEST
 
 I32 = jnp.int32
-Cut = Literal["opens", "closes"] | None
-"""Which masks a tile needs: none, all, or, before the first that needs none, all but of keys that come too late."""
+Masking = Literal["lower", "both"] | None
+"""The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
+bound alone; None for a full block."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
-    """What a warpgroup owns in one turn.
+class QueryTile:
+    """The 64 queries of a warpgroup in one work tile.
 
     Attributes:
-        item: The tile.
+        item: The work tile.
         row: Index of the warpgroup's first query.
-        buffer: Where its queries are.
+        buffer: Index of its queries in shared memory.
     """
 
-    item: tile_scheduler.Item
+    item: tile_scheduler.WorkTile
     row: Any
     buffer: Any
 
 
 class State(NamedTuple):
-    """What a warpgroup carries from visit to visit.
+    """What a consumer warpgroup carries from key block to key block, all in registers.
 
     Attributes:
-        count: Visits since the kernel started.
-        output: Numerators, without the last visit's.
-        peak: Running maximum of every row, as a power of two.
-        total: Running sum of every row.
-        weights: Of the last visit, not yet multiplied with their values.
+        count: Key blocks since the kernel started; pipeline stage and barrier parity follow from it.
+        acc: Accumulator of P V, without the last key block's.
+        row_max: Running maximum of every row, as an exponent of two.
+        row_sum: Running sum of every row, over a thread's own columns.
+        weights: P of the last key block, not yet multiplied with its values.
     """
 
     count: Any
-    output: Any
-    peak: Any
-    total: Any
+    acc: Any
+    row_max: Any
+    row_sum: Any
     weights: Any
 
 
 def forward_kernel(call: Call) -> None:
-    """Body of the kernel: what each warpgroup does for all query tiles of its block."""
+    """Body of the kernel: the main loop of every warpgroup over the work tiles of its thread block."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
     first = lax.axis_index("block")
-    begin = I32(0), I32(0), first, tile_scheduler.visits(call.plan, call.operands["table"], first)
+    start = I32(0), I32(0), first, tile_scheduler.block_range(call.plan, call.operands["table"], first)
 
-    def every(turn_of: Any) -> None:
-        lax.while_loop(lambda carry: carry[2] < call.plan.items, functools.partial(turn_of, call), begin)
+    def for_each_tile(body: Any) -> None:
+        lax.while_loop(lambda carry: carry[2] < call.plan.items, functools.partial(body, call), start)
 
     @pl.when(warpgroup < tile.warpgroups)
-    def _multiply() -> None:
-        plgpu.set_max_registers(tile.registers, action="increase")
-        if call.spec.takes_turns:
-            pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(pass_turn, tile.warpgroups))
-        every(_own_tile)
+    def _consume() -> None:
+        # Registers move from the producer, which needs few, to the consumers: ptxas allots the same to all threads.
+        plgpu.set_max_registers(tile.consumer_registers, action="increase")
+        if call.spec.ping_pong:
+            # The last warpgroup passes first, so that warpgroup 0 finds its barrier open and all others wait.
+            pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(ping_pong_pass, tile.warpgroups))
+        for_each_tile(_query_tile)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == tile.warpgroups)
-    def _fetch() -> None:
-        plgpu.set_max_registers(tile.fetching_registers, action="decrease")
-        every(fetch_tile)
+    def _produce() -> None:
+        plgpu.set_max_registers(tile.producer_registers, action="decrease")
+        for_each_tile(produce)
 
 
-def _own_tile(call: Call, carry: Any) -> Any:
-    """Everything for one query tile."""
-    turn, step, number, (start, clear, unclear, stop) = carry
+def _query_tile(call: Call, carry: Any) -> Any:
+    """One work tile of a consumer: prologue, main loop over partial and full blocks, last product, epilogue."""
+    nth_tile, step, number, (start, full_start, full_end, stop) = carry
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    item, buffer = tile_scheduler.item(call.plan, number), call.buffer(turn, warpgroup)
-    after = next_tile(call, turn)
+    item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
+    after = next_tile(call, nth_tile)
     plgpu.barrier_wait(shared.q_full.at[buffer])
-    own = Own(item, item.tile * call.tile.queries + warpgroup * ROWS, buffer)
-    state = _begin(call, own, start, step)
+    query_tile = QueryTile(item, item.tile * call.tile.queries + warpgroup * ROWS, buffer)
+    state = _prologue(call, query_tile, start, step)
     if call.tile.buffers > 1:
-        pl.when(turn > 0)(lambda: _free_queries(call, call.buffer(turn - 1, warpgroup)))
-    visit = functools.partial(_visit, call, own)
-    end = _own_end(call, own, start, stop)
-    if call.tile.cuts(spec):
-        clear, unclear = jnp.maximum(clear, start + 1), jnp.maximum(unclear, start + 1)
-        if call.tile.spare(spec):
-            clear, unclear = jnp.minimum(clear, end), jnp.minimum(unclear, end)
-        if spec.opens_masked:
-            state = lax.fori_loop(start + 1, clear, functools.partial(visit, "opens"), state)
-        state = lax.fori_loop(clear, unclear, functools.partial(visit, None), state)
-        state = lax.fori_loop(unclear, end, functools.partial(visit, "closes"), state)
+        # Outputs leave through the buffer of their queries. The last tile's buffer is free once TMA has read it, which
+        # it has by now, a whole prologue later: this does not stall.
+        pl.when(nth_tile > 0)(lambda: _release_queries(call, call.buffer(nth_tile - 1, warpgroup)))
+    step_of = functools.partial(_step, call, query_tile)
+    end = _key_end(call, query_tile, start, stop)
+    if call.tile.needs_masks(spec):
+        full_start, full_end = jnp.maximum(full_start, start + 1), jnp.maximum(full_end, start + 1)
+        if call.tile.has_idle_warpgroups(spec):
+            full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
+        if spec.masks_lower:
+            state = lax.fori_loop(start + 1, full_start, functools.partial(step_of, "lower"), state)
+        state = lax.fori_loop(full_start, full_end, functools.partial(step_of, None), state)
+        state = lax.fori_loop(full_end, end, functools.partial(step_of, "both"), state)
     else:
-        state = lax.fori_loop(start + 1, stop, functools.partial(visit, None), state)
-    _write(call, own, _finish(call, state))
-    step = state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_leave_out, call), state.count)
+        state = lax.fori_loop(start + 1, stop, functools.partial(step_of, None), state)
+    _epilogue(call, query_tile, _last_product(call, state))
+    step = (
+        state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_skip_key_block, call), state.count)
+    )
     if call.tile.buffers == 1:
-        _free_queries(call, buffer)
-    return turn + 1, step, *after
+        _release_queries(call, buffer)
+    return nth_tile + 1, step, *after
 
 
-def _own_end(call: Call, own: Own, start: Any, stop: Any) -> Any:
-    """Where the tiles of keys end that a warpgroup's queries see something of; they visit the first in any case."""
+def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
+    """The end of the key blocks that a warpgroup's own rows need; every warpgroup computes the first one."""
     spec, end = call.spec, stop
-    if spec.right is not None and call.tile.uneven(spec):
-        last = own.row + (ROWS - 1 + spec.right)
+    if spec.right is not None and call.tile.has_uneven_ends(spec):
+        last = query_tile.row + (ROWS - 1 + spec.right)
         end = jnp.clip(lax.div(last, I32(call.tile.keys)) + 1, start + 1, stop)
-    return jnp.where(own.row < spec.queries, end, start + 1) if call.tile.spare(spec) else end
+    return jnp.where(query_tile.row < spec.queries, end, start + 1) if call.tile.has_idle_warpgroups(spec) else end
 
 
-def _begin(call: Call, own: Own, start: Any, step: Any) -> State:
-    """The first visit, which has no weights to multiply yet."""
+def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State:
+    """The first key block, before which there are no weights to multiply."""
     slot = call.slot(step)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
-    scores = wgmma.finish(wgmma.begin(call.shared.q.at[own.buffer], call.shared.k.at[slot]), under_way=0)
+    scores = wgmma.wait(wgmma.issue(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
-    cut: Cut = "closes" if call.tile.cuts(call.spec) else None
-    scores = _masked(call, own, _tile_mask(call, own, start, cut), cut, scores)
-    peak, total = arrays.full_rows(ROWS, 0.0 if call.spec.settled else LOWEST), arrays.full_rows(ROWS, 0.0)
-    peak, total, weights, _ = softmax.exponentiate(call.spec, scores, peak, total, cut is None)
-    weights = _kept(call, own, step, weights)
-    return State(step + 1, arrays.full_tile((ROWS, call.spec.value_size)), peak, total, _narrow(call, weights))
+    masking: Masking = "both" if call.tile.needs_masks(call.spec) else None
+    scores = _masked(call, query_tile, _tile_mask(call, query_tile, start, masking), masking, scores)
+    row_max, row_sum = arrays.full_rows(ROWS, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(ROWS, 0.0)
+    row_max, row_sum, weights, _ = softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
+    weights = _apply_dropout(call, query_tile, step, weights)
+    return State(step + 1, arrays.full_tile((ROWS, call.spec.value_dim)), row_max, row_sum, _as_operand(call, weights))
 
 
-def _visit(call: Call, own: Own, cut: Cut, index: Any, state: State) -> State:
-    """One visit: its scores, and the last visit's products while they are exponentiated."""
+def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state: State) -> State:
+    """One key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
     shared, warpgroups = call.shared, call.tile.warpgroups
     slot, last = call.slot(state.count), call.slot(state.count - 1)
 
-    # With a pattern the masks come from device memory: they are under way while the keys are waited for.
-    mask = _tile_mask(call, own, index, cut)
+    # A pattern's mask words come from HBM: issued here, their loads are in flight while the keys are waited for.
+    mask = _tile_mask(call, query_tile, index, masking)
 
     def multiply(refs: Any) -> None:
-        output_ref, *row_refs = refs
+        acc_ref, *row_refs = refs
         plgpu.barrier_wait(shared.k_full.at[slot])
-        if call.spec.takes_turns:
-            await_turn(warpgroups)
-        scores = wgmma.begin(shared.q.at[own.buffer], shared.k.at[slot])
+        if call.spec.ping_pong:
+            ping_pong_wait(warpgroups)
+        scores = wgmma.issue(shared.q.at[query_tile.buffer], shared.k.at[slot])
         plgpu.barrier_wait(shared.v_full.at[last])
-        plgpu.wgmma(output_ref, state.weights, shared.v.at[last])
-        if call.spec.takes_turns:
-            pass_turn(warpgroups)
-        scores = wgmma.finish(scores, under_way=1)
+        plgpu.wgmma(acc_ref, state.weights, shared.v.at[last])
+        # Both products are issued; the next warpgroup may issue its own, which queue up behind them.
+        if call.spec.ping_pong:
+            ping_pong_pass(warpgroups)
+        # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
+        scores = wgmma.wait(scores, in_flight=1)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores = _masked(call, own, mask, cut, scores)
-        peak, total, weights, fade = softmax.exponentiate(call.spec, scores, state.peak, state.total, cut is None)
-        new = peak, total, _kept(call, own, state.count, weights), fade
+        scores = _masked(call, query_tile, mask, masking, scores)
+        row_max, row_sum, weights, alpha = softmax.exponentiate(
+            call.spec, scores, state.row_max, state.row_sum, masking is None
+        )
+        new = row_max, row_sum, _apply_dropout(call, query_tile, state.count, weights), alpha
         for ref, value in zip(row_refs, new, strict=True):
             ref[...] = value
 
     zeros = arrays.full_tile((ROWS, call.tile.keys))
-    refs = (plgpu.WGMMAAccumulatorRef.init(state.output), state.peak, state.total, zeros, state.peak)
+    refs = (plgpu.WGMMAAccumulatorRef.init(state.acc), state.row_max, state.row_sum, zeros, state.row_max)
     made: Any = pl.run_state(multiply)(refs)
-    output, peak, total, weights, fade = made
+    acc, row_max, row_sum, weights, alpha = made
     plgpu.barrier_arrive(shared.v_free.at[last])
-    output = softmax.faded(call.spec, output, fade)
-    return State(state.count + 1, output, peak, total, _narrow(call, weights))
+    # Hazard: registers of an accumulator must not be touched while a WGMMA writes them. Leaving run_state waits for it.
+    acc = softmax.rescale(call.spec, acc, alpha)
+    return State(state.count + 1, acc, row_max, row_sum, _as_operand(call, weights))
 
 
-def _leave_out(call: Call, _: Any, count: Any) -> Any:
-    """A visit of which a warpgroup's queries see nothing: its place among the others', and nothing else."""
+def _skip_key_block(call: Call, _: Any, count: Any) -> Any:
+    """A key block that only other warpgroups need: keeps barriers and ping-pong in step, nothing else."""
     shared, warpgroups, slot = call.shared, call.tile.warpgroups, call.slot(count)
-    if call.spec.takes_turns:
-        await_turn(warpgroups)
-        pass_turn(warpgroups)
+    if call.spec.ping_pong:
+        ping_pong_wait(warpgroups)
+        ping_pong_pass(warpgroups)
     for full, free in ((shared.k_full, shared.k_free), (shared.v_full, shared.v_free)):
         plgpu.barrier_wait(full.at[slot])
         plgpu.barrier_arrive(free.at[slot])
@@ -188,7 +207,7 @@ def _leave_out(call: Call, _: Any, count: Any) -> Any:
 
 
 class TileMask(NamedTuple):
-    """What masks a visit's scores.
+    """What masks the scores of a key block.
 
     Attributes:
         block: The key block.
@@ -199,126 +218,133 @@ class TileMask(NamedTuple):
     words: tuple[Any, ...] = ()
 
 
-def _tile_mask(call: Call, own: Own, place: Any, cut: Cut) -> TileMask:
-    """What masks the scores of the visit at a place of the item's list, if it may be cut."""
-    if cut is None or not call.spec.pattern:
+def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) -> TileMask:
+    """The mask of the key block at a place of the item's list, where it needs one."""
+    if masking is None or not call.spec.pattern:
         return TileMask(place)
-    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", own.item, place)]
-    row = own.row - own.item.tile * call.tile.queries
-    return TileMask(call.key_block(own.item, place), tile_masks.load_words(words, row, call.tile.keys))
+    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", query_tile.item, place)]
+    row = query_tile.row - query_tile.item.tile * call.tile.queries
+    return TileMask(call.key_block(query_tile.item, place), tile_masks.load_words(words, row, call.tile.keys))
 
 
-def _masked(call: Call, own: Own, mask: TileMask, cut: Cut, scores: Any) -> Any:
-    """Scores, with the soft cap, of a tile that may be cut; raw products if what makes weights of them has the cap."""
+def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking, scores: Any) -> Any:
+    """Scores with soft cap and masks; raw products where `softmax.exponentiate` applies the soft cap."""
     spec, key = call.spec, mask.block * call.tile.keys
-    if spec.cap is not None and not (cut is None and spec.caps_in_weights):
-        scores = jnp.tanh(scores * spec.inner)
-    if cut is None:
+    if spec.soft_cap is not None and not (masking is None and spec.fuses_soft_cap):
+        scores = jnp.tanh(scores * spec.inner_scale)
+    if masking is None:
         return scores
-    first, last, mixed = *tile_masks.key_range(spec, ROWS, own.row, key), None
+    first, last, mixed = *tile_masks.key_range(spec, ROWS, query_tile.row, key), None
     if spec.segments:
-        first, last, mixed = _segment_range(call, own, key)
-    last = None if cut == "opens" else last
+        first, last, mixed = _segment_range(call, query_tile, key)
+    last = None if masking == "lower" else last
     return tile_masks.within(scores, first, last, mixed, mask.words)
 
 
-def _segment_range(call: Call, own: Own, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:
-    """First and last column of every row where there are segment ids, and what there is to compare."""
-    first, last = (arrays.load_rows(call.shared.ranges.at[own.buffer, n]) for n in (0, 1))
+def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:
+    """First and last column of every row where there are segment ids, and the ids that must be compared."""
+    first, last = (arrays.load_rows(call.shared.ranges.at[query_tile.buffer, n]) for n in (0, 1))
     mixed = last >= MIXED
-    # Places are made anew in every visit: before the loop, they would take registers up.
-    batch, row = lax.optimization_barrier((own.item.batch, own.row))
-    item, q_ids, k_ids = dataclasses.replace(own.item, batch=batch), call.operands["q_ids"], call.operands["k_ids"]
+    # Addresses are computed again for every key block: hoisted out of the loop, they would hold registers.
+    batch, row = lax.optimization_barrier((query_tile.item.batch, query_tile.row))
+    item, q_ids, k_ids = (
+        dataclasses.replace(query_tile.item, batch=batch),
+        call.operands["q_ids"],
+        call.operands["k_ids"],
+    )
     rows, columns = q_ids.at[item.row(q_ids), pl.ds(row, ROWS)], k_ids.at[item.row(k_ids), pl.ds(key, call.tile.keys)]
     last = jnp.where(mixed, last - MIXED, last)
     return first - key, last - key, tile_masks.Mixed(mixed.astype(jnp.int32), rows, columns)
 
 
-def _kept(call: Call, own: Own, count: Any, weights: Any) -> Any:
-    """Weights with zeros in place of those that dropout drops."""
-    if not call.spec.drops:
+def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) -> Any:
+    """Weights with zeros where dropout drops."""
+    if not call.spec.has_dropout:
         return weights
-    rows, columns = arrays.load_rows(call.shared.q_numbers.at[own.buffer]), arrays.load_columns(call.numbers(count))
+    rows, columns = (
+        arrays.load_rows(call.shared.q_numbers.at[query_tile.buffer]),
+        arrays.load_columns(call.numbers(count)),
+    )
     return zero_dropped(call.spec, rows, columns, weights)
 
 
-def _narrow(call: Call, weights: Any) -> Any:
-    """Weights as the next product takes them.
+def _as_operand(call: Call, weights: Any) -> Any:
+    """Weights in the dtype of the next product, whose A operand they are, in registers.
 
-    Their registers are that product's input, which nothing may define while another product is under way; and without
-    a barrier LLVM would do it elsewhere.
+    Hazard: nothing may write registers that a WGMMA in flight reads. The barrier keeps LLVM from sinking the conversion
+    to the next step, where a product is in flight.
     """
     return lax.optimization_barrier(weights.astype(call.spec.dtype))
 
 
-def _finish(call: Call, state: State) -> State:
-    """The last product."""
+def _last_product(call: Call, state: State) -> State:
+    """P V of the last key block, which no scores overlap."""
     slot = call.slot(state.count - 1)
 
-    def product(output_ref: Any) -> None:
+    def product(acc_ref: Any) -> None:
         plgpu.barrier_wait(call.shared.v_full.at[slot])
-        plgpu.wgmma(output_ref, state.weights, call.shared.v.at[slot])
+        plgpu.wgmma(acc_ref, state.weights, call.shared.v.at[slot])
 
-    output = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(state.output))
+    acc = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(state.acc))
     plgpu.barrier_arrive(call.shared.v_free.at[slot])
-    return state._replace(output=output)
+    return state._replace(acc=acc)
 
 
-def _write(call: Call, own: Own, state: State) -> None:
-    """Normalises, and writes what lies within the arrays."""
-    (_, output, peak, total, _), spec = state, call.spec
-    total = softmax.whole_sum(total)
+def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
+    """Adds the sink to the denominator, normalises the accumulator, and writes output and lse."""
+    (_, acc, row_max, row_sum, _), spec = state, call.spec
+    row_sum = softmax.reduce_row_sum(row_sum)
     if spec.sinks:
         sinks = call.operands["sinks"]
-        sink = sinks[own.item.row(sinks), own.item.head] * LOG2E
-        if call.plan.split.tiles:  # a tile has its sink once
-            sink = jnp.where(lax.rem(own.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
-        top = jnp.maximum(peak, sink)
-        fade = jnp.exp2(peak - top)
-        total, peak = total * fade + jnp.exp2(sink - top), top
-        output = output * over_columns(fade, output.shape)
-    some = total > 0
-    inverse = spec.kept / jnp.where(some, total, 1)
-    lse = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
-    output = output * over_columns(inverse, output.shape)
-    made = call, own, output, lse
+        sink = sinks[query_tile.item.row(sinks), query_tile.item.head] * LOG2E
+        if call.plan.split.tiles:  # of a split tile, the first part alone has the sink
+            sink = jnp.where(lax.rem(query_tile.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
+        top = jnp.maximum(row_max, sink)
+        alpha = jnp.exp2(row_max - top)
+        row_sum, row_max = row_sum * alpha + jnp.exp2(sink - top), top
+        acc = acc * over_columns(alpha, acc.shape)
+    some = row_sum > 0
+    inverse = spec.dropout_scale / jnp.where(some, row_sum, 1)
+    lse = jnp.where(some, row_max * LN2 + jnp.log(jnp.where(some, row_sum, 1)), -jnp.inf)
+    output = acc * over_columns(inverse, acc.shape)
+    made = call, query_tile, output, lse
     whole, part = (functools.partial(write, *made) for write in (_write_tile, _write_part))
-    tile_scheduler.whole_or_part(call.plan, own.item, whole, part)
+    tile_scheduler.whole_or_part(call.plan, query_tile.item, whole, part)
 
 
-def _write_tile(call: Call, own: Own, output: Any, lse: Any) -> None:
-    """Writes the rows of a whole tile that lie within the arrays, by way of shared memory."""
-    sums, output = call.shared.lse.at[own.buffer], output.astype(call.spec.dtype)
-    places = _output_places(call, own)
+def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+    """Writes the rows of a whole tile: to shared memory, and from there by TMA, which skips rows out of bounds."""
+    sums, output = call.shared.lse.at[query_tile.buffer], output.astype(call.spec.dtype)
+    places = _output_places(call, query_tile)
     for columns, place in places:
         place[...] = output if columns is None else output[:, columns.start : columns.start + columns.size]
     sums[...] = lse
     plgpu.commit_smem()
-    item, rows = own.item, pl.ds(own.row, ROWS)
+    item, rows = query_tile.item, pl.ds(query_tile.row, ROWS)
     for columns, place in places:
         target = call.outputs[0].at[item.batch, rows, item.head]
         plgpu.copy_smem_to_gmem(place, target if columns is None else target.at[:, columns])
     plgpu.copy_smem_to_gmem(sums, call.outputs[1].at[item.batch, item.head, rows])
 
 
-def _output_places(call: Call, own: Own) -> list[tuple[Any, Any]]:
-    """Columns of a warpgroup's outputs, None for all, and where they leave from: the place of its queries."""
+def _output_places(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
+    """Columns of a warpgroup's output, None for all, and their shared memory: that of its queries."""
     spec = call.spec
-    if spec.value_size == spec.size:
-        return [(None, call.shared.q.at[own.buffer])]
-    first = own.buffer * (spec.size // PART)
-    return [(pl.ds(n * PART, PART), call.shared.output.at[first + n]) for n in range(spec.value_size // PART)]
+    if spec.value_dim == spec.head_dim:
+        return [(None, call.shared.q.at[query_tile.buffer])]
+    first = query_tile.buffer * (spec.head_dim // PART)
+    return [(pl.ds(n * PART, PART), call.shared.output.at[first + n]) for n in range(spec.value_dim // PART)]
 
 
-def _write_part(call: Call, own: Own, output: Any, lse: Any) -> None:
-    """Writes the rows of a part of a tile, in float32."""
+def _write_part(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+    """Writes the rows of one part of a split tile, in float32, for the combine step."""
     _, _, outputs, sums = call.outputs
-    rows = pl.ds(own.row - own.item.tile * call.tile.queries, ROWS)
-    outputs[own.item.part, rows] = output
-    sums[own.item.part, rows] = lse
+    rows = pl.ds(query_tile.row - query_tile.item.tile * call.tile.queries, ROWS)
+    outputs[query_tile.item.part, rows] = output
+    sums[query_tile.item.part, rows] = lse
 
 
-def _free_queries(call: Call, buffer: Any) -> None:
-    """Gives a buffer of queries back once the outputs in it have been read."""
+def _release_queries(call: Call, buffer: Any) -> None:
+    """Releases a buffer of queries once TMA has read the output in it."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(call.shared.q_free.at[buffer])

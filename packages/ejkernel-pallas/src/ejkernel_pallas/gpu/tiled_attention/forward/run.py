@@ -22,7 +22,7 @@ from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.masks.key_ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.masks.pattern import key_lists
 from ejkernel_pallas.gpu.tiled_attention.masks.segment_extents import extent
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec, make_spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ForwardTile, HopperForward, forward_tile
 
 TOGETHER = 16
@@ -55,7 +55,7 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
     return output[:, : spec.queries], SoftmaxResiduals(lse=lse[..., : spec.queries])
 
 
-def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
+def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
     """Outputs in whole groups of rows, and lse in whole tiles."""
     count, blocks = operands["table"].shape[-2], tile_scheduler.multiprocessors()
     plan = tile_scheduler.make_plan(
@@ -64,9 +64,9 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
         heads=spec.heads,
         reverse=spec.right is not None,
         head_bytes=_head_bytes(spec),
-        group=spec.group,
-        dealt=True,
-        split=WHOLE if spec.bounded else make_split(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
+        group=spec.group_size,
+        persistent=True,
+        split=WHOLE if spec.masked else make_split(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
     )
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
@@ -74,19 +74,19 @@ def _run(spec: Spec, tile: ForwardTile, operands: dict[str, jax.Array], batch: i
         forward_kernel(Call(spec, tile, plan, given, made, shared, tile_scheduler.counter()))
 
     outputs = [
-        jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_size), spec.dtype),
+        jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
         jax.ShapeDtypeStruct((batch, spec.heads, plan.tiles * tile.queries), jnp.float32),
     ]
     if plan.split.tiles:
         parts = plan.split.tiles * plan.split.parts
-        sizes = (parts, tile.queries, spec.value_size), (parts, tile.queries)
+        sizes = (parts, tile.queries, spec.value_dim), (parts, tile.queries)
         outputs += [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     made = launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
     return _with_split(plan, *made) if plan.split.tiles else made
 
 
 def _with_split(
-    plan: tile_scheduler.Plan, output: jax.Array, lse: jax.Array, *parts: jax.Array
+    plan: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Outputs and lse, with the tiles that were split made of their parts."""
     outputs, sums = merged(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
@@ -97,13 +97,13 @@ def _with_split(
     )
 
 
-def _head_bytes(spec: Spec) -> int:
+def _head_bytes(spec: HopperSpec) -> int:
     """Bytes of keys and values of a head, or what they may count for `TOGETHER` heads to be worked on together."""
-    size = spec.keys * (spec.size + spec.value_size) * spec.dtype.itemsize
-    return min(size, tile_scheduler.CACHE * spec.group // TOGETHER) if spec.bounded else size
+    size = spec.keys * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
+    return min(size, tile_scheduler.CACHE * spec.group_size // TOGETHER) if spec.masked else size
 
 
-def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str, jax.Array]:
+def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
     """What the kernel reads, for every row of the batch or once for all."""
     operands, ids = {}, None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
@@ -123,17 +123,17 @@ def _operands(record: TiledAttention, spec: Spec, tile: ForwardTile) -> dict[str
     return {"q": whole(record.query, ROWS)} | keys | operands
 
 
-def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
+def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Shared`."""
     queries = tile.buffers * tile.warpgroups
     made: dict[str, Any] = {
         **_query_scratch(spec, queries),
-        "k": matrix((tile.stages, tile.keys, spec.size), spec.dtype),
-        "v": matrix((tile.stages, tile.keys, spec.value_size), spec.dtype),
+        "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
+        "v": matrix((tile.stages, tile.keys, spec.value_dim), spec.dtype),
         "lse": plgpu.SMEM((queries, ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.drops, num_barriers=queries),
+        "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
-        "k_full": plgpu.Barrier(num_arrivals=1 + spec.drops, num_barriers=tile.stages),
+        "k_full": plgpu.Barrier(num_arrivals=1 + spec.has_dropout, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "v_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
@@ -141,7 +141,7 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
         "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
     }
-    if spec.drops:
+    if spec.has_dropout:
         made["q_numbers"] = plgpu.SMEM((queries, ROWS), jnp.uint32)
         made["k_numbers"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
     if spec.segments:
@@ -150,22 +150,22 @@ def _scratch(spec: Spec, tile: ForwardTile) -> dict[str, Any]:
     return made
 
 
-def _query_scratch(spec: Spec, tiles: int) -> dict[str, Any]:
+def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
     """Tiles of queries, which outputs overwrite.
 
     Outputs of another head dimension have a view of the same memory in which a tile of queries is a number of
     [64, 64] tiles, so that those of one warpgroup overlap the queries of no other.
     """
-    queries = matrix((tiles, ROWS, spec.size), spec.dtype)
-    if spec.value_size == spec.size:
+    queries = matrix((tiles, ROWS, spec.head_dim), spec.dtype)
+    if spec.value_dim == spec.head_dim:
         return {"q": queries}
-    outputs = matrix((tiles * spec.size // PART, ROWS, PART), spec.dtype)
+    outputs = matrix((tiles * spec.head_dim // PART, ROWS, PART), spec.dtype)
     return {"q": plgpu.RefUnion(queries, outputs)}
 
 
-def _with_outputs(spec: Spec, buffers: dict[str, Any]) -> dict[str, Any]:
+def _with_outputs(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
     """Buffers in which queries and outputs that share memory have a name each."""
-    if spec.value_size == spec.size:
+    if spec.value_dim == spec.head_dim:
         return buffers
     queries, outputs = buffers["q"]
     return buffers | {"q": queries, "output": outputs}

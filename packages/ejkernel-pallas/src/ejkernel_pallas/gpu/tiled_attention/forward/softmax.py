@@ -1,4 +1,11 @@
-"""What the forward kernel keeps of every row of scores: a maximum that weights are relative to, and their sum."""
+"""The online softmax of the forward kernel, in registers (Milakov & Gimelshein 2018).
+
+    row_max' = max(row_max, scores)           alpha = exp2(row_max - row_max')
+    weights  = exp2(scores - row_max')        row_sum' = alpha row_sum + sum(weights)
+
+Four threads share a row of a WGMMA accumulator. Each step reduces only the maximum over them; every thread sums its own
+columns, and `reduce_row_sum` adds the four sums once, in the epilogue.
+"""
 
 from typing import Any
 
@@ -10,59 +17,59 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
-from ejkernel_pallas.gpu.hopper.layouts import ROWS
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import of_rows, pair, row_like, scalar, with_registers
 from ejkernel_pallas.gpu.tiled_attention.soft_cap import capped_weights
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-SLACK = 8.0
-"""How far, as a power of two, a row's maximum may lie below its largest score where sums fade seldom.
+RESCALE_THRESHOLD = 8.0
+"""Lazy rescaling: how far, as an exponent of two, a row's largest score may exceed `row_max` before a rescale.
 
-Weights are then at most 256, which leaves float16 room, and they have as many digits as others.
+Weights are then at most 2**8 = 256: float16 does not overflow, and they keep all their significant digits.
 """
 ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
-"""PTX: whether a number is below one in some thread of the warp."""
+"""PTX: whether a factor is below one in some thread of the warp; a vote, so that all threads take one branch."""
 
 
-def exponentiate(spec: Spec, scores: Any, peak: Any, total: Any, clear: bool) -> tuple[Any, ...]:
-    """Weights of scores, and what they do to their rows.
+def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full: bool) -> tuple[Any, ...]:
+    """Exponentiates the scores of a key block and updates the rows' maximum and sum.
 
     Args:
         spec: The kernel's constants.
-        scores: Float32 [rows, columns], with the soft cap, and -inf where nothing attends; raw products of a tile that
-            is clear if the spec `caps_in_weights`.
-        peak: What weights were relative to so far, as a power of two.
-        total: Their sums, of a thread's own columns.
-        clear: Whether all pairs attend.
+        scores: Float32 [rows, columns], with the soft cap, and -inf where nothing attends; raw products of a full block
+            if the spec `fuses_soft_cap`.
+        row_max: Running maximum of every row, as an exponent of two.
+        row_sum: Running sum of every row, of a thread's own columns.
+        full: Whether all pairs of the block attend.
 
     Returns:
-        The new `peak` and `total`, the weights, and the factor of all that was summed up before.
+        The new `row_max` and `row_sum`, the weights, and alpha, the factor of `row_sum` and the accumulator.
     """
-    if spec.settled:
-        if clear and spec.caps_in_weights:
+    if spec.fixed_max:
+        if full and spec.fuses_soft_cap:
             weights, sums = capped_weights(spec, scores)
         else:
-            weights = jnp.exp2(scores * spec.exponent)
-            sums = _own_sum(weights)
-        return peak, total + sums, weights, peak
-    top = jnp.maximum(peak, scores.max(axis=1) * spec.exponent)
-    if spec.fades_seldom:
-        top = jnp.where(top - peak > SLACK, top, peak)
-    weights = jnp.exp2(scores * spec.exponent - over_columns(top, scores.shape))
-    fade = jnp.exp2(peak - top)
-    return top, total * fade + _own_sum(weights), weights, fade
+            weights = jnp.exp2(scores * spec.log2_scale)
+            sums = _thread_row_sum(weights)
+        return row_max, row_sum + sums, weights, row_max
+    new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.log2_scale)
+    if spec.rescales_lazily:
+        new_max = jnp.where(new_max - row_max > RESCALE_THRESHOLD, new_max, row_max)
+    weights = jnp.exp2(scores * spec.log2_scale - over_columns(new_max, scores.shape))
+    alpha = jnp.exp2(row_max - new_max)
+    return new_max, row_sum * alpha + _thread_row_sum(weights), weights, alpha
 
 
-def faded(spec: Spec, output: Any, fade: jax.Array) -> jax.Array:
-    """The output times a factor for every row; where they fade seldom, only in warps that have a factor below one."""
-    if spec.settled:
-        return output
-    if not spec.fades_seldom:
-        return output * over_columns(fade, output.shape)
+def rescale(spec: HopperSpec, acc: Any, alpha: jax.Array) -> jax.Array:
+    """Rescales the accumulator by alpha; with lazy rescaling only in warps where some alpha is below one."""
+    if spec.fixed_max:
+        return acc
+    if not spec.rescales_lazily:
+        return acc * over_columns(alpha, acc.shape)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, ROWS),
-        return_type=plgpu.ShapeDtypeStruct(output.shape, output.dtype, layout=plgpu.Layout.WGMMA),
+        arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
     def scale(_: Any, tile: Any, rows: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
@@ -78,28 +85,30 @@ def faded(spec: Spec, output: Any, fade: jax.Array) -> jax.Array:
             scf.yield_(list(tile.registers.flat))
         return with_registers(tile, list(branch.results))
 
-    return scale(output, fade)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return scale(acc, alpha)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def whole_sum(total: jax.Array) -> jax.Array:
-    """Sums of rows, of which each of four threads has a part."""
+def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
+    """Adds the partial sums that four threads have of each row."""
 
-    @plgpu.inline_mgpu(arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=ROWS))
+    @plgpu.inline_mgpu(
+        arg_types=(ROW_LAYOUT,), return_type=plgpu.ShapeDtypeStruct(row_sum.shape, jnp.float32, layout=ROW_LAYOUT)
+    )
     def add(_: Any, rows: Any) -> Any:
         sums = [scalar(register) for register in rows.registers.flat]
         for distance in (1, 2):
             sums = [arith.addf(part, mgpu.utils.shfl_bfly(part, distance)) for part in sums]
         return of_rows(rows, sums)
 
-    return add(total)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return add(row_sum)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _own_sum(weights: jax.Array) -> jax.Array:
-    """Sums of rows over the columns that a thread has of them: what four threads have is added once, at the end."""
+def _thread_row_sum(weights: jax.Array) -> jax.Array:
+    """Sums each row over a thread's own columns, without a shuffle; `reduce_row_sum` adds the threads at the end."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(weights.shape[:1], jnp.float32, layout=ROWS),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape[:1], jnp.float32, layout=ROW_LAYOUT),
     )
     def add(_: Any, tile: Any) -> Any:
         f32 = ir.F32Type.get()

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_pallas.gpu.tiled_attention.masks.segment_extents import MAXIMUM, MINIMUM, SUM, Extent, extent, reduced
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 Ids = tuple[jax.Array, jax.Array] | None
 
 
-def key_visits(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> Any:
+def key_visits(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
     """For every query tile the key tiles to visit: int32 [B|1, query tiles, 4], as `_table` gives them.
 
     A tile without work visits tile 0, where its mask leaves nothing: so everything written is written by the same code.
@@ -26,7 +26,7 @@ def key_visits(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> Any:
     return _table(_where(last == 0, 0, first), _where(last == 0, 1, last), full)
 
 
-def query_visits(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> Any:
+def query_visits(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
     """For every key tile the query tiles to visit: int32 [B|1, key tiles, 4].
 
     A later key tile neither begins nor ends before an earlier one, so that the key tiles that visit a query tile come
@@ -55,7 +55,7 @@ def without_padding(x: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where((ids >= 0)[:, :, None, None], x, 0)
 
 
-def _pairs(spec: Spec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]:
+def _pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]:
     """Whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
     (q_low, q_high), (k_low, k_high) = _indices(spec.queries, q_block), _indices(spec.keys, kv_block)
     some = np.ones((1, len(q_low), len(k_low)), bool)
@@ -91,15 +91,15 @@ def _spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     index = np.arange(count, dtype=np.int32)
     given = [_where(pairs, n, other) for pairs in (some, every) for n, other in ((index, count), (index + 1, 0))]
     ways = (MINIMUM, MAXIMUM, MINIMUM, MAXIMUM, SUM)
-    first, last, clear, unclear, full = reduced([*given, every.astype(np.int32)], ways)
-    return (first, last), (clear, _where((full > 0) & (unclear - clear != full), clear + 1, unclear))
+    first, last, full_start, full_end, full = reduced([*given, every.astype(np.int32)], ways)
+    return (first, last), (full_start, _where((full > 0) & (full_end - full_start != full), full_start + 1, full_end))
 
 
 def _table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
-    """Int32 [B|1, tiles, 4]: first, clear, unclear, last. Without full tiles, their run is empty and first."""
-    clear, unclear = (_where(full[1] == 0, first, x) for x in full)
+    """Int32 [B|1, tiles, 4]: first, full_start, full_end, last. Without full tiles, their run is empty and first."""
+    full_start, full_end = (_where(full[1] == 0, first, x) for x in full)
     stack = jnp.stack if isinstance(first, jax.Array) else np.stack
-    return stack([first, clear, unclear, last], axis=-1).astype(np.int32)
+    return stack([first, full_start, full_end, last], axis=-1).astype(np.int32)
 
 
 def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
-from ejkernel_pallas.gpu.hopper.layouts import COLUMNS, ROWS
+from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, number, pair, scalar, with_registers
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
 """What the backward pass has instead of zero for a dropped weight: less than sums of weights have digits for.
@@ -27,7 +27,7 @@ ZERO = "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p mul.f32 $0, $0, 0f00000000; }"
 """PTX: a number times zero if a word is below another."""
 
 
-def numbers(record: TiledAttention, spec: Spec, queries: int, keys: int) -> dict[str, jax.Array]:
+def numbers(record: TiledAttention, spec: HopperSpec, queries: int, keys: int) -> dict[str, jax.Array]:
     """Uint32 of queries [B, H, T] and of keys [1, S], up to whole tiles, by the kernels' names; none without dropout.
 
     Args:
@@ -36,14 +36,14 @@ def numbers(record: TiledAttention, spec: Spec, queries: int, keys: int) -> dict
         queries: Of a tile.
         keys: Likewise.
     """
-    if not spec.drops:
+    if not spec.has_dropout:
         return {}
     made = dropout_numbers(record)
     padding = [[(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(made, (queries, keys), strict=True)]
     return {name: jnp.pad(x, n) for name, x, n in zip(("q_numbers", "k_numbers"), made, padding, strict=True)}
 
 
-def zero_dropped(spec: Spec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
+def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
     """Weights [rows, columns] with zeros where dropout drops one.
 
     By a multiplication, and not a selection: those, comparisons and conversions are one unit's, and keep it busier than
@@ -57,7 +57,7 @@ def zero_dropped(spec: Spec, rows: jax.Array, columns: jax.Array, weights: jax.A
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(ROWS, COLUMNS, plgpu.Layout.WGMMA),
+        arg_types=(ROW_LAYOUT, COLUMN_LAYOUT, plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
@@ -71,7 +71,7 @@ def zero_dropped(spec: Spec, rows: jax.Array, columns: jax.Array, weights: jax.A
     return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
+def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
     """Tiles that have one thing where dropout keeps a weight, and another where it drops it.
 
     Comparisons are scalar: Mosaic's own, of pairs, have their results in bytes, and twice as many instructions.
@@ -86,7 +86,7 @@ def where_kept(spec: Spec, rows: jax.Array, columns: jax.Array, *choices: tuple[
     tiles = [plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA) for both in choices for x in both]
 
     @plgpu.inline_mgpu(
-        arg_types=(ROWS, COLUMNS, *(plgpu.Layout.WGMMA for _ in tiles)),
+        arg_types=(ROW_LAYOUT, COLUMN_LAYOUT, *(plgpu.Layout.WGMMA for _ in tiles)),
         return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA) for _ in choices),
     )
     def select(_: Any, rows: Any, columns: Any, *tiles: Any) -> Any:
@@ -111,7 +111,7 @@ def _products(rows: Any, columns: Any) -> Iterator[list[Any]]:
             yield [arith.muli(row, column) for column in met]
 
 
-def _limit(spec: Spec) -> Any:
+def _limit(spec: HopperSpec) -> Any:
     return constant(as_int32(spec.threshold))
 
 
@@ -125,7 +125,7 @@ def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, COLUMNS),
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, COLUMN_LAYOUT),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, signs: Any, tile: Any, columns: Any) -> Any:

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_pallas.gpu.tiled_attention.masks.segment_extents import extent
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 MIXED = 2**30
 """Added to the last key of queries whose keys are not one after the other."""
 
 
-def key_ranges(spec: Spec, ids: tuple[jax.Array, jax.Array], kv_block: int) -> jax.Array:
+def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int) -> jax.Array:
     """The keys that queries may attend to where there are segment ids.
 
     Where the ids of a row's keys are in order, with padding before or after them, the keys of a segment are one after

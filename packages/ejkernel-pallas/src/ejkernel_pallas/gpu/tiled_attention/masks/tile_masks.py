@@ -11,11 +11,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from ejkernel_pallas.gpu.hopper.layouts import ROWS
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, of_rows, pair, scalar, with_registers
-from ejkernel_pallas.gpu.hopper.sizes import ROWS as TILE_ROWS
-from ejkernel_pallas.gpu.hopper.sizes import THREADS
-from ejkernel_pallas.gpu.tiled_attention.spec import Spec
+from ejkernel_pallas.gpu.hopper.sizes import ROWS, THREADS
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 FAR = 2**30
 WORD = 32
@@ -38,7 +37,7 @@ class Mixed(NamedTuple):
     column_ids: Any
 
 
-def key_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array | None, jax.Array | None]:
+def key_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array | None, jax.Array | None]:
     """First and last column, as int32 [rows], that every row of a tile may attend to; None where all columns may.
 
     Args:
@@ -47,15 +46,15 @@ def key_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array | 
         query: Index of its first query.
         key: Index of its first key.
     """
-    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS) + (query - key)
+    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (query - key)
     low = None if spec.left is None else row - spec.left
     last = spec.keys - 1 - key
     return low, jnp.full((rows,), last, jnp.int32) if spec.right is None else jnp.minimum(row + spec.right, last)
 
 
-def query_range(spec: Spec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
+def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
     """Likewise where keys are the rows of a tile and queries its columns."""
-    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROWS) + (key - query)
+    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (key - query)
     low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
     low = jnp.where(row < spec.keys - query, low, FAR)
     return low, None if spec.left is None else row + spec.left
@@ -72,13 +71,13 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
         width: Columns.
     """
     spans = -(-width // SPAN)
-    template = plgpu.layout_cast(jnp.full((TILE_ROWS,), 0, jnp.int32), ROWS)
-    first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (TILE_ROWS,), ())
+    template = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.int32), ROW_LAYOUT)
+    first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (ROWS,), ())
 
     def load(span: int) -> jax.Array:
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), ROWS, ROWS),
-            return_type=plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.int32, layout=ROWS),
+            arg_types=(plgpu.RefType(), ROW_LAYOUT, ROW_LAYOUT),
+            return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=ROW_LAYOUT),
         )
         def words_of(_: Any, source: Any, like: Any, start: Any) -> Any:
             own = arith.addi(scalar(start.registers.flat[0]), _own_row())
@@ -89,7 +88,7 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
                 found.append(_number(source, arith.addi(place, arith.addi(thread, constant(4 * span)))))
             return of_rows(like, found)
 
-        return words_of(words, template, plgpu.layout_cast(first, ROWS))  # pyright: ignore[reportCallIssue]
+        return words_of(words, template, plgpu.layout_cast(first, ROW_LAYOUT))  # pyright: ignore[reportCallIssue]
 
     return tuple(load(span) for span in range(spans))
 
@@ -111,12 +110,16 @@ def within(
     if low is None and high is None and mixed is None and not pattern:
         return scores
     here = [limit is not None for limit in (low, high)]
-    limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
+    limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
     refs = () if mixed is None else (mixed.row_ids, mixed.column_ids)
-    flag = () if mixed is None else (plgpu.layout_cast(mixed.flag, ROWS),)
+    flag = () if mixed is None else (plgpu.layout_cast(mixed.flag, ROW_LAYOUT),)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*flag, *limits, *pattern))),
+        arg_types=(
+            plgpu.Layout.WGMMA,
+            *(plgpu.RefType() for _ in refs),
+            *(ROW_LAYOUT for _ in (*flag, *limits, *pattern)),
+        ),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *given: Any) -> Any:
@@ -160,12 +163,12 @@ def between(
     """
     if pattern:
         scores = within(scores, None, None, pattern=pattern)
-    limits = [plgpu.layout_cast(limit, ROWS) for limit in (low, high) if limit is not None]
+    limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
     tests = ["setp.le", "setp.ge"][: len(limits)]
-    row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROWS),), () if ids is None else (ids[1],)
+    row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROW_LAYOUT),), () if ids is None else (ids[1],)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROWS for _ in (*limits, *row_ids))),
+        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROW_LAYOUT for _ in (*limits, *row_ids))),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the kernels share that send keys on themselves."""
+"""What the kernels share that send keys with remote copies of their own."""
 
 import dataclasses
 import zlib
@@ -13,12 +13,12 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning.ring_schedule import Ring
 from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
-from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Lane, LaneRefs, Route
-from ejkernel_pallas.tpu.ring_attention.plan import Lister, Plan
-from ejkernel_pallas.tpu.tiled_attention.spec import Spec
+from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Channel, ChannelRefs, Route
+from ejkernel_pallas.tpu.ring_attention.ring_plan import Lister, RingPlan
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
-MOST = 2**16
-"""Tile pairs of all loads that scalar memory has room for, with much to spare."""
+MAX_PAIRS = 2**16
+"""The most tile pairs of all loads, whose table scalar memory has ample room for."""
 
 Operands = dict[str, Operand]
 TRAVELLING = ("key", "value", "k_ids", "k_positions")
@@ -26,8 +26,8 @@ TRAVELLING = ("key", "value", "k_ids", "k_positions")
 
 def route_of(ring: Ring, hops: range, inputs: dict[str, Operand], cargo: tuple[str, ...] = ()) -> Route:
     """How the keys among a kernel's inputs travel, and what is collected for them."""
-    load = Lane(ring.axis_name, tuple(name for name in TRAVELLING if name in inputs), "load")
-    return Route(len(hops), load, Lane(ring.axis_name, cargo, "cargo"))
+    load = Channel(ring.axis_name, tuple(name for name in TRAVELLING if name in inputs), "load")
+    return Route(len(hops), load, Channel(ring.axis_name, cargo, "cargo"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,21 +43,21 @@ class RemoteRefs:
     """
 
     table: Ref
-    load: LaneRefs
-    cargo: LaneRefs | None
+    load: ChannelRefs
+    cargo: ChannelRefs | None
     arrays: dict[str, Ref]
     scratch: dict[str, Any]
 
     @classmethod
     def of(cls, route: Route, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
         """The refs of what is named; `scratch` are the names of scratch memory of the kernels of tiles."""
-        load = route.load.take(named, neighbours)
-        cargo = route.cargo.take(named, neighbours) if route.cargo.names else None
+        load = route.load.bind(named, neighbours)
+        cargo = route.cargo.bind(named, neighbours) if route.cargo.names else None
         kept = {name: named.pop(name) for name in scratch}
         return cls(table=table, load=load, cargo=cargo, arrays=named, scratch=kept)
 
 
-def slots_of(lane: Lane, inputs: dict[str, Operand]) -> dict[str, Operand]:
+def slots_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
     """The slots of what moves."""
     arrays = {name: inputs[name].array for name in lane.names}
     return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
@@ -82,7 +82,7 @@ def in_hbm(operands: dict[str, Operand]) -> dict[str, Operand]:
     return {name: Operand(x.array) for name, x in operands.items()}
 
 
-def sweep(
+def run_pipeline(
     tile: Callable[[Arrays], None],
     refs: RemoteRefs,
     load: Arrays,
@@ -112,7 +112,7 @@ def sweep(
     )(*(held[name] for name in names))
 
 
-def tables(plan: Plan, spec: Spec, met: TiledAttention, hops: range, visits: Lister) -> jax.Array:
+def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, list_pairs: Lister) -> jax.Array:
     """The tile pairs of every load: int32 [loads, B|1, 1, steps].
 
     Of other devices' segments and positions it takes the smallest and the largest in every tile of keys.
@@ -120,22 +120,22 @@ def tables(plan: Plan, spec: Spec, met: TiledAttention, hops: range, visits: Lis
     ring = plan.ring
     sources = (lax.axis_index(ring.axis_name) - jnp.asarray(hops)) % ring.size
     extremes = {
-        name: _extremes(x, spec.kv_block)
+        name: _extremes(x, spec.block_kv)
         for name in ("kv_segment_ids", "kv_positions")
         if (x := getattr(plan.record, name)) is not None
     }
     every = lax.all_gather(extremes, ring.axis_name)
-    two = dataclasses.replace(spec, keys=2 * (spec.keys // spec.kv_block), kv_block=2)
+    two = dataclasses.replace(spec, keys=2 * (spec.keys // spec.block_kv), block_kv=2)
 
     def of(source: jax.Array) -> Any:
         if plan.indexed:
-            return plan.visits(met, spec, source, visits)
+            return plan.pairs(shard, spec, source, list_pairs)
         theirs = {name: x[source] for name, x in every.items()}
-        return visits(dataclasses.replace(met, key=met.key[:, : two.keys], **theirs), two)
+        return list_pairs(dataclasses.replace(shard, key=shard.key[:, : two.keys], **theirs), two)
 
     listed = jnp.asarray(jax.vmap(of)(sources))
-    if listed.size > MOST:
-        raise ValueError(f"tiles: {listed.size} pairs to visit, wants at most {MOST}: choose larger tiles")
+    if listed.size > MAX_PAIRS:
+        raise ValueError(f"tiles: {listed.size} tile pairs, wants at most {MAX_PAIRS}: choose larger tiles")
     return listed
 
 

@@ -1,4 +1,4 @@
-"""The two ways in which keys travel, and which one a call takes.
+"""Which implementation of a ring step a call takes: remote copies inside a kernel, or collectives.
 
 Remote copies: one kernel a device and pass sends keys on while it works on them. Collectives: keys travel between
 kernels, which serves everything.
@@ -17,7 +17,7 @@ from ejkernel_pallas.tpu.ring_attention import remote, remote_backward, tiles
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
 from ejkernel_pallas.tpu.tiled_attention.tiles import TpuBackward, TpuForward
 
-VISITS = 2**15
+MAX_PAIRS = 2**15
 """Pairs of tiles of 512 by 512, or what divides a part, of all loads of a call, that a table has room for."""
 
 
@@ -44,4 +44,4 @@ def by_remote_copies(record: RingAttention) -> bool:
     rows = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
     batch = max(1 if x is None else x.shape[0] for x in rows)
     blocks = tiles.fitted(record, Blocks(512, 512, 512, 512))
-    return parts * batch * -(-lengths[0] // blocks.queries) * -(-lengths[1] // blocks.keys) <= VISITS
+    return parts * batch * -(-lengths[0] // blocks.queries) * -(-lengths[1] // blocks.keys) <= MAX_PAIRS

@@ -1,9 +1,9 @@
-"""What one device's kernels are compiled for, and which tile pairs they visit of one load of keys and the next.
+"""What one device's kernels are compiled for, and which tile pairs they compute with each load of keys.
 
 Parts of a causal ring are two halves of the sequence. Of another device's keys the early queries see the early half or
 nothing, and the late queries all or the early half: whole tiles, where tiles divide halves. What is left to compare is
-a device's own keys, of which indices in the part are in order. So no kernel is given positions there; anything else
-that compares places gets them.
+a device's own keys, whose indices in the part are in order. So kernels get no positions there; any other mask that
+compares positions gets them.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.planning.ring_schedule import Load, Ring, encounter, local_part
 from ejkernel_pallas.tpu.ring_attention.tiles import fitted
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical
-from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, Spec, make_spec
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spec
 
-Lister = Callable[[TiledAttention, Spec], Any]
+Lister = Callable[[TiledAttention, TiledSpec], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """One device's side of a ring.
+class RingPlan:
+    """How one device goes around a ring.
 
     Attributes:
         record: Of the device's own part, with positions if kernels compare them.
@@ -47,33 +47,33 @@ class Plan:
             return cls(dataclasses.replace(local, q_positions=None, kv_positions=None), ring, False)
         return cls(local if indexed else _placed(local, ring), ring, indexed)
 
-    def spec(self, met: TiledAttention, blocks: Blocks, by_key: bool = False) -> Spec:
-        """The constants of the kernels of every encounter."""
-        return make_spec(met, fitted(self.record, blocks), by_key=by_key)
+    def spec(self, shard: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
+        """The constants of the kernels of every ring step."""
+        return make_spec(shard, fitted(self.record, blocks), by_key=by_key)
 
-    def met(self, source: jax.Array, load: Load) -> TiledAttention:
-        """An encounter as its kernels see it."""
-        met = canonical(encounter(self.record, self.ring, source, load))
-        return dataclasses.replace(met, q_positions=None, kv_positions=None) if self.indexed else met
+    def shard(self, source: jax.Array, load: Load) -> TiledAttention:
+        """The local queries and one load of keys, as kernels get them."""
+        shard = canonical(encounter(self.record, self.ring, source, load))
+        return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
 
-    def visits(self, met: TiledAttention, spec: Spec, source: jax.Array, visits: Lister) -> Any:
-        """The tile pairs of an encounter: int32 [B|1, 1, steps]."""
+    def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: Lister) -> Any:
+        """The tile pairs of a ring step: int32 [B|1, 1, steps]."""
         if not self.indexed:
-            return visits(met, spec)
-        return visits(self.placed(met, source), spec)[..., : self._most(spec)]
+            return list_pairs(shard, spec)
+        return list_pairs(self.placed(shard, source), spec)[..., : self._most(spec)]
 
-    def placed(self, met: TiledAttention, source: jax.Array) -> TiledAttention:
-        """An encounter by itself, with the positions that `met` may have left out."""
+    def placed(self, shard: TiledAttention, source: jax.Array) -> TiledAttention:
+        """A shard with the positions that `shard` leaves out where indices do."""
         if not self.indexed:
-            return met
-        me, length = lax.axis_index(self.ring.axis_name), met.query.shape[1]
+            return shard
+        me, length = lax.axis_index(self.ring.axis_name), shard.query.shape[1]
         return dataclasses.replace(
-            met, q_positions=self.ring.indices(me, length), kv_positions=self.ring.indices(source, length)
+            shard, q_positions=self.ring.indices(me, length), kv_positions=self.ring.indices(source, length)
         )
 
-    def _most(self, spec: Spec) -> int:
-        """Pairs visited of any load: half of all, with the rest of the diagonal, or one a tile without work."""
-        queries, keys = spec.queries // spec.q_block, spec.keys // spec.kv_block
+    def _most(self, spec: TiledSpec) -> int:
+        """Tile pairs of any load: half of all, with the rest of the diagonal, or one a tile without work."""
+        queries, keys = spec.queries // spec.block_q, spec.keys // spec.block_kv
         return queries * keys // 2 + max(queries, keys)
 
 
@@ -92,7 +92,7 @@ def _placed(record: RingAttention, ring: Ring) -> RingAttention:
     return dataclasses.replace(record, q_positions=q, kv_positions=k)
 
 
-def beginning(record: RingAttention) -> tuple[jax.Array, jax.Array]:
+def empty_state(record: RingAttention) -> tuple[jax.Array, jax.Array]:
     """Attention to no key: output [B, T, H, Dv] and lse [B, H, T], the sinks alone, which are thereby counted once."""
     (b, t, h, _), size = record.query.shape, record.value.shape[3]
     sinks = jnp.full(h, -jnp.inf) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32)

@@ -1,0 +1,138 @@
+"""Grouped matmul of rows and matrices of 8 bits on a GPU, against bfloat16 and PyTorch.
+
+    python benchmarks/grouped_matmul_8bit_gpu.py            # three shapes
+
+Normal float8_e4m3fn arrays, matrices with their columns first, bfloat16 output; the rows of groups are drawn from a
+Dirichlet(2) distribution. Scales are one a row and one a column (`rows`), or one for 128 contracted elements of
+either (`blocks`). `quick` sums as the matrix unit does (`precision="default"`, PyTorch's `use_fast_accum`), `exact` in
+float32. A side's relative error against float32 is printed, of some rows. Sides are interleaved, and medians are
+printed. The rate counts 2 M K N products.
+"""
+
+import functools
+import importlib.util
+from typing import Any
+
+import _report
+import grouped_matmul_gpu as bench
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules import grouped_matmul
+
+COLUMNS = ("shape", "side", "ms", "rate", "relative error")
+CELLS = tuple(bench.CELLS[n] for n in (1, 0, 3))
+BLOCK = 128
+"""Contracted elements that share a scale."""
+
+
+def inputs(cell: bench.Cell) -> tuple[jax.Array, ...]:
+    """lhs, rhs, sizes, scales of rows and columns, and those of blocks of both."""
+
+    def make(key: jax.Array) -> tuple[jax.Array, ...]:
+        keys, eight = jax.random.split(key, 6), jnp.float8_e4m3fn
+        lhs = jax.random.normal(keys[0], (cell.m, cell.k), jnp.bfloat16).astype(eight)
+        rhs = jax.random.normal(keys[1], (cell.groups, cell.n, cell.k), jnp.bfloat16).astype(eight)
+        shapes = (cell.m, 1), (cell.groups, 1, 1, cell.n), (cell.m, cell.k // BLOCK)
+        shapes += ((cell.groups, cell.k // BLOCK, 1, cell.n),)
+        scales = (jax.random.uniform(k, s, jnp.float32, 0.5, 1) for k, s in zip(keys[2:], shapes, strict=True))
+        return lhs, rhs, jnp.asarray(cell.sizes), *scales
+
+    return jax.jit(make)(jax.random.key(0))
+
+
+def scaled(lhs: Any, rhs: Any, sizes: Any, *scales: Any, blocks: bool, precision: str | None) -> jax.Array:
+    """Ours."""
+    of_rows, of_columns = scales[2:] if blocks else scales[:2]
+    options: Any = {"transpose_rhs": True, "preferred_element_type": jnp.bfloat16, "precision": precision}
+    return grouped_matmul(lhs, rhs, sizes, lhs_scale=of_rows, rhs_scale=of_columns, **options)
+
+
+def wide(lhs: Any, rhs: Any, sizes: Any, *_: Any) -> jax.Array:
+    """The same shape in bfloat16."""
+    options: Any = {"transpose_rhs": True, "preferred_element_type": jnp.bfloat16}
+    return grouped_matmul(lhs, rhs, sizes, **options)
+
+
+def torch_sides(arrays: tuple[jax.Array, ...]) -> dict[str, bench.Side]:
+    """PyTorch's grouped product of 8 bits, where it is installed."""
+    if not importlib.util.find_spec("torch"):
+        return {}
+    import torch
+
+    def tensor(x: jax.Array) -> Any:
+        if x.dtype != jnp.float8_e4m3fn:
+            return torch.from_dlpack(x)
+        return torch.from_dlpack(x.view(jnp.uint8)).view(torch.float8_e4m3fn)
+
+    lhs, rhs, sizes, of_rows, of_columns = (tensor(x) for x in arrays[:5])
+    ends, matrices = torch.cumsum(sizes, 0, dtype=torch.int32), rhs.transpose(-2, -1)
+    scales = of_rows.reshape(-1), of_columns.reshape(rhs.shape[0], -1)
+
+    def run(*_: Any, fast: bool) -> Any:
+        options = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        return torch._scaled_grouped_mm(lhs, matrices, *scales, **options)
+
+    return {
+        "torch._scaled_grouped_mm rows quick": functools.partial(run, fast=True),
+        "torch._scaled_grouped_mm rows exact": functools.partial(run, fast=False),
+    }
+
+
+def errors(cell: bench.Cell, arrays: tuple[jax.Array, ...], sides: dict[str, bench.Side]) -> dict[str, float]:
+    """Relative errors of some rows."""
+    lhs, rhs, _, *scales = arrays
+    rows = np.array([0, 5, cell.m // 2, cell.m - 1])
+    groups = np.searchsorted(np.cumsum(cell.sizes), rows, side="right")
+    full = lambda x: x.astype(jnp.float32)  # noqa: E731
+
+    def want(of_rows: jax.Array, of_columns: jax.Array) -> jax.Array:
+        length = cell.k // of_rows.shape[1]
+        left = full(lhs[rows]) * jnp.repeat(of_rows[rows], length, axis=1)
+        right = [full(rhs[g]) * jnp.repeat(of_columns[g, :, 0].T, length, axis=1) for g in groups]
+        products = [jnp.matmul(x, y.T, precision="highest") for x, y in zip(left, right, strict=True)]
+        return jnp.stack(products)
+
+    wants = {name: want(*pair) for name, pair in (("rows", scales[:2]), ("blocks", scales[2:]))}
+    found = {}
+    for name, side in sides.items():
+        made = side(*arrays)
+        made = jnp.from_dlpack(made) if hasattr(made, "untyped_storage") else made
+        truth = wants["blocks" if "blocks" in name else "rows"]
+        found[name] = float(jnp.linalg.norm(full(made[rows]) - truth) / jnp.linalg.norm(truth))
+    return found
+
+
+def measure(cell: bench.Cell) -> None:
+    """Prints the lines of a shape."""
+    arrays = inputs(cell)
+    kinds = {"rows quick": (False, "default"), "rows exact": (False, None), "blocks": (True, None)}
+    sides: dict[str, bench.Side] = {
+        f"8 bits {name}": jax.jit(functools.partial(scaled, blocks=blocks, precision=precision))
+        for name, (blocks, precision) in kinds.items()
+    }
+    sides |= torch_sides(arrays)
+    off = errors(cell, arrays, sides)
+    times = bench.measured(sides, arrays, 5)
+    del sides
+    pair = tuple(x.astype(jnp.bfloat16) for x in arrays[:2])
+    times |= bench.measured({"bfloat16": jax.jit(wide)}, (*pair, *arrays[2:]), 5)
+    for name, seconds in times.items():
+        rate, error = f"{cell.operations / seconds / 1e12:.0f} TFLOP/s", f"{off[name]:.1e}" if name in off else ""
+        print(f"| {cell} | {name} | {seconds * 1e3:.3f} | {rate} | {error} |", flush=True)
+
+
+def main() -> None:
+    """Prints the table."""
+    if jax.default_backend() != "gpu":
+        print("grouped_matmul_8bit_gpu.py needs a GPU: nothing was measured")
+        return
+    print(_report.heading())
+    print(_report.markdown_table(COLUMNS, ()), flush=True)
+    for cell in CELLS:
+        measure(cell)
+
+
+if __name__ == "__main__":
+    main()

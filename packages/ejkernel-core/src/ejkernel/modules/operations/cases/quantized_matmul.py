@@ -1,0 +1,90 @@
+"""Inputs for `quantized_matmul`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.ops.model import Case
+from ejkernel.planning.quantized_formats import make_format
+from ejkernel.quantization import quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulSizes:
+    """Shape and format of a call: rows, contracted elements, columns."""
+
+    m: int = 5
+    k: int = 96
+    n: int = 128
+    mode: Any = "affine"
+    bits: int | None = None
+    group_size: int | None = 32
+    transpose: bool = False
+    dtype: Any = jnp.float32
+
+
+_TABLE: tuple[Row[MatmulSizes], ...] = (
+    ("int4", MatmulSizes(), lambda k: {}, ("zeros",), ()),
+    ("int4, transposed", MatmulSizes(transpose=True), lambda k: {}, ("zeros",), ()),
+    ("int8", MatmulSizes(bits=8), lambda k: {}, ("zeros",), ()),
+    ("3 bits", MatmulSizes(bits=3, group_size=16), lambda k: {}, ("zeros",), ("awkward",)),
+    ("2 bits, one row", MatmulSizes(m=1, bits=2), lambda k: {}, ("zeros",), ("awkward",)),
+    ("nf4", MatmulSizes(mode="nf4", group_size=64), lambda k: {}, (), ()),
+    ("mxfp4", MatmulSizes(mode="mxfp4", n=160), lambda k: {}, (), ("awkward",)),
+    ("mxfp8, transposed", MatmulSizes(mode="mxfp8", transpose=True), lambda k: {}, (), ()),
+    ("nvfp4, transposed", MatmulSizes(mode="nvfp4", group_size=16, transpose=True), lambda k: {}, (), ()),
+    ("nvfp8", MatmulSizes(mode="nvfp8", group_size=16), lambda k: {}, (), ()),
+    ("square", MatmulSizes(k=64, n=64, transpose=True), lambda k: {}, ("zeros", "transpose"), ()),
+    ("many rows", MatmulSizes(m=70, dtype=jnp.bfloat16), lambda k: {}, ("zeros",), ()),
+    (
+        "bfloat16, transposed",
+        MatmulSizes(m=17, transpose=True, dtype=jnp.bfloat16),
+        lambda k: {"precision": jax.lax.Precision.HIGHEST},
+        ("zeros", "precision"),
+        (),
+    ),
+    ("decoding", MatmulSizes(16, 4096, 14336, group_size=64, dtype=jnp.bfloat16), lambda k: {}, ("zeros",), ("bench",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return table(arguments, inputs, _TABLE)
+
+
+def inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
+    """What every case gives."""
+    z, (one, other) = sizes, jax.random.split(key)
+    weights = jax.random.normal(other, (z.n, z.k), jnp.float32)
+    packed, scales, *zeros = quantize(weights, z.group_size, z.bits, z.mode, "col" if z.transpose else "row")
+    return {
+        "x": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
+        "w": packed,
+        "scales": scales,
+        "zeros": zeros[0] if zeros else None,
+        "transpose": z.transpose,
+        "group_size": z.group_size,
+        "bits": z.bits,
+        "mode": z.mode,
+    }
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal x, and codes and scales of normal weights.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+    """
+    one, other = jax.random.split(key)
+    form = make_format(args.mode, args.bits, args.group_size)
+    rows, groups = args.scales.shape
+    shape = (rows, groups * form.group_size)
+    packed, scales, *zeros = quantize(
+        jax.random.normal(other, shape, jnp.float32), form.group_size, form.bits, form.mode, "col"
+    )
+    x = jax.random.normal(one, args.x.shape, jnp.float32).astype(args.x.dtype)
+    return dataclasses.replace(args, x=x, w=packed, scales=scales, zeros=zeros[0] if zeros else None)

@@ -1,0 +1,217 @@
+"""Quantised matmul: rows times a matrix of few bits, which is never in memory at full width."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num, UInt32
+
+from ejkernel.families import quantized_matmul as family
+from ejkernel.families.quantized_matmul import QuantizedMatmul as Record
+from ejkernel.modules.operations.cases import quantized_matmul as cases
+from ejkernel.modules.operations.configs import QuantizedMatmulConfig
+from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.operation import operation
+from ejkernel.planning.quantized_formats import Mode, make_format
+from ejkernel.quantization import check_quantized
+
+
+@arguments
+class QuantizedMatmulArguments:
+    """The arguments of `quantized_matmul`, which documents them; canonical from the moment they are made."""
+
+    x: jax.Array
+    w: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None = None
+    transpose: bool = static(False)
+    group_size: int | None = static(None)
+    bits: int | None = static(None)
+    mode: Any = static("affine")
+    axis: str | None = static(None)
+    precision: Any = static(None)
+    gemv_mode: Any = static("auto")
+    revsplit_k: Any = static("auto")
+    revsplit_k_parts: Any = static(None)
+    fuse: bool = static(True)
+    strict_fuse: Any = static(None)
+    tpu_path: Any = static(None)
+    allow_dense_fallback: Any = static(None)
+    use_best_config: bool = static(False)
+
+    def __post_init__(self) -> None:
+        form = make_format(self.mode, self.bits, self.group_size)
+        transpose = as_flag("transpose", self.transpose)
+        if self.axis not in (None, "col" if transpose else "row"):
+            wants = "'col' or None with transpose=True, 'row' or None without"
+            raise ValueError(f"axis: got {self.axis!r} with transpose={transpose}, wants {wants}")
+        _refuse(self)
+        settle(
+            self,
+            transpose=transpose,
+            group_size=form.group_size,
+            bits=form.bits,
+            axis=None,
+            precision=as_precision("precision", self.precision),
+            # Of no meaning here, where dispatch chooses the kernel and the tuned configuration is always taken.
+            use_best_config=as_flag("use_best_config", self.use_best_config) and False,
+        )
+
+
+def _refuse(args: QuantizedMatmulArguments) -> None:
+    """Refuses upstream's choices of a kernel by name."""
+    usual = {"gemv_mode": "auto", "revsplit_k": "auto", "revsplit_k_parts": None, "fuse": True, "tpu_path": None}
+    for name, value in usual.items():
+        if getattr(args, name) != value:
+            instead = "cfg=QuantizedMatmulConfig(splits=...)" if "split" in name else "platform="
+            raise NotImplementedError(f"{name}: got {getattr(args, name)!r}; dispatch chooses the kernel, or {instead}")
+    for name, value in (("strict_fuse", True), ("allow_dense_fallback", False)):
+        if getattr(args, name) is value:
+            raise NotImplementedError(f"{name}: got {value}; platform='triton' takes the fused kernel or raises")
+
+
+@operation(lambda: OP)
+def quantized_matmul(
+    x: Float[Array, "m k"],
+    w: UInt32[Array, "rows words"],
+    scales: Num[Array, "rows groups"],
+    zeros: Float[Array, "rows groups"] | None = None,
+    *,
+    transpose: bool = False,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Mode = "affine",
+    axis: str | None = None,
+    precision: Any = None,
+    gemv_mode: str = "auto",
+    revsplit_k: str = "auto",
+    revsplit_k_parts: int | None = None,
+    fuse: bool = True,
+    strict_fuse: bool | None = None,
+    tpu_path: str | None = None,
+    allow_dense_fallback: bool | None = None,
+    use_best_config: bool = False,
+    platform: str | None = None,
+    cfg: QuantizedMatmulConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "m n"]:
+    """x times a matrix of few bits (formula and formats: `ejkernel.families.quantized_matmul`).
+
+    `ejkernel.quantization.quantize` makes w, scales and zeros. Kernels dequantise in registers; where none serves the
+    call, XLA makes the matrix at x's width. The gradient of x is exact for the dequantised matrix; w, scales and zeros
+    are constants.
+
+    Args:
+        x: [M, K] float16, bfloat16, float32 or float64.
+        w: uint32 [K, ceil(N * bits / 32)], or [N, ceil(K * bits / 32)] with `transpose`.
+        scales: [K, N / group_size], or [N, K / group_size] with `transpose`: float16 of affine codes, float32 of nf4,
+            uint8 of others.
+        zeros: float16 of the scales' shape, with `mode="affine"` alone.
+        transpose: Whether the rows of w are the columns of the matrix, as `quantize(..., axis="col")` makes them.
+        group_size: Neighbours in a row of w that share a scale; None for the mode's own.
+        bits: Of a code, 1 to 8 with `mode="affine"`; None for 4, or what another mode has.
+        mode: "affine", "nf4", "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
+        axis: None, or "row", with `transpose` "col": what `transpose` says already.
+        precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
+            None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
+        gemv_mode: Only "auto"; dispatch chooses the kernel.
+        revsplit_k: Only "auto"; `cfg=QuantizedMatmulConfig(splits=...)` splits the contracted elements.
+        revsplit_k_parts: Only None, likewise.
+        fuse: Only True.
+        strict_fuse: None or False; `platform="triton"` takes the fused kernel or raises.
+        tpu_path: Only None.
+        allow_dense_fallback: None or True, as `strict_fuse`.
+        use_best_config: Either value; tuned configurations are always taken.
+
+    Returns:
+        [M, N] in x's dtype.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from ejkernel.modules import quantized_matmul
+        from ejkernel.quantization import dequantize, quantize
+
+        weights = jnp.sin(jnp.arange(64.0 * 32)).reshape(64, 32)  # [out_features, in_features]
+        w, scales, zeros = quantize(weights, group_size=32)
+        output = quantized_matmul(jnp.ones((2, 32)), w, scales, zeros, group_size=32)
+        assert jnp.allclose(output[0], dequantize(w, scales, zeros, group_size=32).sum(axis=1), atol=1e-4)
+        ```
+    """
+    ...
+
+
+def validate(args: QuantizedMatmulArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    form = make_format(args.mode, args.bits, args.group_size)
+    check_shape("x", args.x, "M K", sizes)
+    check_dtype("x", args.x, jnp.floating, "a floating dtype")
+    check_shape("w", args.w, "rows words", sizes)
+    check_shape("scales", args.scales, "rows groups", sizes)
+    check_quantized(args.w, args.scales, args.zeros, form)
+    contracted = args.scales.shape[1] * form.group_size if args.transpose else args.w.shape[0]
+    if args.x.shape[1] != contracted:
+        raise ValueError(
+            f"x: got shape {tuple(args.x.shape)}, wants [M, {contracted}] for a matrix of {contracted} rows"
+        )
+
+
+def lower(args: QuantizedMatmulArguments) -> Record:
+    """The quantised-matmul record of a call."""
+    return Record(
+        x=args.x,
+        packed=args.w,
+        scales=args.scales,
+        zeros=args.zeros,
+        format=make_format(args.mode, args.bits, args.group_size),
+        transpose=args.transpose,
+        precision=args.precision,
+    )
+
+
+def axes_of(args: QuantizedMatmulArguments) -> dict[str, str]:
+    """The axis letters of the arrays whose rows are columns of the matrix."""
+    return {"w": "n w", "scales": "n q", "zeros": "n q"} if args.transpose else {}
+
+
+def reference(args: QuantizedMatmulArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return family.reference(lower(args))[0]
+
+
+class QuantizedMatmul(Kernel[QuantizedMatmulConfig, Array]):
+    """`quantized_matmul` as an object."""
+
+
+OP = Op(
+    name="quantized_matmul",
+    function=quantized_matmul,
+    arguments=QuantizedMatmulArguments,
+    family=family.FAMILY,
+    config=QuantizedMatmulConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(QuantizedMatmulArguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-11, atol=1e-11),
+        "float32": Tolerance(rtol=2e-5, atol=2e-5),
+        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+        "float16": Tolerance(rtol=3e-3, atol=3e-3),
+    },
+    make_inputs=cases.make_inputs,
+    axes={"x": "m k", "w": "k w", "scales": "k q", "zeros": "k q"},
+    axes_of=axes_of,
+)
+QuantizedMatmul.op = OP

@@ -1,0 +1,89 @@
+"""Packed sequences of a selective scan, as one row that every scan kernel takes.
+
+Each sequence of the row gets tokens of ours around its own; E is the size of a channel's state:
+
+    1 token      forgets what is before: a step so long that exp(step A) is 0, with nothing to write
+    E tokens     write the initial state, one number of every channel each: x = 2^60 state, step = 2^-60
+    its tokens
+    E tokens     read the state behind it, one number each: step 0 changes nothing
+
+Multiplying by powers of two rounds nothing, and exp(2^-60 A) is 1, so that states pass through exactly.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selective_scan import SelectiveScan, accumulator
+
+SCALE = 2.0**60
+FORGET = 1e30
+"""A step after which nothing is left of a state whose A is below zero."""
+
+
+class Layout(NamedTuple):
+    """Where everything is in the row of L tokens.
+
+    Attributes:
+        sequence: [L] int32, whose token it is.
+        offset: [L] int32, which of the sequence's.
+        lengths: [N] int32.
+        begins: [N] int32, the first token of each sequence.
+    """
+
+    sequence: jax.Array
+    offset: jax.Array
+    lengths: jax.Array
+    begins: jax.Array
+
+
+def _layout(cu_seqlens: jax.Array, tokens: int, size: int) -> Layout:
+    bounds = cu_seqlens.astype(jnp.int32)
+    count = bounds.shape[0] - 1
+    begins = bounds[:-1] + jnp.arange(count, dtype=jnp.int32) * (1 + 2 * size)
+    place = jnp.arange(tokens + count * (1 + 2 * size), dtype=jnp.int32)
+    sequence = jnp.clip(jnp.searchsorted(begins, place, side="right").astype(jnp.int32) - 1, 0, count - 1)
+    return Layout(sequence, place - begins[sequence], jnp.diff(bounds), begins)
+
+
+def packed_record(record: SelectiveScan, cu_seqlens: jax.Array) -> SelectiveScan:
+    """The row for a record of one row, whose `initial_state` is that of the sequences, [N, I, E], or None."""
+    dtype, size = accumulator(record), record.decay.shape[1]
+    at = _layout(cu_seqlens, record.x.shape[1], size)
+    own, behind = at.offset - 1 - size, at.offset - 1 - size - at.lengths[at.sequence]
+    is_own, written = (own >= 0) & (behind < 0), at.offset - 1
+    source = jnp.clip(cu_seqlens[at.sequence] + own, 0, record.x.shape[1] - 1)
+
+    def tokens(x: jax.Array, otherwise: Any) -> jax.Array:
+        return jnp.where(is_own[:, None], x[0, source].astype(dtype), otherwise)[None]
+
+    numbers = jnp.arange(size, dtype=jnp.int32)
+    writes, reads = ((n[:, None] == numbers).astype(dtype) for n in (written, behind))
+    x = jnp.zeros((), dtype)
+    if record.initial_state is not None:
+        states = record.initial_state.astype(dtype)[at.sequence, :, jnp.clip(written, 0, size - 1)]
+        x = jnp.where(((written >= 0) & (written < size))[:, None], states * SCALE, 0)
+    step = jnp.where(at.offset == 0, FORGET, jnp.where((written >= 0) & (written < size), 1 / SCALE, 0))
+    return dataclasses.replace(
+        record,
+        x=tokens(record.x, x),
+        step=tokens(record.step, step.astype(dtype)[:, None]),
+        write=tokens(record.write, writes),
+        read=tokens(record.read, reads),
+        initial_state=None,
+    )
+
+
+def unpacked(output: jax.Array, cu_seqlens: jax.Array, tokens: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """The row's output [1, L, I] as outputs [1, T, I], 0 for tokens of no sequence, and final states [N, I, E]."""
+    at, index = _layout(cu_seqlens, tokens, size), jnp.arange(tokens, dtype=jnp.int32)
+    bounds = cu_seqlens.astype(jnp.int32)
+    owner = jnp.searchsorted(bounds[1:], index, side="right").astype(jnp.int32)
+    place = index + owner * (1 + 2 * size) + 1 + size
+    owned = (index < bounds[-1])[:, None]
+    read = jnp.where(owned, output[0, jnp.minimum(place, output.shape[1] - 1)], 0)
+    first = at.begins + 1 + size + at.lengths
+    states = output[0, first[:, None] + jnp.arange(size, dtype=jnp.int32)]
+    return read[None], states.swapaxes(1, 2)

@@ -1,0 +1,266 @@
+"""Recurrences of packed requests whose states live in slots, for servers: prefill and decode in one call.
+
+`ragged_gated_delta_rule` is an operation; these are the others, as calls of the operations that they are named for:
+
+    states  = slots[state_indices]              zeros where an index is outside of the slots, such as -1
+    y, last = recurrence(packed tokens, cu_seqlens=query_start_loc, initial_state=states)
+    slots   = slots with `last` at state_indices     but for empty requests and indices outside
+
+Request n owns tokens `query_start_loc[n] : query_start_loc[n + 1]`, and tokens of no request have output 0. Indices of
+requests with tokens differ. Donate the slots under `jax.jit`, and the update is in place.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.modules.operations.gated_linear_attention import gated_linear_attention
+from ejkernel.modules.operations.lightning_attention import lightning_attention
+from ejkernel.modules.operations.ragged_gated_delta_rule import ragged_gated_delta_rule
+from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
+from ejkernel.modules.operations.shared.slots import read_slots, write_slots
+from ejkernel.modules.operations.state_space_v1 import state_space_v1
+from ejkernel.modules.operations.state_space_v2 import state_space_v2
+
+__all__ = [
+    "ragged_gated_linear_attention",
+    "ragged_kernel_delta_attention",
+    "ragged_lightning_attention",
+    "ragged_state_space_v1",
+    "ragged_state_space_v2",
+]
+
+Run = Callable[[jax.Array, jax.Array], Any]
+"""(states before the requests, their starts) -> outputs and the states behind them."""
+
+
+def ragged_gated_linear_attention(
+    query: Float[Array, "t h k"],
+    key: Float[Array, "t g k"],
+    value: Float[Array, "t g v"],
+    g: Float[Array, "t h"] | Float[Array, "t h k"] | None,
+    recurrent_state: Float[Array, "slots h k v"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+    **options: Any,
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+    """`gated_linear_attention` (Yang et al. 2023, arXiv:2312.06635) of packed requests, each with its own state.
+
+    Args:
+        query: [T, H, K] floating, packed.
+        key: [T, Hk, K], dtype of query.
+        value: [T, Hk, V], dtype of query.
+        g: [T, H] or [T, H, K] log gates; None for none.
+        recurrent_state: [slots, H, K, V] floating.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+        state_indices: [N] int.
+        **options: Keyword arguments of `gated_linear_attention`, such as `g_gamma`, `softmax_scale`, `platform`.
+
+    Returns:
+        [T, H, V] in query's dtype, and the slots.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules.ragged import ragged_gated_linear_attention
+
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 7, 2, 16))
+        slots = jnp.zeros((4, 2, 16, 16))
+        starts, indices = jnp.array([0, 5, 6, 7]), jnp.array([3, 0, 1])  # one prefill, two decodes
+        gates = jnp.full((7, 2), -0.1)
+        output, slots = ragged_gated_linear_attention(query, key, value, gates, slots, starts, indices)
+        assert output.shape == (7, 2, 16) and not slots[2].any()
+        ```
+    """
+
+    def run(states: jax.Array, starts: jax.Array) -> Any:
+        tokens = {"query": query, "key": key, "value": value, "g": g}
+        return gated_linear_attention(**tokens, initial_state=states, cu_seqlens=starts, return_state=True, **options)
+
+    return _with_slots(run, query.shape[0], recurrent_state, query_start_loc, state_indices)
+
+
+def ragged_lightning_attention(
+    query: Float[Array, "t h k"],
+    key: Float[Array, "t g k"],
+    value: Float[Array, "t g v"],
+    recurrent_state: Float[Array, "slots h k v"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+    *,
+    layer_idx: int,
+    num_layers: int,
+    **options: Any,
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+    """`lightning_attention` (Qin et al. 2024, arXiv:2401.04658) of packed requests, each with its own state.
+
+    Args:
+        query: [T, H, K] floating, packed.
+        key: [T, Hk, K], dtype of query.
+        value: [T, Hk, V], dtype of query.
+        recurrent_state: [slots, H, K, V] floating.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+        state_indices: [N] int.
+        layer_idx: Which layer of the model this is, from 0.
+        num_layers: How many there are.
+        **options: Keyword arguments of `lightning_attention`, such as `softmax_scale`, `platform`.
+
+    Returns:
+        [T, H, V] in query's dtype, and the slots.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+    """
+
+    def run(states: jax.Array, starts: jax.Array) -> Any:
+        layer = {"layer_idx": layer_idx, "num_layers": num_layers}
+        packed = {"initial_state": states, "cu_seqlens": starts, "return_state": True}
+        return lightning_attention(query, key, value, **packed, **layer, **options)
+
+    return _with_slots(run, query.shape[0], recurrent_state, query_start_loc, state_indices)
+
+
+def ragged_kernel_delta_attention(
+    query: Float[Array, "t h k"],
+    key: Float[Array, "t g k"],
+    value: Float[Array, "t g v"],
+    beta: Float[Array, "t h"],
+    decay: Float[Array, "t h k"] | None,
+    recurrent_state: Float[Array, "slots h k v"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+    **options: Any,
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+    """`kernel_delta_attention` of packed requests: `ragged_gated_delta_rule` with a decay of every key channel.
+
+    Args:
+        query: [T, H, K] floating, packed.
+        key: [T, Hk, K], dtype of query.
+        value: [T, Hk, V], dtype of query.
+        beta: [T, H] floating, strength of the correction.
+        decay: [T, H, K] log of the decay, or [T, H]; None is none.
+        recurrent_state: [slots, H, K, V] floating.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+        state_indices: [N] int.
+        **options: Keyword arguments of `ragged_gated_delta_rule`, such as `use_qk_l2norm`, `platform`.
+
+    Returns:
+        [T, H, V] in query's dtype, and the slots.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+    """
+    states = (recurrent_state, query_start_loc, state_indices)
+    return ragged_gated_delta_rule(query, key, value, beta, decay, *states, **options)
+
+
+def ragged_state_space_v1(
+    hidden_states: Float[Array, "t i"],
+    A: Float[Array, "i e"],
+    B: Float[Array, "t e"],
+    C: Float[Array, "t e"],
+    D: Float[Array, " i"],
+    dt: Float[Array, "t i"],
+    recurrent_state: Float[Array, "slots i e"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+    *,
+    gate: Float[Array, "t i"] | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "t i"], Float[Array, "slots i e"]]:
+    """`state_space_v1` (Mamba; Gu & Dao 2023, arXiv:2312.00752) of packed requests, each with its own state.
+
+    Args:
+        hidden_states: [T, I] floating, packed.
+        A: [I, E] floating, real and negative.
+        B: [T, E] floating.
+        C: [T, E] floating.
+        D: [I] floating.
+        dt: [T, I] floating step sizes, after softplus.
+        recurrent_state: [slots, I, E] floating.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+        state_indices: [N] int.
+        gate: [T, I] floating, as in `state_space_v1`.
+        **options: Keyword arguments of `state_space_v1`, such as `act_fn`, `platform`.
+
+    Returns:
+        [T, I] in the dtype of hidden_states, and the slots.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+    """
+
+    def run(states: jax.Array, starts: jax.Array) -> Any:
+        rows = {"hidden_states": hidden_states[None], "B": B[None], "C": C[None], "dt": dt[None]}
+        rows |= {} if gate is None else {"gate": gate[None]}
+        y, last, _ = state_space_v1(**rows, A=A, D=D, initial_state=states, cu_seqlens=starts, **options)
+        return y[0], last
+
+    return _with_slots(run, hidden_states.shape[0], recurrent_state, query_start_loc, state_indices)
+
+
+def ragged_state_space_v2(
+    x: Float[Array, "t h p"],
+    A: Float[Array, " h"],
+    B: Float[Array, "t g e"],
+    C: Float[Array, "t g e"],
+    D: Float[Array, " h"],
+    dt: Float[Array, "t h"],
+    recurrent_state: Float[Array, "slots h p e"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+    *,
+    gate: Float[Array, "t h*p"] | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "t h*p"], Float[Array, "slots h p e"]]:
+    """`state_space_v2` (Mamba-2; Dao & Gu 2024, arXiv:2405.21060) of packed requests, each with its own state.
+
+    Args:
+        x: [T, H, P] floating, packed.
+        A: [H] floating, real and negative.
+        B: [T, G, E], dtype of x.
+        C: [T, G, E], dtype of x.
+        D: [H] floating.
+        dt: [T, H] floating step sizes, after softplus.
+        recurrent_state: [slots, H, P, E] floating.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+        state_indices: [N] int.
+        gate: [T, H * P] floating, as in `state_space_v2`.
+        **options: Keyword arguments of `state_space_v2`, such as `act_fn`, `use_gated_rmsnorm`, `platform`.
+
+    Returns:
+        [T, H * P] in x's dtype, and the slots.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+    """
+
+    def run(states: jax.Array, starts: jax.Array) -> Any:
+        rows = {"x": x[None], "B": B[None], "C": C[None], "dt": dt[None]}
+        rows |= {} if gate is None else {"gate": gate[None]}
+        y, last, _ = state_space_v2(**rows, A=A, D=D, initial_state=states, cu_seqlens=starts, **options)
+        return y[0], last
+
+    return _with_slots(run, x.shape[0], recurrent_state, query_start_loc, state_indices)
+
+
+def _with_slots(
+    run: Run, tokens: int, slots: jax.Array, starts: jax.Array, indices: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs of a packed call, 0 for tokens of no request, and the slots after it."""
+    sizes: dict[str, int] = {}
+    check_shape("state_indices", indices, "N", sizes)
+    check_shape("query_start_loc", starts, "N+1", {"N+1": sizes["N"] + 1})
+    for name, array in (("state_indices", indices), ("query_start_loc", starts)):
+        check_dtype(name, array, jnp.integer, "an integer dtype")
+    if not slots.shape or not slots.shape[0]:
+        raise ValueError(f"recurrent_state: got shape {slots.shape}, wants at least one slot")
+    output, states = run(read_slots(slots, indices), starts)
+    owned = (jnp.arange(tokens) < starts[-1]).reshape(-1, *(1,) * (output.ndim - 1))
+    return jnp.where(owned, output, 0), write_slots(slots, indices, starts, states)

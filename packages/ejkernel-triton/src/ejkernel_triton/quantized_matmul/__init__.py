@@ -1,0 +1,49 @@
+"""The quantised matmul in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.quantized_matmul import config
+from ejkernel_triton.requirements import triton_requires
+
+MOST_ROWS = 256
+"""Rows of x from which on one pass over the matrix at full width costs less than dequantising it for every tile."""
+LARGEST = 2**31 - 1
+"""Words of a matrix, which 32 bits count."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not (record.x.size and record.packed.size):
+        yield "an array is empty"
+    if record.format.bits not in (4, 8):
+        yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
+    if record.x.shape[0] > MOST_ROWS:
+        yield f"x has {record.x.shape[0]} rows; beyond {MOST_ROWS}, dequantising once takes less time"
+    if record.packed.size > LARGEST:
+        yield f"w has {record.packed.size} words, more than {LARGEST}"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    return (
+        Implementation(
+            family="quantized_matmul",
+            name="triton",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.quantized_matmul.passes:forward",
+            backward="ejkernel_triton.quantized_matmul.passes:backward",
+            gradients=frozenset({"x"}),
+            requires=triton_requires(handles=("zeros", "transpose", "precision"), extra=_reasons),
+            config=ConfigSpace(
+                forward=config.QuantizedTiles,
+                backward=config.QuantizedTiles,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=10,
+        ),
+    )

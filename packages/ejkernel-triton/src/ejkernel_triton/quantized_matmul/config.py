@@ -1,0 +1,81 @@
+"""Configuration of the quantised matmul's kernels."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedTiles:
+    """Configuration of a kernel.
+
+    Attributes:
+        block_m: Rows a tile.
+        block_r: Rows of packed weights a tile.
+        block_w: Words of packed weights a tile.
+        splits: Parts of the contracted elements, each with a program of its own, which XLA adds up.
+        num_warps: Warps a program.
+        num_stages: Tiles of words that are copied ahead.
+    """
+
+    block_m: int
+    block_r: int
+    block_w: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)}
+"""Fields of the public configuration and what they set here."""
+
+OVER_ROWS = ((64, 32, 4, 4), (64, 64, 4, 4), (64, 64, 8, 4), (128, 32, 4, 3), (32, 64, 4, 4))
+"""Rows, words, warps and stages of kernels that contract the rows of the packed matrix."""
+OVER_WORDS = ((32, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3), (32, 64, 4, 4), (32, 128, 4, 3))
+"""The same for kernels that contract what the words hold."""
+PROGRAMS_PER_SM = 2
+
+
+def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedTiles:
+    """Tiles for a record on a device, by rule."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedTiles, ...]:
+    """Tiles worth measuring for a record on a device."""
+    over_rows = record.transpose == (direction == "backward")
+    block_m = min(64, max(16, 1 << (record.x.shape[0] - 1).bit_length()))
+    found: list[Any] = []
+    for block_r, block_w, warps, stages in OVER_ROWS if over_rows else OVER_WORDS:
+        for per_sm in (PROGRAMS_PER_SM, 2 * PROGRAMS_PER_SM):
+            splits = _splits(record, device, over_rows, (block_m, block_r, block_w), per_sm)
+            found.append(
+                QuantizedTiles(
+                    block_m=block_m,
+                    block_r=block_r,
+                    block_w=block_w,
+                    splits=splits,
+                    num_warps=warps,
+                    num_stages=stages,
+                )
+            )
+    return tuple(dict.fromkeys(found))
+
+
+def _splits(
+    record: QuantizedMatmul, device: DeviceInfo, over_rows: bool, blocks: tuple[int, int, int], per_sm: int
+) -> int:
+    """As many parts as fill the device, each with four tiles or more."""
+    if interpreting():
+        return 2
+    block_m, block_r, block_w = blocks
+    rows, words = record.packed.shape
+    tiles = -(-rows // block_r) if over_rows else -(-words // block_w)
+    programs = (-(-words // block_w) if over_rows else -(-rows // block_r)) * -(-record.x.shape[0] // block_m)
+    wanted = -(-per_sm * chip_of(device).multiprocessors // programs)
+    return max(1, min(wanted, tiles // 4))

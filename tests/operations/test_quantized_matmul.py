@@ -1,0 +1,133 @@
+"""Weights of few bits: how codes lie in words, what they mean, and products with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import quantized_matmul
+from ejkernel.planning.quantized_formats import MODES, pack, unpack
+from ejkernel.quantization import dequantize, prepack_quantized_weights, quantize
+
+WEIGHTS = jax.random.normal(jax.random.key(0), (96, 64))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_code_i_is_bits_i_times_bits_on_of_the_row(bits):
+    codes = np.random.default_rng(0).integers(0, 2**bits, (3, 48), dtype=np.uint8)
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
+    assert packed.shape == (3, -(-48 * bits // 32))
+    assert packed.dtype == np.uint32
+    for row, words in zip(codes, packed, strict=True):
+        stream = sum(int(word) << (32 * i) for i, word in enumerate(words))
+        assert [(stream >> (i * bits)) & (2**bits - 1) for i in range(48)] == row.tolist()
+    np.testing.assert_array_equal(unpack(jnp.asarray(packed), bits, 48), codes)
+
+
+@pytest.mark.parametrize("axis", ["row", "col"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_trip_gives_the_weights_back_not_their_transpose(mode, axis):
+    group = 16 if mode.startswith("nv") else 32
+    back = dequantize(*quantize(WEIGHTS, group, mode=mode, axis=axis), mode=mode, group_size=group, axis=axis)
+    assert back.shape == WEIGHTS.shape
+    error = float(jnp.linalg.norm(back - WEIGHTS) / jnp.linalg.norm(WEIGHTS))
+    # Half a step of the format, of about the largest of a group: 8 bits with a good scale, 8 with a scale of 3 digits
+    # below its smallest normal, and 4 bits.
+    assert error < {"mxfp8": 0.04, "nvfp8": 0.05}.get(mode, 0.14)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_affine_codes_are_within_half_a_step(bits):
+    packed, scales, zeros = quantize(WEIGHTS, 32, bits, axis="col")
+    back = dequantize(packed, scales, zeros, 32, bits, axis="col")
+    step = jnp.repeat(scales.astype(jnp.float32), 32, axis=1)
+    # Zeros are stored with 11 bits.
+    allowed = (
+        step * (0.5 + jnp.repeat(jnp.abs(zeros.astype(jnp.float32)), 32, axis=1) * 2**-11) + 2**-11 * step * 2**bits
+    )
+    assert bool((jnp.abs(back - WEIGHTS) <= allowed * 1.001).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_of_one_value_and_of_zeros_come_back_exactly(mode):
+    group = 16 if mode.startswith("nv") else 32
+    same = jnp.concatenate([jnp.zeros((2, group)), jnp.full((2, group), 0.25)], axis=1)
+    back = dequantize(*quantize(same, group, mode=mode, axis="col"), mode=mode, group_size=group, axis="col")
+    assert bool((back[:, :group] == 0).all())
+    assert float(jnp.abs(back[:, group:] - 0.25).max()) <= 0.25 * (0.07 if mode == "nvfp4" else 0.13)
+
+
+def test_formats_of_microscaling_hold_what_they_can_hold_exactly():
+    values = jnp.tile(jnp.array([0.5, -1.5, 6.0, -4.0, 3.0, 2.0, -1.0, 0.0]), (2, 4)) * 0.125
+    packed, exponents = quantize(values, mode="mxfp4", axis="col")
+    assert np.asarray(exponents).astype(np.int8).tolist() == [[-3], [-3]]
+    np.testing.assert_array_equal(dequantize(packed, exponents, mode="mxfp4", axis="col"), values)
+
+
+@pytest.mark.parametrize(("transpose", "axis"), [(False, "row"), (True, "col")])
+def test_what_quantize_makes_is_what_the_operation_takes(transpose, axis):
+    x = jax.random.normal(jax.random.key(1), (3, 64))
+    made = quantize(WEIGHTS, 32, axis=axis)
+    want = x @ dequantize(*made, group_size=32, axis=axis).T
+    got = quantized_matmul(x, *made, group_size=32, transpose=transpose, axis=axis)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    flipped = prepack_quantized_weights(WEIGHTS.T, 32, transpose=False) if axis == "row" else None
+    if flipped is not None:  # weights that are [K, N] already
+        for one, other in zip(flipped, made, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_gradient_of_x_is_that_of_the_dequantised_product():
+    x = jax.random.normal(jax.random.key(1), (3, 64))
+    made = quantize(WEIGHTS, 32)
+    dense = dequantize(*made, group_size=32)
+    got = jax.grad(lambda x: jnp.sum(jnp.sin(quantized_matmul(x, *made, group_size=32))))(x)
+    np.testing.assert_allclose(got, jax.grad(lambda x: jnp.sum(jnp.sin(x @ dense.T)))(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mode": "int4"}, "mode: got 'int4', wants one of affine, nf4"),
+        ({"mode": "nf4", "bits": 8}, "bits: got 8, wants 4 for nf4"),
+        ({"bits": 9}, "bits: got 9, wants 1 to 8 for affine"),
+        ({"group_size": 24}, "group_size: got 24, wants a power of two"),
+        ({"group_size": 64}, "scales: got shape (64, 3), wants [64, 1]"),
+        ({"axis": "col"}, "axis: got 'col' with transpose=False"),
+        ({"zeros": None}, "zeros: got None with mode 'affine', wants zeros"),
+        ({"x": jnp.ones((3, 65))}, "x: got shape (3, 65), wants [M, 64]"),
+        ({"w": jnp.ones((64, 12))}, "w: got float32[64, 12], wants packed codes uint32"),
+        ({"scales": jnp.ones((64, 3))}, "scales: got dtype float32, wants float16 for affine"),
+    ],
+)
+def test_what_is_wrong_is_said_by_name(change, said):
+    packed, scales, zeros = quantize(WEIGHTS, 32)
+    given = {"x": jnp.ones((3, 64)), "w": packed, "scales": scales, "zeros": zeros, "group_size": 32} | change
+    with pytest.raises(ValueError, match=r".*") as caught:
+        quantized_matmul(**given)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"strict_fuse": True}, "strict_fuse: got True; platform='triton'"),
+        ({"revsplit_k_parts": 4}, "cfg=QuantizedMatmulConfig(splits=...)"),
+        ({"gemv_mode": "on"}, "gemv_mode: got 'on'; dispatch chooses"),
+    ],
+)
+def test_choices_of_a_kernel_are_refused_with_what_replaces_them(change, said):
+    made = quantize(WEIGHTS, 32)
+    with pytest.raises(NotImplementedError) as caught:
+        quantized_matmul(jnp.ones((3, 64)), *made, group_size=32, **change)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [(jnp.ones((60, 64)), "wants N in multiples of group_size 64"), (jnp.ones(64), "w: got float32[64], wants")],
+)
+def test_weights_that_cannot_be_quantised_are_refused(weights, said):
+    with pytest.raises(ValueError, match=r".*") as caught:
+        quantize(weights)
+    assert said in str(caught.value)

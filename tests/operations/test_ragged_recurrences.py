@@ -1,0 +1,142 @@
+"""Recurrences of packed requests with states in slots: every request as if it were alone, and no other slot touched."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import gla_attention, kda_attention, lightning_attention, state_space_v1, state_space_v2
+from ejkernel.modules.ragged import (
+    ragged_gated_linear_attention,
+    ragged_kernel_delta_attention,
+    ragged_lightning_attention,
+    ragged_state_space_v1,
+    ragged_state_space_v2,
+)
+
+T, H, G, K, V, SLOTS = 12, 4, 2, 6, 5, 5
+STARTS, INDICES = jnp.array([0, 5, 5, 6, 10]), jnp.array([3, 2, -1, 0])  # the second is empty, the third has no slot
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+QKV = {"query": normal(T, H, K), "key": normal(T, G, K), "value": normal(T, G, V)}
+GATES, BETA, DT = -jnp.square(normal(T, H, K)), jax.nn.sigmoid(normal(T, H)), jax.nn.softplus(normal(T, H))
+SLOTS_KV, SLOTS_PE = normal(SLOTS, H, K, V), normal(SLOTS, H, V, K)
+LAYER = {"layer_idx": 1, "num_layers": 4}
+SSM = {"x": normal(T, H, V), "B": normal(T, G, K), "C": normal(T, G, K), "dt": DT}
+A, D = -jnp.exp(normal(H)), normal(H)
+PACKED = (STARTS, INDICES)
+
+
+def alone_ssm(part, state):
+    y, last, _ = state_space_v2(A=A, D=D, initial_state=state, **part)
+    return y, last
+
+
+ONE = {"hidden_states": normal(T, 6), "B": normal(T, 3), "C": normal(T, 3), "dt": jax.nn.softplus(normal(T, 6))}
+ONE_A, ONE_D, SLOTS_IE = -jnp.exp(normal(6, 3)), normal(6), normal(SLOTS, 6, 3)
+
+
+def alone_scan(part, state):
+    y, last, _ = state_space_v1(A=ONE_A, D=ONE_D, initial_state=state, **part)
+    return y, last
+
+
+CASES = {
+    "mamba 1": (
+        lambda slots, *rest: ragged_state_space_v1(
+            ONE["hidden_states"], ONE_A, ONE["B"], ONE["C"], ONE_D, ONE["dt"], slots, *rest
+        ),
+        alone_scan,
+        ONE,
+        SLOTS_IE,
+    ),
+    "gla": (
+        lambda slots, *rest: ragged_gated_linear_attention(*QKV.values(), GATES, slots, *rest),
+        lambda part, state: gla_attention(**part, initial_state=state, return_state=True),
+        {**QKV, "g": GATES},
+        SLOTS_KV,
+    ),
+    "lightning": (
+        lambda slots, *rest: ragged_lightning_attention(*QKV.values(), slots, *rest, **LAYER),
+        lambda part, state: lightning_attention(**part, initial_state=state, return_state=True, **LAYER),
+        QKV,
+        SLOTS_KV,
+    ),
+    "kda": (
+        lambda slots, *rest: ragged_kernel_delta_attention(*QKV.values(), BETA, GATES, slots, *rest),
+        lambda part, state: kda_attention(**part, initial_state=state, return_state=True),
+        {**QKV, "beta": BETA, "decay": GATES},
+        SLOTS_KV,
+    ),
+    "mamba 2": (
+        lambda slots, *rest: ragged_state_space_v2(SSM["x"], A, SSM["B"], SSM["C"], D, DT, slots, *rest),
+        alone_ssm,
+        SSM,
+        SLOTS_PE,
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_request_continues_its_own_slot(name, jit):
+    call, alone, tokens, slots = CASES[name]
+    output, after = (jax.jit(call) if jit else call)(slots, *PACKED)
+    want, expected = np.zeros(output.shape), np.array(slots)
+    for n, index in enumerate(np.asarray(INDICES)):
+        part = slice(int(STARTS[n]), int(STARTS[n + 1]))
+        if part.start == part.stop:
+            continue
+        state = slots[None, index] if index >= 0 else jnp.zeros_like(slots[:1])
+        row, last = alone({field: x[None, part] for field, x in tokens.items()}, state)
+        want[part] = row[0]
+        if index >= 0:
+            expected[index] = last[0]
+    np.testing.assert_allclose(output, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_reach_slots_and_stop_at_those_that_nobody_reads(name):
+    call, _, _, slots = CASES[name]
+    gradient = jax.grad(lambda slots: jnp.sum(call(slots, *PACKED)[0]))(slots)
+    read = [0, 3]
+    assert np.all(np.any(np.asarray(gradient)[read], axis=tuple(range(1, slots.ndim))))
+    assert not np.any(np.delete(np.asarray(gradient), read, axis=0))
+
+
+def test_wrong_indices_are_refused_by_name():
+    with pytest.raises(ValueError, match="query_start_loc"):
+        CASES["gla"][0](SLOTS_KV, STARTS, INDICES[:2])
+    with pytest.raises(ValueError, match="state_indices"):
+        CASES["mamba 2"][0](SLOTS_PE, STARTS, INDICES.astype(jnp.float32))
+
+
+def test_gradients_of_a_packed_scan_are_those_of_its_sequences():
+    def packed(given):
+        A, D, states, tokens = given
+        rows = {name: x[None] for name, x in tokens.items()}
+        y, last, _ = state_space_v1(A=A, D=D, initial_state=states, cu_seqlens=STARTS, **rows)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(last))
+
+    def apart(given):
+        A, D, states, tokens = given
+        total = 0.0
+        for n in range(4):
+            part = slice(int(STARTS[n]), int(STARTS[n + 1]))
+            if part.start == part.stop:
+                total += jnp.sum(jnp.cos(states[n]))
+                continue
+            rows = {name: x[None, part] for name, x in tokens.items()}
+            y, last, _ = state_space_v1(A=A, D=D, initial_state=states[None, n], **rows)
+            total += jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(last))
+        return total
+
+    given = (ONE_A, ONE_D, SLOTS_IE[:4], ONE)
+    got, want = jax.value_and_grad(packed)(given), jax.value_and_grad(apart)(given)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)

@@ -1,0 +1,31 @@
+"""The guides that were promised are there, in the site's navigation, and each has code that is executed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDES = {
+    "training": ("equinox", "flax", "state_space_v2", "kernel_delta_attention", "grouped_matmul"),
+    "sharded_training": ("fsdp", "tp", "in_specs", "out_shardings"),
+    "serving": ("chunked_prefill_paged_decode",),
+    "remat": ("save_only_these_names",),
+    "fleet": ("save_recorded", "import"),
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guide_shows_in_executed_code_what_it_is_about(guide):
+    text = (ROOT / "docs" / f"{guide}.md").read_text()
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    assert "assert " in code or "print(" in code
+    for word in GUIDES[guide]:
+        assert word in code
+    assert f": {guide}.md\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_the_libraries_of_the_guides_are_installed_for_the_tests():
+    text = (ROOT / "pyproject.toml").read_text()
+    for library in ("equinox", "flax"):
+        assert f'    "{library}>=' in text
