@@ -1,10 +1,10 @@
 """Chunked linear recurrences in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence import config
 from ejkernel_triton.requirements import triton_requires
 
@@ -27,8 +27,16 @@ def _reasons(record: Any) -> Iterable[str]:
 def _delta_reasons(record: Any) -> Iterable[str]:
     if record.beta is None:
         yield "beta is not given: that is served by 'triton'"
-    if not os.environ.get("EJK_TRY_KDA") and record.decay is not None and record.decay.shape[3] > 1:
-        yield "decay: the delta rule wants no gate or one a head here"
+    if record.decay is None or record.decay.shape[3] > 1:
+        yield "decay: the delta rule wants one gate a head here"
+    yield from _reasons(record)
+
+
+def _delta_pair_reasons(record: Any) -> Iterable[str]:
+    if record.beta is None:
+        yield "beta is not given: that is served by 'triton'"
+    if record.decay is not None and record.decay.shape[3] > 1 and not interpreting():
+        yield "decay: gates of channels in a delta rule gave other numbers in each run on a chip"
     yield from _reasons(record)
 
 
@@ -61,9 +69,6 @@ def implementations() -> tuple[Implementation, ...]:
             platform="triton",
             backend="gpu",
             forward="ejkernel_triton.linear_recurrence.delta:forward",
-            backward="ejkernel_triton.linear_recurrence.delta:backward",
-            gradients=DELTA_GRADIENTS,
-            paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_reasons),
             config=ConfigSpace(
                 forward=config.ChunkPasses,
@@ -72,6 +77,26 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.delta_candidates,
             ),
             priority=10,
+            tuned="ejkernel_triton:tuned",
+        ),
+        # Its gradients were interpreted and compiled, and not checked on a chip: only platform="triton" takes it.
+        Implementation(
+            family="linear_recurrence",
+            name="triton_delta_pair",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.linear_recurrence.delta:keeping",
+            backward="ejkernel_triton.linear_recurrence.delta:backward",
+            gradients=DELTA_GRADIENTS,
+            paired=True,
+            requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_pair_reasons),
+            config=ConfigSpace(
+                forward=config.DeltaPasses,
+                faces=config.FACES,
+                heuristic=config.delta_pair_heuristic,
+                candidates=config.delta_pair_candidates,
+            ),
+            priority=-10,
             tuned="ejkernel_triton:tuned",
         ),
     )

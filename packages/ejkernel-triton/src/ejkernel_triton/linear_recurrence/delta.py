@@ -12,7 +12,7 @@ from ejkernel.planning import packing
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, owned, reduced
-from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence.config import ChunkPasses, DeltaPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import Call, state_dtype
 
@@ -64,8 +64,22 @@ class Walked(NamedTuple):
     inverse: jax.Array
 
 
-def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()], Pocket]:
-    """Output and final states of a record with beta.
+def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Output and final states of a record with beta, with nothing kept for a backward pass.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks and tiles; its fields for gradients and segments are not read.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals.
+    """
+    output, residuals, _ = keeping(record, dataclasses.replace(config, keep_states=False))
+    return output, residuals
+
+
+def keeping(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()], Pocket]:
+    """Output and final states of a record with beta, and what its gradients need.
 
     Args:
         record: The canonical arguments.
@@ -86,7 +100,7 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
     return (jnp.where(real[None, :, None, None], output, 0), made.final[0]), (), pocket
 
 
-def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
+def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     """Gradients of the wanted fields of a record with beta.
 
     Args:

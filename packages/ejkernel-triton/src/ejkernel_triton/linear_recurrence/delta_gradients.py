@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ejkernel.ops.device import current_device
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.linear_recurrence.config import DeltaPasses
 from ejkernel_triton.linear_recurrence.spec import Call
 from ejkernel_triton.linear_recurrence.stages import over_groups
 
@@ -59,7 +60,7 @@ def walk(
     """
     from ejkernel_triton.linear_recurrence.delta_gradients_kernels import walk_kernel
 
-    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
     made = launch(
         walk_kernel,
         (call.query, call.key, call.gates, correction, cotangent, within, final, *call.spans[:2]),
@@ -69,27 +70,33 @@ def walk(
             Shape((batch, spec.T, spec.H, spec.V), cotangent.dtype),
         ],
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.state_block_v),
-        num_warps=config.state_warps,
+        grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.walk_block_v),
+        num_warps=config.walk_warps,
         num_stages=_walk_stages(call),
         constants={
             "spec": spec,
             "BLOCK_K": max(16, 1 << (spec.K - 1).bit_length()),
-            "BLOCK_V": config.state_block_v,
+            "BLOCK_V": config.walk_block_v,
         },
     )
     return Walk(*made)
 
 
+def delta_config(call: Call) -> DeltaPasses:
+    """The configuration of a call whose gradients are made."""
+    assert isinstance(call.config, DeltaPasses)  # the type that the implementation declares
+    return call.config
+
+
 def _walk_stages(call: Call) -> int:
     """Pipeline stages of the walk: as many chunks as shared memory has room for, at most the configuration's."""
-    spec, config = call.spec, call.config
+    spec, config = call.spec, delta_config(call)
     keys = max(16, 1 << (spec.K - 1).bit_length())
-    bytes_of_chunk = spec.CHUNK * (3 * keys + 2 * config.state_block_v) * call.query.dtype.itemsize
+    bytes_of_chunk = spec.CHUNK * (3 * keys + 2 * config.walk_block_v) * call.query.dtype.itemsize
     if spec.WIDTH > 1:
         bytes_of_chunk += 4 * spec.CHUNK * keys
     room = chip_of(current_device()).shared_memory * 4 // 5
-    return max(1, min(config.state_stages - 1, room // bytes_of_chunk))
+    return max(1, min(config.walk_stages, room // bytes_of_chunk))
 
 
 def solve(

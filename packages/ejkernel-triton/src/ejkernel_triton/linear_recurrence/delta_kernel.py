@@ -84,23 +84,6 @@ def unit_inverse(lower, spec: tl.constexpr):
 
 
 @triton.jit
-def key_pairs(k_base, g_base, start, end, BLOCK_K: tl.constexpr, spec: tl.constexpr):
-    """sum_k k_ik exp2(G_ik - G_jk) k_jk of a chunk's tokens for j < i, [CHUNK, CHUNK]; else anything finite."""
-    C: tl.constexpr = spec.CHUNK
-    pairs = tl.zeros([C, C], tl.float32)
-    for k in tl.range(0, spec.K, BLOCK_K):
-        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
-        if spec.WIDTH > 1:
-            g = load_gates(g_base, k, BLOCK_K, spec)
-            pairs = channel_scores(pairs, a, a, g, g_base, k, BLOCK_K, spec)
-        else:
-            pairs = add_dot(pairs, a, tl.trans(a), spec)
-    if spec.WIDTH == 1:
-        pairs *= pair_weights(tl.load(g_base + tl.arange(0, C)))
-    return pairs
-
-
-@triton.jit
 def corrections_kernel(
     key,
     value,
@@ -131,19 +114,29 @@ def corrections_kernel(
     v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
     g_base = gates_base(gates, row, head, chunk, spec, per)
     strength = load_dt(beta, row // per.BETA, start, end, head, spec)
-    pairs = key_pairs(k_base, g_base, start, end, BLOCK_K, spec)
+    pairs = tl.zeros([C, C], tl.float32)
+    for k in tl.range(0, spec.K, BLOCK_K):
+        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+        if spec.WIDTH > 1:
+            pairs = channel_scores(pairs, a, a, load_gates(g_base, k, BLOCK_K, spec), g_base, k, BLOCK_K, spec)
+        else:
+            pairs = add_dot(pairs, a, tl.trans(a), spec)
+    g = 0.0
+    if spec.WIDTH == 1:
+        g = tl.load(g_base + rows)
+        pairs *= pair_weights(g)
     lower = tl.where(rows[:, None] > rows[None, :], pairs * strength[:, None], 0.0)
-    solved = unit_inverse(lower, spec)
+    made = unit_inverse(lower, spec)
     if KEEP:
-        tl.store(scores_at(inverse, row, head, chunk, spec), solved.to(inverse.dtype.element_ty))
-    solved *= strength[None, :]
+        tl.store(scores_at(inverse, row, head, chunk, spec), made.to(inverse.dtype.element_ty))
+    solved = made * strength[None, :]
     for v in tl.range(0, spec.V, BLOCK_V):
         b = load_rows(v_base, start, end, v, spec.HV, spec.V, BLOCK_V, spec)
         to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
         store_rows(to, dot(solved.to(b.dtype), b, spec), start, end, v, spec.H, spec.V, spec)
     since = solved
     if spec.WIDTH == 1:
-        since *= tl.exp2(tl.load(g_base + rows))[None, :]
+        since = solved * tl.exp2(g)[None, :]
     for k in tl.range(0, spec.K, BLOCK_K):
         a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
         if spec.WIDTH > 1:
