@@ -212,6 +212,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("codespell")
+    session.run("python", "tests/project/check_words.py")
     session.run("lint-imports", env={"PYTHONPATH": sources})
     session.run("towncrier", "build", "--draft", "--version", PROJECT["project"]["version"], silent=True)
     session.run("validate-pyproject", *manifests)

@@ -164,14 +164,19 @@ def copy(cell: Cell) -> Side:
 def sides(cell: Cell, arrays: tuple[jax.Array, ...], options: argparse.Namespace) -> dict[str, Side]:
     """Everything that is timed on a cell."""
     found: dict[str, Side] = {}
-    for platform in ("triton",) if cell.operations > 5e11 or not options.xla else ("triton", "xla"):
+    platforms = ("pallas", "triton") if cell.operations > 5e11 or not options.xla else ("pallas", "triton", "xla")
+    for platform in platforms:
         found[f"paged, {platform}, with writes"] = paged(cell, arrays, platform)
-    op = "multi_latent_ragged_page_attention"
-    for suffix, side in configured(op, "triton", record_of(cell, arrays), options.candidates):
-        found[f"paged, triton{suffix}"] = lambda side=side: side()[0]
-    if cell.rows == 1:
-        for suffix, side in configured("mla_decode", "triton_latent", dense_of(cell, arrays), options.candidates):
-            found[f"dense, triton{suffix}"] = lambda side=side: side()[:, 0, :, :LATENT]
+    op, record = "multi_latent_ragged_page_attention", record_of(cell, arrays)
+    for name in ("mosaic_gpu_latent", "triton"):
+        for suffix, side in configured(op, name, record, options.candidates):
+            found[f"paged, {name}{suffix}"] = lambda side=side: side()[0]
+    if cell.rows > 1:
+        return found
+    record = dense_of(cell, arrays)
+    for name in ("mosaic_gpu_latent", "triton_latent"):
+        for suffix, side in configured("mla_decode", name, record, options.candidates):
+            found[f"dense, {name}{suffix}"] = lambda side=side: side()[:, 0, :, :LATENT]
     return found
 
 

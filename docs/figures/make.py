@@ -6,11 +6,12 @@ from pathlib import Path
 import algorithms
 import architecture
 import block_maps
+import experts
 import hopper_pipeline
 import speed
 from style import HERE
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed):
+    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed, experts):
         figures.draw(folder)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import quantized_matmul
+from ejkernel.modules import grouped_matmul, quantized_matmul
 from ejkernel.planning.quantized_formats import MODES, pack, unpack
 from ejkernel.quantization import dequantize, prepack_quantized_weights, quantize
 
@@ -130,4 +130,59 @@ def test_choices_of_a_kernel_are_refused_with_what_replaces_them(change, said):
 def test_weights_that_cannot_be_quantised_are_refused(weights, said):
     with pytest.raises(ValueError, match=r".*") as caught:
         quantize(weights)
+    assert said in str(caught.value)
+
+
+def experts(axis, mode="affine"):
+    """Packed matrices as `grouped_matmul` takes them, and what they hold, [E, N, K]."""
+    made = quantize(jax.random.normal(jax.random.key(2), (3, 64, 96)), 32, mode=mode, axis=axis)
+    packed = {"rhs": made[0], "rhs_scale": made[1], "rhs_zeros": made[2] if made[2:] else None}
+    options = {"rhs_mode": mode, "rhs_group_size": 32, "transpose_rhs": axis == "col"}
+    return {**packed, **options}, dequantize(*made, group_size=32, mode=mode, axis=axis)
+
+
+@pytest.mark.parametrize("mode", ["affine", "nf4", "mxfp8"])
+@pytest.mark.parametrize("axis", ["row", "col"])
+def test_grouped_matmul_takes_the_same_weights(axis, mode):
+    packed, dense = experts(axis, mode)
+    x, sizes = jax.random.normal(jax.random.key(1), (10, 96)), jnp.array([4, 0, 5])
+
+    def call(x):
+        return grouped_matmul(x, group_sizes=sizes, **packed)
+
+    def meaning(x):
+        return grouped_matmul(x, dense, sizes, transpose_rhs=True)
+
+    np.testing.assert_allclose(call(x), meaning(x), rtol=1e-5, atol=1e-4)
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x) for f in (call, meaning))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_scales_of_packed_experts_have_their_gradient():
+    packed, dense = experts("row")
+    x, sizes = jax.random.normal(jax.random.key(1), (10, 96)), jnp.array([4, 0, 5])
+    got = jax.grad(lambda s: jnp.sum(grouped_matmul(x, group_sizes=sizes, **{**packed, "rhs_scale": s})))(
+        packed["rhs_scale"]
+    )
+    # d out / d w summed over columns is x; a scale's share is that times (q - zero), which is w / scale.
+    scale = packed["rhs_scale"].astype(jnp.float32)
+    codes = jnp.swapaxes(dense, 1, 2).reshape(*scale.shape, 32) / scale[..., None]
+    sums = jnp.stack([x[:4].sum(0), jnp.zeros(96), x[4:9].sum(0)])
+    np.testing.assert_allclose(got, (codes.sum(-1) * sums[:, :, None]).astype(jnp.float16), rtol=5e-3, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rhs_mode": None}, "rhs_group_size: got a value without rhs_mode"),
+        ({"rhs_scale": None}, "rhs_scale: got None with rhs_mode 'affine'"),
+        ({"rhs_zeros": None}, "rhs_zeros: got None with mode 'affine'"),
+        ({"rhs_group_size": 64}, "rhs_scale: got shape (3, 96, 2), wants [3, 96, 1] for rhs"),
+        ({"lhs": jnp.ones((4, 97))}, "rhs: got shape (3, 96, 64)"),
+    ],
+)
+def test_packed_experts_that_do_not_fit_are_refused_by_name(change, said):
+    given = {"lhs": jnp.ones((4, 96)), "group_sizes": jnp.array([1, 1, 1]), **experts("row")[0], **change}
+    with pytest.raises(ValueError, match=r".*") as caught:
+        grouped_matmul(**given)
     assert said in str(caught.value)

@@ -18,7 +18,7 @@ def numbers(pattern, code):
 @pytest.mark.parametrize("keys", [64, 128, 192])
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_instructions_walk_along_the_columns(size, keys):
-    code = wgmma._code(keys, size, "bf16")
+    code = wgmma._code(keys, [size], "bf16", keys // 2, fresh=True)
     # Shared memory has eight rows after the last eight, and of these the parts of 64 columns one after the other.
     memory = np.arange(2 * ROWS * size).reshape(2, size // PART, ROWS, PART)
     columns = memory[0, :, 0].reshape(-1)[::16] * BYTES
@@ -32,3 +32,15 @@ def test_instructions_walk_along_the_columns(size, keys):
     assert code.count(f"wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.bf16.bf16") == size // 16
     # `adds` is whether a column is not zero.
     assert numbers(r"setp\.ne\.b32 adds, zero, (\d+);", code) == list(range(0, size, 16))
+
+
+def test_more_pairs_of_operands_are_added_to_what_is_there():
+    registers, first = 32, 64
+    code = wgmma._code(64, [128, 64], "bf16", first, fresh=False)
+    for pair, size in enumerate((128, 64)):
+        for operand in (first + 2 * pair, first + 2 * pair + 1):
+            assert len(numbers(rf"add\.u32 place, \${operand}, (\d+);", code)) == size // 16
+    assert numbers(r"mov\.b32 upper, (\d+);", code) == [wgmma.SWIZZLED | 128, wgmma.SWIZZLED | 64]
+    assert all(numbers(r"setp\.ne\.b32 adds, zero, (\d+);", code))
+    assert f"${registers - 1}}}" in code
+    assert code.count("wgmma.commit_group") == 1

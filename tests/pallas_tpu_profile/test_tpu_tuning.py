@@ -49,13 +49,14 @@ def test_predictions_are_stored_and_exported_under_the_devices_name(run, faked, 
     assert "no room" in output
     assert "ended without a report" in output
     table = json.loads((tmp_path / "tuned" / "TPU_v6_lite" / "grouped_matmul.json").read_text())["entries"]
-    assert {entry["config"]["block_n"] for entry in table.values()} == {512}
+    assert {(entry["config"]["block_n"], entry["predicted"]) for entry in table.values()} == {(512, True)}
     store = PersistentCache(tmp_path)
-    assert [key.split(" | ")[3] for key in store.entries()] == ["TPU v6 lite"] * 2
+    assert not store.entries()
+    assert [key.split(" | ")[3] for key in store.predicted.entries()] == ["TPU v6 lite"] * 2
     args = OP.arguments(**{name: _shape(text) for name, text in _given().items()})
     with target_device(targets()["v6e"].device):
         choice = decide(OP, args, chain=ConfigSelectorChain(persistent=store)).forward
-    assert (choice.implementation.name, choice.tier, choice.config.block_n) == ("pallas_tpu", "persistent", 512)
+    assert (choice.implementation.name, choice.tier, choice.config.block_n) == ("pallas_tpu", "heuristics", 512)
 
 
 def _given():

@@ -110,30 +110,34 @@ def prepack_quantized_weights(
     return quantize(w, group_size, bits, mode, ("row" if transpose else "col") if axis is None else axis)
 
 
-def check_quantized(packed: Any, scales: Any, zeros: Any, form: Format) -> None:
-    """Checks packed weights against their format.
+def check_quantized(
+    packed: Any, scales: Any, zeros: Any, form: Format, names: tuple[str, str, str] = ("w", "scales", "zeros")
+) -> None:
+    """Checks packed weights against their format; `names` are what the message calls them.
 
     Raises:
         ValueError: They do not fit; the message names the argument, what it is and what it should be.
     """
     if packed.dtype != jnp.uint32 or packed.ndim < 2:
-        raise ValueError(f"w: got {packed.dtype}{list(packed.shape)}, wants packed codes uint32 [rows, words]")
+        raise ValueError(f"{names[0]}: got {packed.dtype}{list(packed.shape)}, wants packed codes uint32 [rows, words]")
     if scales.dtype != form.scale_dtype:
-        raise ValueError(f"scales: got dtype {scales.dtype}, wants {jnp.dtype(form.scale_dtype)} for {form.mode}")
+        raise ValueError(f"{names[1]}: got dtype {scales.dtype}, wants {jnp.dtype(form.scale_dtype)} for {form.mode}")
     words = form.words(scales.shape[-1] * form.group_size) if scales.ndim else 0
     if scales.shape[:-1] != packed.shape[:-1] or words != packed.shape[-1]:
         columns = packed.shape[-1] * 32 // form.bits
         wants = f"[{', '.join(map(str, packed.shape[:-1]))}, {columns // form.group_size}]"
         raise ValueError(
-            f"scales: got shape {tuple(scales.shape)}, wants {wants} for w of shape {tuple(packed.shape)}, "
-            f"{form.bits} bits and groups of {form.group_size}"
+            f"{names[1]}: got shape {tuple(scales.shape)}, wants {wants} for {names[0]} of shape "
+            f"{tuple(packed.shape)}, {form.bits} bits and groups of {form.group_size}"
         )
     if (zeros is None) != (form.mode != "affine"):
         wants = "zeros of the scales' shape" if form.mode == "affine" else "None"
-        raise ValueError(f"zeros: got {'None' if zeros is None else 'an array'} with mode {form.mode!r}, wants {wants}")
+        raise ValueError(
+            f"{names[2]}: got {'None' if zeros is None else 'an array'} with mode {form.mode!r}, wants {wants}"
+        )
     if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != scales.dtype):
         raise ValueError(
-            f"zeros: got {zeros.dtype}{list(zeros.shape)}, wants the scales' {scales.dtype}{list(scales.shape)}"
+            f"{names[2]}: got {zeros.dtype}{list(zeros.shape)}, wants the scales' {scales.dtype}{list(scales.shape)}"
         )
 
 

@@ -7,6 +7,7 @@ without the device gets a refusal that says so, not an import error.
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_pallas.gpu import grouped_matmul as grouped_matmul_of_gpus
+from ejkernel_pallas.gpu import latent_attention as latent_attention_of_gpus
 from ejkernel_pallas.gpu import ring_attention as ring_attention_of_gpus
 from ejkernel_pallas.gpu import tiled_attention as tiled_attention_of_gpus
 from ejkernel_pallas.tpu import grouped_matmul as grouped_matmul_of_tpus
@@ -22,6 +23,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tiled_attention_of_gpus.implementations(),
         *ring_attention_of_gpus.implementations(),
         *grouped_matmul_of_gpus.implementations(),
+        *latent_attention_of_gpus.implementations(),
         *tiled_attention_of_tpus.implementations(),
         *grouped_matmul_of_tpus.implementations(),
         *ring_attention_of_tpus.implementations(),

@@ -193,7 +193,7 @@ def delta_pair_heuristic(record: LinearRecurrence, device: DeviceInfo, direction
     """Chunks and tiles of both passes for a record with beta on a device, not measured."""
     made, chip = delta_heuristic(record, device, direction), chip_of(device)
     channels, small = _by_channel(record), chip.shared_memory < 128 * 1024
-    # A walk holds all key channels: more than 32 columns of it spill but where Hopper's products read shared memory.
+    # Both walks hold all key channels: one or the other spills with more than 32 columns, but on Hopper.
     block = min(made.state_block_v, 32 if channels or chip.architecture != "hopper" else 64)
     most = 64 if chip.architecture == "hopper" else 16 if small else 32  # a program has three products at a time
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning.latent_pages import Rotary, rotary_of
 from ejkernel.planning.paged_work import Deal, Work, deal, find_work
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention import cascade
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.spec import PagedSpec, Rotary, make_spec, padded, rotary_of
+from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec, padded
 from ejkernel_triton.paged_attention.write import write
 
 FIELDS = 9

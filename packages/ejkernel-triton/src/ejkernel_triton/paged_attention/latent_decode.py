@@ -5,20 +5,15 @@ so that any backward pass of it serves.
 """
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.planning import paged_cache
+from ejkernel.planning.latent_pages import as_pages
 from ejkernel_triton.paged_attention import config as paged_config
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.forward import attend_pages
-from ejkernel_triton.paged_attention.spec import Rotary
-
-WIDEST = 512
-"""Columns that one accumulator has. Of wider rows that are keys and values, the rest goes to a second one."""
 
 
 def forward(record: TiledAttention, config: PagedForward) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -26,55 +21,6 @@ def forward(record: TiledAttention, config: PagedForward) -> tuple[jax.Array, So
     pages, rotary = as_pages(record)
     output, lse = attend_pages(pages, config, rotary)
     return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])
-
-
-def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
-    """The paged record, and where its rotary columns are.
-
-    With two caches, the values are the latent one; the keys are both, joined. Their rotary columns are sliced off
-    again, which XLA makes the rotary cache itself: nothing is copied. With one cache, values are all of its columns.
-    """
-    keys, values = record.key[:, :, 0], record.value[:, :, 0]
-    if values.shape[-1] < keys.shape[-1]:
-        size = values.shape[-1]
-        rows, rotary = values, Rotary(keys[..., size:], 0)
-    else:
-        size = min(keys.shape[-1], WIDEST)
-        rows, rotary = keys, Rotary(keys, size % keys.shape[-1], values=size < keys.shape[-1])
-    starts, lengths = _ranges(record)
-    pages = PagedAttention(
-        query=record.query[:, 0],
-        key_pages=rows,
-        value_pages=None,
-        block_tables=None,
-        kv_lens=lengths,
-        query_start=None,
-        softmax_scale=record.softmax_scale,
-        kv_layout=paged_cache.LATENT,
-        kv_heads=None,
-        kv_starts=starts,
-        softmax_aux=record.softmax_aux,
-        logits_soft_cap=record.logits_soft_cap,
-        latent=(size, rotary.start),
-    )
-    return pages, rotary
-
-
-def _ranges(record: TiledAttention) -> tuple[jax.Array | None, jax.Array]:
-    """First key of each row, None for 0, and one more than the last: what segments and the window leave of its tokens.
-
-    `mla_decode` says in segments of keys how many tokens a row has; XLA sums comparisons and makes no such array.
-    """
-    assert record.q_segment_ids is not None
-    assert record.kv_segment_ids is not None
-    tokens = jnp.sum(record.kv_segment_ids >= 0, axis=1, dtype=jnp.int32)
-    tokens = jnp.where(record.q_segment_ids[:, 0] >= 0, tokens, 0)
-    if record.sliding_window is None or record.q_positions is None:
-        return None, tokens
-    (left, right), position = record.sliding_window, record.q_positions[:, 0]
-    if right is not None:
-        tokens = jnp.minimum(tokens, position + right + 1)
-    return (None if left is None else jnp.maximum(position - left, 0)), tokens
 
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> PagedForward:

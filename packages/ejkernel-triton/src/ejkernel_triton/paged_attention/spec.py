@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
+from ejkernel.planning.latent_pages import Rotary
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.config import MANY_ROWS, PagedForward
 from ejkernel_triton.paged_attention.groups import group_of
@@ -124,26 +125,6 @@ class PagedSpec:
     VALUE: str
     PRECISION: str
     WIDEN: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Rotary:
-    """Where the key columns beside those of the latent vector are.
-
-    Attributes:
-        rows: [P, S, L], the latent cache itself or another.
-        start: The first of them in a row.
-        values: Whether they are values, too.
-    """
-
-    rows: jax.Array
-    start: int
-    values: bool = False
-
-
-def rotary_of(record: PagedAttention) -> Rotary | None:
-    """That of a latent record; None for others."""
-    return None if record.latent is None else Rotary(record.key_pages, record.latent[1])
 
 
 def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary: Rotary | None = None) -> PagedSpec:

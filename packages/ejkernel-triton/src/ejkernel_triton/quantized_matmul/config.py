@@ -34,11 +34,11 @@ class QuantizedTiles:
 FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)}
 """Fields of the public configuration and what they set here."""
 
-OVER_ROWS = ((64, 32, 4, 4), (64, 64, 4, 4), (64, 64, 8, 4), (128, 32, 4, 3), (32, 64, 4, 4))
+OVER_ROWS = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
 """Rows, words, warps and stages of kernels that contract the rows of the packed matrix."""
-OVER_WORDS = ((32, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3), (32, 64, 4, 4), (32, 128, 4, 3))
+OVER_WORDS = ((32, 64, 4, 3), (64, 32, 4, 3), (128, 16, 4, 3), (32, 32, 4, 4))
 """The same for kernels that contract what the words hold."""
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 4
 
 
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedTiles:

@@ -117,7 +117,9 @@ def _over_rows(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles)
     from ejkernel_triton.quantized_matmul.quantized_kernels import over_rows_kernel
 
     spec = make_spec(record, config)
-    return _launched(over_rows_kernel, record, left, spec, config, spec.W * spec.PER, -(-spec.W // config.block_w))
+    made = _launched(over_rows_kernel, record, left, spec, config, (spec.PER, spec.M, spec.W), spec.W, config.block_w)
+    # Column `word * PER + n` is code n of the word.
+    return jnp.moveaxis(made, 0, 2).reshape(spec.M, -1).astype(record.x.dtype)
 
 
 def _over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
@@ -126,7 +128,9 @@ def _over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles
 
     spec = make_spec(record, config)
     by_code = jnp.moveaxis(left.reshape(spec.M, spec.W, spec.PER), 2, 0)
-    return _launched(over_words_kernel, record, by_code, spec, config, spec.R, -(-spec.R // config.block_r))
+    shape = (1, spec.M, spec.R)
+    made = _launched(over_words_kernel, record, by_code, spec, config, shape, spec.R, config.block_r)
+    return made[0].astype(record.x.dtype)
 
 
 def _launched(
@@ -135,20 +139,21 @@ def _launched(
     left: jax.Array,
     spec: QuantizedSpec,
     config: QuantizedTiles,
-    width: int,
-    tiles: int,
+    shape: tuple[int, ...],
+    extent: int,
+    block: int,
 ) -> jax.Array:
-    """The sum of all parts' outputs, [M, width] in x's dtype; a part has `tiles` tiles of columns."""
+    """The sum of all parts' outputs, float32 of the given shape; `extent` is cut into blocks, one a program."""
     zeros = None if record.zeros is None else record.zeros[None]
     table = jnp.asarray(NF4, jnp.float32)[None] if spec.TABLE else None
     (parts,) = launch(
         kernel,
         (left.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zeros, table),
-        (Shape((1, spec.SPLITS, spec.M, width), jnp.float32),),
+        (Shape((1, spec.SPLITS, *shape), jnp.float32),),
         batch=1,
-        grid=tiles * -(-spec.M // spec.BLOCK_M) * spec.SPLITS,
+        grid=-(-extent // block) * -(-spec.M // spec.BLOCK_M) * spec.SPLITS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
-    return parts[0].sum(axis=0).astype(record.x.dtype)
+    return parts[0].sum(axis=0)

@@ -111,11 +111,10 @@ def numbers(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr
 
 
 @triton.jit
-def store_part(parts, acc, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
+def store_part(parts, acc, code, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
     """Writes a part's tile of outputs."""
-    tl.store(
-        parts + m[:, None] * WIDTH + columns[None, :], acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :]
-    )
+    at = (code * spec.M + m)[:, None] * WIDTH + columns[None, :]
+    tl.store(parts + at, acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -130,13 +129,12 @@ def begin(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr, per: tl.constexpr):
-    """x [M, R] times the packed matrix: parts [SPLITS, M, W * PER]."""
+    """x [M, R] times the packed matrix: parts [SPLITS, PER, M, W]."""
     COLUMN_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     SHARE: tl.constexpr = (TILES + spec.SPLITS - 1) // spec.SPLITS
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_W
-    PER: tl.constexpr = spec.PER
     batch, part, column, row = begin(tl.program_id(0), COLUMN_TILES, spec)
     x = at_batch(x, batch, per.X, spec.M * spec.R)
     packed = at_batch(packed, batch, per.PACKED, spec.R * spec.W)
@@ -168,19 +166,20 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
             acc5 = add_dot(acc5, left, numbers(held, scale, offset, table, 5, spec), spec)
             acc6 = add_dot(acc6, left, numbers(held, scale, offset, table, 6, spec), spec)
             acc7 = add_dot(acc7, left, numbers(held, scale, offset, table, 7, spec), spec)
-    # Column `word * PER + n` is accumulator n: they are put next to each other once, so that stores are contiguous.
-    even = tl.interleave(acc0, acc2)
-    odd = tl.interleave(acc1, acc3)
+    store_part(parts, acc0, 0, m, words, spec.W, spec)
+    store_part(parts, acc1, 1, m, words, spec.W, spec)
+    store_part(parts, acc2, 2, m, words, spec.W, spec)
+    store_part(parts, acc3, 3, m, words, spec.W, spec)
     if spec.PER == 8:
-        even = tl.interleave(tl.interleave(acc0, acc4), tl.interleave(acc2, acc6))
-        odd = tl.interleave(tl.interleave(acc1, acc5), tl.interleave(acc3, acc7))
-    columns = column * (N * PER) + tl.arange(0, N * PER)
-    store_part(parts, tl.interleave(even, odd), m, columns, spec.W * spec.PER, spec)
+        store_part(parts, acc4, 4, m, words, spec.W, spec)
+        store_part(parts, acc5, 5, m, words, spec.W, spec)
+        store_part(parts, acc6, 6, m, words, spec.W, spec)
+        store_part(parts, acc7, 7, m, words, spec.W, spec)
 
 
 @triton.jit
 def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr, per: tl.constexpr):
-    """x, code by code [PER, M, W], times the transposed packed matrix: parts [SPLITS, M, R]."""
+    """x, code by code [PER, M, W], times the transposed packed matrix: parts [SPLITS, 1, M, R]."""
     COLUMN_TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     SHARE: tl.constexpr = (TILES + spec.SPLITS - 1) // spec.SPLITS
@@ -208,4 +207,4 @@ def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr
             at = x + (code * spec.M + m)[:, None] * spec.W + words[None, :]
             left = tl.load(at, mask=(m < spec.M)[:, None] & (words < spec.W)[None, :], other=0.0)
             acc = add_dot(acc, left, tl.trans(numbers(held, scale, offset, table, code, spec)), spec)
-    store_part(parts, acc, m, r, spec.R, spec)
+    store_part(parts, acc, 0, m, r, spec.R, spec)

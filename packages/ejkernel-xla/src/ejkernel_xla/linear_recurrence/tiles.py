@@ -46,9 +46,12 @@ def _likely(record: LinearRecurrence, device: Any, direction: Direction) -> int:
     """Shorter for what a CPU does with few products a chunk, as long as no state is kept of every chunk.
 
     Half as long, and token by token where gates of channels make a chunk more work than a state that fits the caches.
+    Where states are kept, gates of channels halve it too: it runs as fast, and compiles in a fifth less time.
     """
-    if direction == "backward" or record.beta is not None or device.platform != "cpu":
+    if device.platform != "cpu":
         return 64
     by_channel = any(x is not None and x.shape[3] > 1 for x in (record.decay, record.value_decay))
+    if direction == "backward" or record.beta is not None:
+        return 32 if by_channel else 64
     small = record.query.shape[3] * record.value.shape[3] <= SMALL_STATE
     return 1 if by_channel and small else 32

@@ -1,11 +1,12 @@
 """Grouped matmul: rows that come in groups, each group times a matrix of its own."""
 
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer, Num
+from jaxtyping import Array, Float, Integer, Num, UInt32
 
 from ejkernel import _compat
 from ejkernel.families import grouped_matmul as family
@@ -26,6 +27,9 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.planning.precision import rounded
+from ejkernel.planning.quantized_formats import Format, Mode, decode, make_format
+from ejkernel.quantization import check_quantized
 
 
 @arguments
@@ -41,7 +45,11 @@ class GroupedMatmulArguments:
     rhs_scale: jax.Array | None = None
     rhs_bias: jax.Array | None = None
     lhs_scale: jax.Array | None = None
+    rhs_zeros: jax.Array | None = None
     transpose_rhs: bool = static(False)
+    rhs_mode: Any = static(None)
+    rhs_bits: int | None = static(None)
+    rhs_group_size: int | None = static(None)
     precision: Any = static(None)
     use_v2: bool = static(False)
     use_v3: bool = static(False)
@@ -52,9 +60,11 @@ class GroupedMatmulArguments:
     def __post_init__(self) -> None:
         _refuse(self.interpret, self.out_shard_callback)
         _check_rows(self.group_sizes, self.lhs)
-        wanted = self.preferred_element_type
+        wanted, form = self.preferred_element_type, _format(self)
         settle(
             self,
+            rhs_bits=None if form is None else form.bits,
+            rhs_group_size=None if form is None else form.group_size,
             preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
@@ -63,6 +73,16 @@ class GroupedMatmulArguments:
             use_v3=as_flag("use_v3", self.use_v3) and False,
             do_padding=as_flag("do_padding", self.do_padding) or True,
         )
+
+
+def _format(args: GroupedMatmulArguments) -> Format | None:
+    """The format of packed matrices; None for others, which have none of its arguments."""
+    if args.rhs_mode is not None:
+        return make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    for name in ("rhs_bits", "rhs_group_size", "rhs_zeros"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"{name}: got a value without rhs_mode, wants None")
+    return None
 
 
 def _check_rows(group_sizes: Any, lhs: Any) -> None:
@@ -87,16 +107,20 @@ def _refuse(interpret: Any, out_shard_callback: Any) -> None:
 @operation(lambda: OP)
 def grouped_matmul(
     lhs: Float[Array, "m k"],
-    rhs: Num[Array, "e k n"] | Num[Array, "e n k"],
+    rhs: Num[Array, "e k n"] | Num[Array, "e n k"] | UInt32[Array, "e rows words"],
     group_sizes: Integer[Array, " g"],
     group_offset: Integer[Array, ""] | Integer[Array, "1"] | int | None = None,
     existing_out: Float[Array, "m n"] | None = None,
     *,
     preferred_element_type: Any = None,
-    rhs_scale: Float[Array, "e blocks 1 n"] | None = None,
+    rhs_scale: Float[Array, "e blocks 1 n"] | Num[Array, "e rows scales"] | None = None,
     rhs_bias: Float[Array, "e 1 n"] | None = None,
     lhs_scale: Float[Array, "m lhs_blocks"] | None = None,
+    rhs_zeros: Float[Array, "e rows scales"] | None = None,
     transpose_rhs: bool = False,
+    rhs_mode: Mode | None = None,
+    rhs_bits: int | None = None,
+    rhs_group_size: int | None = None,
     precision: Any = None,
     use_v2: bool = False,
     use_v3: bool = False,
@@ -130,12 +154,18 @@ def grouped_matmul(
         preferred_element_type: Floating dtype of the output. None means float32, float64 for float64 lhs; lhs's
             dtype where rhs has another. Sums are never taken in less, but for what `precision` says of 8 bits.
         rhs_scale: [E, blocks, 1, N] floating, factors on the matrices: one a column and block of `K / blocks`
-            contracted elements.
+            contracted elements. With `rhs_mode`, [E, K, N / Q] or [E, N, K / Q] as `quantize` makes them.
         rhs_bias: [E, 1, N] floating, added to the rows of each group.
         lhs_scale: [M, blocks] floating, factors on the rows: one a row and block of `K / blocks` contracted elements.
             With it lhs may have 8 bits; where rhs has too, kernels multiply them as they are. A gradient of an array
             of 8 bits is rounded to its dtype.
+        rhs_zeros: Of rhs_scale's shape and dtype, with `rhs_mode="affine"` alone.
         transpose_rhs: Whether the matrices lie with their columns first.
+        rhs_mode: Format of packed matrices, `quantize`'s `mode`: rhs is then uint32 [E, K, words], or [E, N, words]
+            with `transpose_rhs`. All of them are dequantised to lhs's dtype before they are multiplied, which takes
+            the memory of rhs in that dtype.
+        rhs_bits: Of a code, with `rhs_mode`; None for what `quantize` takes.
+        rhs_group_size: Q, likewise.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
             With `DEFAULT`, products of 8 bits may be summed in the fewer digits that Hopper's matrix unit keeps, about
@@ -169,6 +199,8 @@ def grouped_matmul(
 
 def validate(args: GroupedMatmulArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    if args.rhs_mode is not None:
+        args = _check_packed(args)
     sizes: dict[str, int] = {"1": 1}
     axes = "E N K" if args.transpose_rhs else "E K N"
     check_shape("lhs", args.lhs, "M K", sizes)
@@ -196,6 +228,32 @@ def validate(args: GroupedMatmulArguments) -> None:
             raise ValueError(f"{name}: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
 
 
+def _check_packed(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
+    """Checks packed matrices and gives the arguments with the shape of what they hold."""
+    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    if not _is_factor(args.lhs.dtype):
+        raise ValueError(f"lhs: got {args.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
+    if args.rhs_scale is None:
+        raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize makes")
+    check_shape("rhs", args.rhs, "E rows words", {})
+    check_quantized(args.rhs, args.rhs_scale, args.rhs_zeros, form, ("rhs", "rhs_scale", "rhs_zeros"))
+    *rows, groups = args.rhs_scale.shape
+    return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), args.lhs.dtype))
+
+
+def _plain(args: GroupedMatmulArguments, rhs: Any) -> GroupedMatmulArguments:
+    """The arguments with matrices that are not packed."""
+    packed = {"rhs_scale": None, "rhs_zeros": None, "rhs_mode": None, "rhs_bits": None, "rhs_group_size": None}
+    return dataclasses.replace(args, rhs=rhs, **packed)
+
+
+def _dequantised(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
+    """The arguments with packed matrices in lhs's dtype."""
+    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    values = decode(args.rhs, cast(jax.Array, args.rhs_scale), args.rhs_zeros, form)
+    return _plain(args, rounded(values, args.lhs.dtype).astype(args.lhs.dtype))
+
+
 def _is_factor(dtype: Any) -> bool:
     """Whether matrices of a dtype can be multiplied as they are."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
@@ -216,6 +274,8 @@ def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
 
 def lower(args: GroupedMatmulArguments) -> Record:
     """The grouped-matmul record of a call."""
+    if args.rhs_mode is not None:
+        args = _dequantised(args)
     offset, wanted = args.group_offset, args.preferred_element_type
     lhs, rhs = args.lhs, args.rhs
     if args.rhs_scale is None and lhs.dtype != rhs.dtype:
@@ -239,7 +299,10 @@ def lower(args: GroupedMatmulArguments) -> Record:
 
 
 def axes_of(args: GroupedMatmulArguments) -> dict[str, str]:
-    """The axis letters of rhs where its columns come first."""
+    """The axis letters of rhs where its columns come first, and of packed matrices."""
+    if args.rhs_mode is not None:
+        row = "n" if args.transpose_rhs else "k"
+        return {"rhs": f"e {row} w", "rhs_scale": f"e {row} q", "rhs_zeros": f"e {row} q"}
     return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 

@@ -9,6 +9,8 @@ from ejkernel.ops.model import Case
 
 # Empty groups, groups of fewer rows than a warpgroup has, of fewer than a tile and of several, and rows left over.
 UNEVEN = Sizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
+# Whole tiles of 256 columns, in pairs: those that clusters share.
+PAIRS = Sizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
 SOME = Sizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
 
 
@@ -20,6 +22,7 @@ def cases() -> dict[str, tuple[Case, ...]]:
     """By operation."""
     rows: tuple[Row[Sizes], ...] = (
         ("tiles", UNEVEN, lambda key: {}, (), ()),
+        ("tiles in pairs", PAIRS, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
         ("tiles of some groups, transposed", SOME, lambda key: _some(), ("group_offset", "transpose_rhs"), ()),
     )
     return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}

@@ -6,8 +6,7 @@
 
 A tile is part of one matrix; its steps are 64 rows of the matrix's group each, from the multiple of 8 at or before its
 first row on, which is where copies can begin. The first and the last step may have rows of other groups: the producer
-begins the copies of the step after, waits for those, and writes zeros over such rows, in both operands, as zero times
-NaN is NaN. Sums are taken in the
+waits for those copies and writes zeros over them, in both operands, as zero times NaN is NaN. Sums are taken in the
 order of rows, so that two runs give the same bits.
 """
 
@@ -24,12 +23,11 @@ from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     FETCHING_REGISTERS,
-    LEAD,
     REGISTERS,
     STEP,
     WARPGROUPS,
 )
-from ejkernel_pallas.gpu.hopper import arrays, clusters
+from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 
@@ -88,24 +86,19 @@ def matrices_kernel(call: Call) -> None:
     warpgroup, spec = lax.axis_index("warpgroup"), call.spec
     count = spec.matrices * spec.down * spec.across
 
-    def every(turn: Any, *state: Any) -> Any:
-        begin = (lax.axis_index("block"), I32(0), *state)
-        return lax.while_loop(lambda carry: carry[0] < count, functools.partial(turn, call), begin)
+    def every(turn: Any) -> None:
+        lax.while_loop(lambda carry: carry[0] < count, functools.partial(turn, call), (lax.axis_index("block"), I32(0)))
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
-        if spec.overlapped:
-            nothing = arrays.full_tile((ROWS, spec.tile.block_n)).astype(spec.out), *(I32(spec.contracted),) * 3
-            _write(call, *every(_multiply_overlapped, *nothing)[2:])
-        else:
-            every(_multiply_tile)
+        every(_multiply_tile)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
-        _clean(call, *every(_fetch_tile, I32(0), I32(STEP))[1:])
+        every(_fetch_tile)
 
     if spec.members > 1:
         clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
@@ -127,16 +120,12 @@ def _tile(call: Call, number: Any) -> Tile:
 
 
 def _fetch_tile(call: Call, carry: Any) -> Any:
-    """Fetches all steps of a tile.
-
-    A step with rows of other groups is cleaned when the copies of the next one are under way.
-    """
-    number, *state = carry
+    """Fetches all steps of a tile."""
+    number, done = carry
     tile, spec, shared = _tile(call, number), call.spec, call.shared
     left, right = call.operands["left"], call.operands["right"]
 
-    def step(index: Any, state: Any) -> Any:
-        done, *dirty = state
+    def step(index: Any, done: Any) -> Any:
         slot = lax.rem(done, I32(spec.tile.stages))
         pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
         start = tile.start + index * STEP
@@ -153,95 +142,55 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
 
         own = (start >= tile.first) & (start + STEP <= tile.end)
         pl.when(own)(lambda: fetch(full))
-        pl.when(~own)(lambda: fetch(shared.raw.at[slot]))
-        _clean(call, done, *dirty)
-        first, end = tile.first - start, tile.end - start
-        return done + 1, jnp.maximum(first, 0), jnp.minimum(end, STEP)
 
-    return number + call.blocks, *lax.fori_loop(0, tile.steps, step, tuple(state))
+        @pl.when(~own)
+        def _clean() -> None:
+            raw = shared.raw.at[slot]
+            fetch(raw)
+            plgpu.barrier_wait(raw)
+            for buffer in (shared.left, shared.right):
+                zero_rows(buffer.at[slot], tile.first - start, tile.end - start)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(full)
+            plgpu.barrier_arrive(full)
 
+        return done + 1
 
-def _clean(call: Call, done: Any, first: Any, end: Any) -> None:
-    """Zeros in the rows of other groups of the step before, if it has any: those before `first` and from `end` on."""
-    shared = call.shared
-    slot = lax.rem(done + (call.spec.tile.stages - 1), I32(call.spec.tile.stages))
-
-    @pl.when((first > 0) | (end < STEP))
-    def _zero() -> None:
-        plgpu.barrier_wait(shared.raw.at[slot])
-        for buffer in (shared.left, shared.right):
-            zero_rows(buffer.at[slot], first, end)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.full.at[slot])
-        plgpu.barrier_arrive(shared.full.at[slot])
+    return number + call.blocks, lax.fori_loop(0, tile.steps, step, done)
 
 
 def _multiply_tile(call: Call, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
-    tile, spec = _tile(call, number), call.spec
-
-    def products(acc: Any) -> Any:
-        lax.fori_loop(0, tile.steps, functools.partial(_step, call, acc), done)
-        return acc[...]
-
-    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
-    done = _ended(call, tile, done)
-    _write(call, made.astype(spec.out), tile.matrix, tile.row, tile.column)
-    return number + call.blocks, done
-
-
-def _multiply_overlapped(call: Call, carry: Any) -> Any:
-    """A warpgroup's part of a tile in registers, whose first products run while the tile before is written."""
-    number, done, *left = carry
     tile, spec, shared = _tile(call, number), call.spec, call.shared
-    lead = jnp.minimum(tile.steps, LEAD)
+    warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
 
-    def products(acc: Any) -> Any:
-        lax.fori_loop(0, lead, lambda index, _: _multiply(call, done + index, acc), None)
-        _write(call, *left)
-        plgpu.wgmma_wait(1)
-        slot = lax.rem(done, I32(spec.tile.stages))
-        pl.when(lead > 1)(lambda: plgpu.barrier_arrive(shared.free.at[slot]))
-        lax.fori_loop(lead, tile.steps, functools.partial(_step, call, acc), done + lead)
+    def multiply(acc: Any) -> Any:
+        def step(index: Any, done: Any) -> Any:
+            slot = lax.rem(done, I32(stages))
+            plgpu.barrier_wait(shared.full.at[slot])
+            own = shared.left.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
+            plgpu.wgmma(acc, plgpu.transpose_ref(own, (1, 0)), shared.right.at[slot])
+            plgpu.wgmma_wait(1)  # the product before this one has read its operands
+            last = lax.rem(done + (stages - 1), I32(stages))
+            pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+            return done + 1
+
+        lax.fori_loop(0, tile.steps, step, done)
         return acc[...]
 
-    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
-    done = _ended(call, tile, done)
-    return number + call.blocks, done, made.astype(spec.out), tile.matrix, tile.row, tile.column
-
-
-def _step(call: Call, acc: Any, index: Any, done: Any) -> Any:
-    """A product, and the end of the one before: the stage that it has read is free."""
-    shared, stages = call.shared, call.spec.tile.stages
-    _multiply(call, done, acc)
-    plgpu.wgmma_wait(1)
-    last = lax.rem(done + (stages - 1), I32(stages))
-    pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
-    return done + 1
-
-
-def _multiply(call: Call, done: Any, acc: Any) -> None:
-    """Begins the product of a step."""
-    shared, slot = call.shared, lax.rem(done, I32(call.spec.tile.stages))
-    plgpu.barrier_wait(shared.full.at[slot])
-    own = shared.left.at[slot, :, pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)]
-    plgpu.wgmma(acc, plgpu.transpose_ref(own, (1, 0)), shared.right.at[slot])
-
-
-def _ended(call: Call, tile: Tile, done: Any) -> Any:
-    """Frees the last stage of a tile; how many steps there were up to its end."""
-    shared, stages = call.shared, call.spec.tile.stages
+    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
     done = done + tile.steps
     last = lax.rem(done + (stages - 1), I32(stages))
     pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
-    return done
+    _write(call, tile, made.astype(spec.out))
+    return number + call.blocks, done
 
 
-def _write(call: Call, made: Any, matrix: Any, row: Any, column: Any) -> None:
+def _write(call: Call, tile: Tile, made: Any) -> None:
     """Writes a warpgroup's rows by way of shared memory, part of the columns after part."""
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    row = row + warpgroup * ROWS
+    row = tile.row + warpgroup * ROWS
     for number in range(spec.tile.block_n // spec.part):
         start = number * spec.part
 
@@ -250,8 +199,8 @@ def _write(call: Call, made: Any, matrix: Any, row: Any, column: Any) -> None:
             plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
             shared.out[slot] = made[:, start : start + spec.part]
             plgpu.commit_smem()
-            target = call.output.at[matrix, pl.ds(row, ROWS), pl.ds(column + start, spec.part)]
+            target = call.output.at[tile.matrix, pl.ds(row, ROWS), pl.ds(tile.column + start, spec.part)]
             plgpu.copy_smem_to_gmem(shared.out.at[slot], target)
 
         # Rows and columns of the last tiles that the matrix does not have need no copy.
-        pl.when((row < spec.contracted) & (column + start < spec.columns))(part)
+        pl.when((row < spec.contracted) & (tile.column + start < spec.columns))(part)

@@ -5,7 +5,7 @@
     warpgroup 0, consumer         [64, 64] x [64, BN]  ...  acc   WGMMA; a step behind, free barriers
     warpgroup 1, consumer         [64, 64] x [64, BN]  ...  acc
                                                              |
-                     registers of 16 bits -> slots of shared memory -> TMA, while the next tile's first products run
+                     registers -> slots of shared memory -> TMA; overlapped, while the next tile's first products run
 
 A block is persistent: it takes every `blocks`-th tile of the list. Each warpgroup has 64 rows, which need not begin at
 a multiple of anything, so A is copied for each with a row of its own. In a group's last tile they begin so that they

@@ -14,7 +14,7 @@ AXIS = "member"
 BARRIERS = 16
 """Bytes before the barriers at which exchanges are awaited, in a row of shared memory whose first word is a number.
 
-There is one for each of two visits. A copy from block to block takes no barrier of Mosaic's.
+There is one for each of two steps. A copy from block to block takes no barrier of Mosaic's.
 """
 BEGIN = """{
 .reg .pred leads; .reg .b32 rank, number, place;
@@ -79,10 +79,10 @@ def send(made: Any, target: Any, words: Any, count: Any) -> None:
     """A warpgroup's gradients of scores go to the other member, and are ready for this one.
 
     Args:
-        made: A visit's gradients of scores in shared memory, which all threads have written and committed.
+        made: A step's gradients of scores in shared memory, which all threads have written and committed.
         target: Where the other member has them.
         words: As in `begin`.
-        count: Number of the visit.
+        count: Number of the step.
     """
 
     @plgpu.inline_mgpu(
@@ -100,7 +100,7 @@ def send(made: Any, target: Any, words: Any, count: Any) -> None:
 
 
 def await_both(words: Any, count: Any) -> None:
-    """Waits for both members' gradients of a visit's scores."""
+    """Waits for both members' gradients of a step's scores."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def run(_: Any, words: Any, count: Any) -> None:

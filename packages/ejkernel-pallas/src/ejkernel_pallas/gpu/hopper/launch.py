@@ -55,16 +55,16 @@ def launch(
 
 
 def transforms(swizzle: int = 128) -> tuple[Any, ...]:
-    """Of shared memory in the order that products read, of 16-bit numbers of which `swizzle` bytes lie together."""
+    """The layout of 16-bit operands of WGMMA in shared memory, with a swizzle of so many bytes."""
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
 TRANSFORMS = transforms()
-"""Of shared memory in the order that products read, with the widest swizzle."""
+"""The layout of 16-bit operands of WGMMA with the 128-byte swizzle."""
 
 
 def matrix(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory in the order that products read."""
+    """Shared memory in the layout that WGMMA reads."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle))
 
 

@@ -33,17 +33,17 @@ class Split:
 WHOLE = Split(tiles=0, parts=1)
 
 
-def make_split(tiles: int, blocks: int, visits: int, heads: int = 1) -> Split:
+def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
     """The split of the tail wave: of the tiles that are left when all blocks have had equally many.
 
     Args:
         tiles: Number of tiles, which all take equally long.
         blocks: Thread blocks that run at a time, or clusters where two compute a tile.
-        visits: Key or query blocks of a tile, for each head.
+        steps: Key or query blocks of a tile, for each head.
         heads: Heads for which a tile goes through its blocks.
     """
-    left, most = tiles % blocks, min(visits, visits * heads // 2)
+    left, most = tiles % blocks, min(steps, steps * heads // 2)
     waves = {parts: -(-left * parts // blocks) for parts in range(1, max(1, most) + 1)}
-    costs = {n: count * (-(-visits // n) * heads + BEGINNING) + (MERGING if n > 1 else 0) for n, count in waves.items()}
+    costs = {n: count * (-(-steps // n) * heads + BEGINNING) + (MERGING if n > 1 else 0) for n, count in waves.items()}
     parts = min(costs, key=lambda n: costs[n])
     return Split(left, parts) if parts > 1 else WHOLE

@@ -39,18 +39,42 @@ def issue(queries: Any, keys: Any) -> jax.Array:
     Returns:
         Float32 [64, keys], not valid until `wait`.
     """
-    shape, code = (ROWS, keys.shape[0]), _code(keys.shape[0], keys.shape[1], KINDS[jnp.dtype(keys.dtype).name])
+    return _issued(None, [queries, keys])
+
+
+def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
+    """Issues products over further columns, which are added to what `issue` issued.
+
+    Args:
+        scores: Accumulator registers of `issue`.
+        pairs: References to queries and keys, as there.
+
+    Returns:
+        The same registers, not valid until `wait`.
+    """
+    return _issued(scores, [ref for both in pairs for ref in both])
+
+
+def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
+    """Issues a product for every two references, into new registers or those of `scores`."""
+    shape, sizes = (ROWS, refs[1].shape[0]), [ref.shape[1] for ref in refs[::2]]
+    count, kind = _registers(shape), KINDS[jnp.dtype(refs[1].dtype).name]
+    given = [] if scores is None else [scores]
+    code = _code(shape[1], sizes, kind, count * (1 + len(given)), fresh=scores is None)
+    tied = [str(n) for n in range(count)] * len(given)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS)),
+        arg_types=(plgpu.Layout.WGMMA,) * len(given) + (plgpu.RefType(TRANSFORMS),) * len(refs),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def run(_: Any, *refs: Any) -> Any:
+    def run(_: Any, *operands: Any) -> Any:
+        sums, refs = operands[: len(given)], operands[len(given) :]
         places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        return _assembled(like, code, ["=f"] * _registers(shape) + ["r", "r"], places)
+        before = [score for tile in sums for register in tile.registers.flat for score in pair(register)]
+        return _assembled(like, code, ["=f"] * count + tied + ["r"] * len(refs), [*before, *places])
 
-    return run(queries, keys)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(*given, *refs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
@@ -86,17 +110,28 @@ def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]
     return with_registers(like, [vector.from_elements(register.type, both) for register, *both in halves])
 
 
-def _code(keys: int, size: int, kind: str) -> str:
-    """PTX of a product: one instruction per 16 columns; predicate `adds` is scale-d, false for the first alone."""
-    count = _registers((ROWS, keys))
-    sums, instruction = ", ".join(f"${n}" for n in range(count)), f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
+def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) -> str:
+    """PTX of products: one instruction per 16 columns; predicate `adds` is scale-d, false for the first if `fresh`.
+
+    Args:
+        keys: N of the accumulator.
+        sizes: Columns of every pair of operands.
+        kind: PTX type of the operands.
+        first: Number of the first operand's address among the assembly's operands.
+        fresh: Whether the accumulator holds nothing yet.
+    """
+    sums = ", ".join(f"${n}" for n in range(_registers((ROWS, keys))))
+    instruction = f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
-    lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | size}; wgmma.fence.sync.aligned;"]
-    for column in range(0, size, STEP):
-        part, rest = divmod(column, PART)
-        units = part * PART + rest * 2 // UNIT
-        lines += [f"add.u32 place, ${count}, {units}; mov.b64 left, {{place, upper}};"]
-        lines += [f"add.u32 place, ${count + 1}, {units}; mov.b64 right, {{place, upper}};"]
-        lines += [f"setp.ne.b32 adds, zero, {column};"]
-        lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
+    lines += ["mov.b32 zero, 0; wgmma.fence.sync.aligned;"]
+    for pair_number, size in enumerate(sizes):
+        place = first + 2 * pair_number
+        lines += [f"mov.b32 upper, {SWIZZLED | size};"]
+        for column in range(0, size, STEP):
+            part, rest = divmod(column, PART)
+            units = part * PART + rest * 2 // UNIT
+            lines += [f"add.u32 place, ${place}, {units}; mov.b64 left, {{place, upper}};"]
+            lines += [f"add.u32 place, ${place + 1}, {units}; mov.b64 right, {{place, upper}};"]
+            lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not fresh)};"]
+            lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])

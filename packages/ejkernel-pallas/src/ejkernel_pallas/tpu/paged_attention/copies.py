@@ -121,7 +121,7 @@ def _start(refs: PagedRefs, block: Block, number: Any, page: Any, spec: PagedSpe
 
 
 def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: PagedSpec) -> None:
-    """Waits for a block's pages, and zeroes what nobody attends in pages that hold some of the given keys.
+    """Waits for a block's pages, and zeroes what no row attends in pages that hold some of the given keys.
 
     VMEM that no copy has written may hold NaN, and a weight of 0 times NaN is NaN.
     """
@@ -140,11 +140,11 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Paged
         low = jnp.minimum(divide(keys[0], slots), first)
         high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
 
-        def clear(k: jax.Array, carry: jax.Array) -> jax.Array:
+        def zero(k: jax.Array, carry: jax.Array) -> jax.Array:
             _zero_page(refs, block, jnp.where(k < first, k, k - first + end), spec)
             return carry
 
-        loop(low, high - end + first, clear, jnp.int32(0))
+        loop(low, high - end + first, zero, jnp.int32(0))
         loop(
             first,
             jnp.where(first < end, first + 2, first),
@@ -165,12 +165,12 @@ def _wait_each(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
 
         return carry
 
-    def clear(page: jax.Array, carry: jax.Array) -> jax.Array:
+    def zero(page: jax.Array, carry: jax.Array) -> jax.Array:
         pl.when(refs.tables[entry + page] < 0)(lambda: _zero_page(refs, block, page, spec))
         return carry
 
     loop(first, end, wait, jnp.int32(0))
-    loop(jnp.where(block.item.missing_pages == 0, end, first), end, clear, jnp.int32(0))
+    loop(jnp.where(block.item.missing_pages == 0, end, first), end, zero, jnp.int32(0))
 
 
 def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> None:
@@ -180,7 +180,7 @@ def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> Non
 
 
 def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, carry: Any) -> Any:
-    """Zeroes the keys that nobody attends in the first page that is copied, and then in the last."""
+    """Zeroes the keys that no row attends in the first page that is copied, and then in the last."""
     slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
     page = jnp.where(k == first, first, end - 1)
     start = block.number * spec.block_kv + page * slots

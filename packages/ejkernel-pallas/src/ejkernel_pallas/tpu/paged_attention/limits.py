@@ -18,7 +18,7 @@ DENSE_ROWS = (1, 2, 4)
 
 CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 WORDS = 2**18 - 2**13
-"""Of scalar memory for tables and the list of work: what there is, less what the kernel keeps there."""
+"""Words of scalar memory for tables and the work list: all of it, less what the kernel keeps there."""
 
 BLOCK = 2**12
 """Most keys that whole pages and whole lanes may have in common."""
@@ -49,7 +49,7 @@ def reasons(record: PagedAttention) -> Generator[str]:
 
 
 def _tiles(record: PagedAttention) -> int:
-    """The most tiles of query rows when nobody chose their size, which may be cut, but not to less than half."""
+    """The most tiles of query rows by default; the kernel may cut tiles, but not to less than half."""
     sequences, rows = record.kv_lens.shape[0], record.query.shape[0]
     return sequences if record.query_start is None else rows // -(-tile_rows(record) // 2) + sequences
 

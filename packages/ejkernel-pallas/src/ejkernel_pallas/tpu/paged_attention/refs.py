@@ -95,7 +95,7 @@ class PagedRefs:
 
     @property
     def buffers(self) -> tuple[Ref, ...]:
-        """Of keys and values, or of both."""
+        """The buffers of keys and of values, or of both together."""
         return tuple(buffer for _, buffer in self.caches)
 
     @property

@@ -29,7 +29,7 @@ from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, SMALL_PRODUCT_ROWS, 
 from ejkernel_pallas.tpu.tiled_attention import tile
 
 NO_TOKEN = 2**30
-"""A token index beyond every tile: the first token that attends a key nobody attends."""
+"""A token index beyond every tile: the first token for a key that no token attends."""
 BUFFERS = 2
 """Double buffering of the scratch memory of parts: a write need not wait for the reads of the part before."""
 SLICE = 64
@@ -113,15 +113,17 @@ def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: P
     made: dict[int, Any] = {}
     if spec.heads_per_product > 1:
         for start in lanes:  # lane groups that come from the same part of words have the same order of heads
-            made.setdefault(_first_head(start, at, spec), _own_head_mask(rows, start, at, spec))
+            made.setdefault(_first_head(start, at, spec), _head_mask(rows, start, at, spec))
     if spec.keeps_limits:
         made = {place: _limit(refs, place, kept, n) for place, kept in enumerate(made.values())}
-    own = [made[_first_head(start, at, spec)] for start in lanes] if made else [None] * len(lanes)
+    head_masks = [made[_first_head(start, at, spec)] for start in lanes] if made else [None] * len(lanes)
     if not at.masked:
-        return lambda scores: list(map(_mask_scores, own, scores))
+        return lambda scores: list(map(_mask_scores, head_masks, scores))
     if spec.tokens == 1:  # the keys from `low` to `high` are then exactly the row's
         masked = [refs.key_mask.at[n : n + 1, lane : lane + LANES] for lane in lanes]
-        return lambda scores: [_mask_scores(mine, x) + y[...] for mine, x, y in zip(own, scores, masked, strict=True)]
+        return lambda scores: [
+            _mask_scores(mine, x) + y[...] for mine, x, y in zip(head_masks, scores, masked, strict=True)
+        ]
     there, offset = _attended_keys(refs, item, at, spec)
     key = at.key - rows.position + offset
     first = jnp.where(there, 0 if spec.right is None else key - spec.right, NO_TOKEN)
@@ -151,7 +153,7 @@ def _first_head(start: int, at: KeyChunk, spec: PagedSpec) -> int:
     return start // (at.size * spec.heads_per_product // cache.heads_per_unit) if cache.interleaved else 0
 
 
-def _own_head_mask(rows: Rows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
+def _head_mask(rows: Rows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Which keys belong to the head that a row's query reads."""
     shape = (rows.number, LANES)
     _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)

@@ -71,7 +71,7 @@ class Channel:
         return ChannelRefs(
             lane=self,
             neighbours=neighbours,
-            own=tuple(named[name] for name in self.names),
+            local=tuple(named[name] for name in self.names),
             slots=tuple(named.pop(f"{name}_slots") for name in self.names),
             sent=named.pop(f"{self.kind}_sent"),
             arrived=named.pop(f"{self.kind}_arrived"),
@@ -86,7 +86,7 @@ class ChannelRefs:
     Attributes:
         lane: What moves.
         neighbours: int32 [2] in scalar memory, the indices along the axis of the two neighbours.
-        own: The device's own arrays, in HBM.
+        local: The device's own arrays, in HBM.
         slots: Of each array [2, ...], in HBM.
         sent: DMA semaphores of sends, one an array.
         arrived: DMA semaphores of receives, [2, arrays].
@@ -95,7 +95,7 @@ class ChannelRefs:
 
     lane: Channel
     neighbours: Ref
-    own: tuple[Ref, ...]
+    local: tuple[Ref, ...]
     slots: tuple[Ref, ...]
     sent: Ref
     arrived: Ref
@@ -103,8 +103,8 @@ class ChannelRefs:
 
     def local_copies(self) -> list[Any]:
         """The copies of this device's own arrays to slot 0."""
-        pairs = enumerate(zip(self.own, self.slots, strict=True))
-        return [pltpu.make_async_copy(own, slots.at[0], self.sent.at[n]) for n, (own, slots) in pairs]
+        pairs = enumerate(zip(self.local, self.slots, strict=True))
+        return [pltpu.make_async_copy(local, slots.at[0], self.sent.at[n]) for n, (local, slots) in pairs]
 
     def copies(self, slot: Any) -> list[Any]:
         """The copies from a slot to the next device, or from the device before: they look alike."""
@@ -173,14 +173,14 @@ class Route:
 
     def _enter_barrier(self, lanes: list[ChannelRefs]) -> None:
         """Copies the device's own arrays to slot 0, and waits until the device behind is in this kernel too."""
-        own = [copy for lane in lanes for copy in lane.local_copies()]
-        for copy in own:
+        local = [copy for lane in lanes for copy in lane.local_copies()]
+        for copy in local:
             copy.start()
         if self.count > 1:
             here = pltpu.get_barrier_semaphore()
             pl.semaphore_signal(here, 1, device_id={self.load.axis_name: lanes[0].neighbours[PREVIOUS]})
             pl.semaphore_wait(here, 1)
-        for copy in own:
+        for copy in local:
             copy.wait()
 
 

@@ -38,12 +38,12 @@ def forward(record: RingAttention, params: TpuForward) -> tuple[jax.Array, Softm
     ring = ring_of(record)
     assert ring is not None  # what the implementation requires says so
     plan = RingPlan.of(record, ring)
-    me, own = lax.axis_index(ring.axis_name), load_of(plan.record)
-    shard = plan.shard(me, own)
+    me, local = lax.axis_index(ring.axis_name), load_of(plan.record)
+    shard = plan.shard(me, local)
     spec, state = plan.spec(shard, forward_blocks(params)), _compat.as_varying(empty_state(record), record)
     state = _one_direction(plan, spec, shard, state, range(0, ring.back + 1))
     if ring.ahead:
-        moved = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in own}, -1))
+        moved = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local}, -1))
         state = _one_direction(plan, spec, moved, state, range(-1, -ring.ahead - 1, -1))
     output = ring.unstripe(state[0].astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(state[1], 2))
@@ -104,8 +104,8 @@ class _Work:
             return b, h, query_tile(at), key_tile(at)
 
         def tile(named: Arrays) -> None:
-            own = RingForwardRefs(table=refs.table, **named, **refs.scratch)
-            continue_softmax(entry(pl.program_id(0), pl.program_id(2)), own, spec)
+            blocks = RingForwardRefs(table=refs.table, **named, **refs.scratch)
+            continue_softmax(entry(pl.program_id(0), pl.program_id(2)), blocks, spec)
 
         grid = (self.results["lse"].array.shape[0], spec.heads, steps)
         remote_calls.run_pipeline(tile, refs, load, (self.inputs, self.results), grid, where)

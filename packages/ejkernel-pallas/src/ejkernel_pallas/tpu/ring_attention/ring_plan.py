@@ -2,7 +2,7 @@
 
 Parts of a causal ring are two halves of the sequence. Of another device's keys the early queries see the early half or
 nothing, and the late queries all or the early half: whole tiles, where tiles divide halves. What is left to compare is
-a device's own keys, whose indices in the part are in order. So kernels get no positions there; any other mask that
+the device's keys, whose indices in the part are in order. So kernels get no positions there; any other mask that
 compares positions gets them.
 """
 
@@ -31,7 +31,7 @@ class RingPlan:
     Attributes:
         record: Of the device's own part, with positions if kernels compare them.
         ring: The ring.
-        indexed: Whether causal compares indices in the part, which holds for the device's own keys.
+        indexed: Whether causal compares indices in the part, which holds for the keys of the device itself.
     """
 
     record: RingAttention

@@ -14,7 +14,7 @@ def heuristic(record: RingAttention, device: Any, direction: Direction) -> tiles
     """Tile sizes for a record on a device, by the static profile of tiled attention.
 
     A kernel that copies by itself has tiles of both backward passes in memory: large ones are for heads of up to 128.
-    Where what owns queries has them, what owns keys does on every chip: smaller ones spill on v7x, and take longer.
+    Where dq has large tiles, dkv has them on every chip: smaller ones spill on v7x, and take longer.
     """
     found = tiles.heuristic(tiled(record), device, direction, widest=LANES)
     return dataclasses.replace(found, dkv=found.dq) if isinstance(found, tiles.TpuBackward) else found

@@ -41,7 +41,7 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes of the kernel that owns keys and of the one that owns queries.
+        params: Tile sizes of the kernels that accumulate for keys and for queries.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
@@ -65,7 +65,7 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
 
 
 def _rows(pullback: Pullback, record: TiledAttention) -> Rows:
-    """Of every query: cotangent [B, T, H, Dv], lse in powers of two and <do, o>, both [B, H, T]."""
+    """Computes, for every query, cotangent [B, T, H, Dv], lse in powers of two and <do, o>, both [B, H, T]."""
     lse, cotangent = pullback.residuals.lse, pullback.cotangent.astype(record.query.dtype)
     if record.q_segment_ids is not None:  # padding's cotangent may be anything
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
@@ -133,15 +133,15 @@ def _of_bias(record: TiledAttention, rows_of: Rows, spec: TiledSpec) -> jax.Arra
     assert bias is not None  # a gradient of it was asked for
     q_tiles, k_tiles = kinds.shape[2:]
     counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
-    own = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
-    parts = tuple(n // k for n, k in zip(counts, own, strict=True))
+    outer = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
+    parts = tuple(n // k for n, k in zip(counts, outer, strict=True))
     result, acc = _bias_tiles(bias, spec)
     made = launch(
         KernelCall(
             name="ejkernel_attention_backward_bias",
             kernel=functools.partial(bias_kernel, spec=spec, tiles=kinds.shape),
             refs=BackwardRefs,
-            grid=(*own, *parts),
+            grid=(*outer, *parts),
             parallel=2,
             tables={"table": kinds.reshape(-1)},
             inputs=_inputs(record, rows_of, spec),

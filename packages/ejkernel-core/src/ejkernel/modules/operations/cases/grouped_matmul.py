@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
+from ejkernel.planning.quantized_formats import Mode, make_format
+from ejkernel.quantization import quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,14 @@ def _eight_bits(key: jax.Array, blocks: tuple[int, int], **static: Any) -> dict[
     return {**given, "lhs_scale": scales[0], "rhs_scale": scales[1], **static}
 
 
+def _packed(key: jax.Array, axis: str, mode: Mode = "affine") -> dict[str, Any]:
+    """Matrices [60, 32] of 4 bits, or [64, 48] with `axis="col"`."""
+    rows, columns = (32, 60) if axis == "row" else (48, 64)
+    packed, scale, *zeros = quantize(jax.random.normal(key, (5, rows, columns)), 32, mode=mode, axis=axis)
+    given = {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
+    return {**given, "rhs_mode": mode, "rhs_group_size": 32, "transpose_rhs": axis == "col"}
+
+
 EIGHT = Sizes(k=96)
 SCALED = ("lhs_scale", "rhs_scale")
 
@@ -74,6 +84,8 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ("square", Sizes(k=48, groups=(30, 99)), lambda k: {"transpose_rhs": True}, ("transpose_rhs",), ("awkward",)),
     ("8 bits", EIGHT, lambda k: _eight_bits(k, (1, 1), transpose_rhs=True), SCALED, ()),
     ("8 bits in blocks", EIGHT, lambda k: _eight_bits(k, (3, 3)), SCALED, ("awkward",)),
+    ("int4", PLAIN, lambda k: _packed(k, "row"), (), ()),
+    ("mxfp4, transposed", Sizes(k=64, dtype=jnp.bfloat16), lambda k: _packed(k, "col", "mxfp4"), (), ("awkward",)),
     ("rows with scales", PLAIN, lambda k: {"lhs_scale": 1 + jax.random.uniform(k, (129, 2))}, ("lhs_scale",), ()),
     ("experts", Sizes(8192, 2048, 1408, (128,) * 64, dtype=jnp.bfloat16), lambda k: {}, (), ("bench",)),
 )
@@ -105,7 +117,18 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     made = {name: _make(name, shape, keys[name], args) for name, shape in given.items()}
-    return dataclasses.replace(args, **made)
+    return dataclasses.replace(args, **{**made, **_make_packed(args, keys["rhs"])})
+
+
+def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:
+    """Packed matrices of normal weights, where matrices are packed."""
+    if args.rhs_mode is None:
+        return {}
+    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    *rows, groups = args.rhs_scale.shape
+    weights = jax.random.normal(key, (*rows, groups * form.group_size))
+    packed, scale, *zeros = quantize(weights, form.group_size, form.bits, args.rhs_mode, "col")
+    return {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
 
 
 def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:

@@ -45,11 +45,21 @@ def integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**given, **made, **normal(key, jnp.bfloat16, **queries)}
 
 
+def floats_of_8_bits(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    """The same with a cache of float8_e4m3fn, whose numbers are up to 4 times as large as what they stand for."""
+    given = inputs(key, dataclasses.replace(sizes, dtype=jnp.bfloat16))
+    pages, slots, lanes = given["kv_cache"].shape[0], sizes.s, given["kv_cache"].shape[-1]
+    stored = {name: (4 * given[name]).astype(jnp.float8_e4m3fn) for name in ("keys_values", "keys_pe", "kv_cache")}
+    stored["kv_cache"] = stored["kv_cache"].reshape(pages, slots // 4, 4, lanes)
+    return {**given, **stored}
+
+
 SMALL = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, s=8, v=60, d=17)
 HALF = dataclasses.replace(SMALL, h=96, v=128, d=64, dtype=jnp.bfloat16)
 MODEL = Sizes(lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=16, s=64, v=512, d=64, dtype=jnp.bfloat16)
 LSE = {"return_lse": True}
 SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
+QUARTERS = {"k_scale": 0.25, "v_scale": 0.25}
 CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
 
 
@@ -61,7 +71,12 @@ def cases(arguments: type) -> tuple[Case, ...]:
         ("model", MODEL, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
     )
     eight: tuple[Row[Sizes], ...] = (("int8, scales, lse", SMALL, lambda k: {**SCALES, **LSE}, ("value_scale",), ()),)
-    return (*table(arguments, inputs, rows), *table(arguments, integers, eight))
+    float8: tuple[Row[Sizes], ...] = (("float8_e4m3fn, scales", SMALL, lambda k: QUARTERS, ("value_scale",), ()),)
+    return (
+        *table(arguments, inputs, rows),
+        *table(arguments, integers, eight),
+        *table(arguments, floats_of_8_bits, float8),
+    )
 
 
 def cases_v2(arguments: type) -> tuple[Case, ...]:

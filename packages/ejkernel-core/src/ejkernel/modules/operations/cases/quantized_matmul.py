@@ -83,8 +83,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     form = make_format(args.mode, args.bits, args.group_size)
     rows, groups = args.scales.shape
     shape = (rows, groups * form.group_size)
-    packed, scales, *zeros = quantize(
-        jax.random.normal(other, shape, jnp.float32), form.group_size, form.bits, form.mode, "col"
-    )
+    weights = jax.random.normal(other, shape, jnp.float32)
+    packed, scales, *zeros = quantize(weights, form.group_size, form.bits, args.mode, "col")
     x = jax.random.normal(one, args.x.shape, jnp.float32).astype(args.x.dtype)
     return dataclasses.replace(args, x=x, w=packed, scales=scales, zeros=zeros[0] if zeros else None)

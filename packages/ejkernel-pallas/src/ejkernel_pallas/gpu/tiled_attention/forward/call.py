@@ -87,7 +87,7 @@ class Call:
         return lax.rem(count, I32(self.tile.stages))
 
     def key_block(self, item: tile_scheduler.WorkTile, place: Any) -> Any:
-        """The key block of a visit: its place itself, or with a pattern what the item's list has there."""
+        """The key block of a step: the step itself, or with a pattern what the item's list has there."""
         return self.listed("blocks", item, place) if self.spec.pattern else place
 
     def listed(self, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
@@ -96,7 +96,7 @@ class Call:
         return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
 
     def numbers(self, count: Any) -> Any:
-        """Dropout's numbers of a visit's keys."""
+        """Dropout's hash keys of a key block."""
         return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
 
     def buffer(self, nth_tile: Any, warpgroup: Any) -> Any:
@@ -105,7 +105,7 @@ class Call:
 
 
 def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
-    """Number and visits of the tile for the nth_tile after this one."""
+    """Number and key blocks of the work tile after this one."""
     place = lax.rem(nth_tile, I32(2))
     plgpu.barrier_wait(call.shared.number_full.at[place])
     number = call.shared.number[place]

@@ -132,7 +132,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
 
 
 def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
-    """The end of the key blocks that a warpgroup's own rows need; every warpgroup computes the first one."""
+    """The end of the key blocks that the rows of a warpgroup need; every warpgroup computes the first one."""
     spec, end = call.spec, stop
     if spec.right is not None and call.tile.has_uneven_ends(spec):
         last = query_tile.row + (ROWS - 1 + spec.right)

@@ -14,11 +14,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith
 
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import of_rows, pair, row_like, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
+from ejkernel_pallas.gpu.hopper.registers import of_rows, pair, row_like, scalar
 from ejkernel_pallas.gpu.tiled_attention.soft_cap import capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -27,8 +28,6 @@ RESCALE_THRESHOLD = 8.0
 
 Weights are then at most 2**8 = 256: float16 does not overflow, and they keep all their significant digits.
 """
-ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
-"""PTX: whether a factor is below one in some thread of the warp; a vote, so that all threads take one branch."""
 
 
 def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full: bool) -> tuple[Any, ...]:
@@ -66,26 +65,7 @@ def rescale(spec: HopperSpec, acc: Any, alpha: jax.Array) -> jax.Array:
         return acc
     if not spec.rescales_lazily:
         return acc * over_columns(alpha, acc.shape)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def scale(_: Any, tile: Any, rows: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        factors = [scalar(register) for register in rows.registers.flat]
-        some: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
-        types = [register.type for register in tile.registers.flat]
-        branch: Any = scf.IfOp(some, types, has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            pairs = [vector.broadcast(types[0], factor) for factor in factors]
-            scf.yield_([arith.mulf(register, pairs[n % 2]) for n, register in enumerate(tile.registers.flat)])
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(list(tile.registers.flat))
-        return with_registers(tile, list(branch.results))
-
-    return scale(acc, alpha)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return rescale_lazily(acc, alpha)
 
 
 def reduce_row_sum(row_sum: jax.Array) -> jax.Array:

@@ -1,0 +1,116 @@
+"""Merging the parts of items that several programs worked on, in a kernel of its own.
+
+A block has 64 heads and `COLUMNS` columns of one item. The programs that have a part of it follow each other: the first
+wrote its second slot, all others their first. Items that one program had are copied.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays
+from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.launch import launch
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.latent_attention.plan import Plan
+from ejkernel_pallas.gpu.latent_attention.spec import LATENT, Spec
+
+I32 = jnp.int32
+COLUMNS = 64
+"""Of a block."""
+LOWEST = -1e30
+"""The maximum of no parts: finite, so that differences are no NaN."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What the latent kernel wrote.
+
+    Attributes:
+        output: [T * tiles * 64, 512] of items that one program had.
+        lse: [T * tiles, 64] likewise.
+        parts: [programs * 2 * tiles, 64, 512] float32, of parts of the others.
+        part_lse: [programs * 2 * tiles, 64].
+    """
+
+    output: Any
+    lse: Any
+    parts: Any
+    part_lse: Any
+
+
+def combined(spec: Spec, plan: Plan, made: Parts) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, 512] and lse [T, H] of all items."""
+    operands = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    operands |= {"items": plan.items, "shares": plan.shares}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (made.output, made.lse)]
+    across = LATENT // COLUMNS
+
+    def body(given: dict[str, Any], outputs: Any, buffers: dict[str, Any]) -> None:
+        del buffers
+        block = lax.axis_index("block")
+        tile, column = lax.div(block, I32(across)), lax.rem(block, I32(across)) * COLUMNS
+        _combine(spec, given, outputs, tile, column)
+
+    output, lse = launch(body, operands, shapes, {"unused": _nothing()}, spec.rows * spec.tiles * across, 0)
+    output = output.reshape(spec.rows, spec.tiles * ROWS, LATENT)[:, : spec.heads]
+    return output, lse.reshape(spec.rows, spec.tiles * ROWS)[:, : spec.heads]
+
+
+def _nothing() -> Any:
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return plgpu.SMEM((1,), jnp.int32)
+
+
+def _combine(spec: Spec, given: dict[str, Any], outputs: Any, number: Any, column: Any) -> None:
+    """The columns of one tile of heads of an item."""
+    item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
+    start, steps = given["items"][item, 2], given["items"][item, 3]
+    share = jnp.maximum(given["shares"][1, 1], 1)
+    first, last = lax.div(start, share), lax.div(start + steps - 1, share)
+    rows, columns = pl.ds(number * ROWS, ROWS), pl.ds(column, COLUMNS)
+
+    @pl.when(first == last)
+    def _copy() -> None:
+        outputs[0][rows, columns] = arrays.load_tile(given["output"].at[rows, columns])
+
+        @pl.when(column == 0)
+        def _lse() -> None:
+            outputs[1][number] = arrays.load_rows(given["lse"].at[number])
+
+    @pl.when(first != last)
+    def _merge() -> None:
+        def slot(program: Any) -> Any:
+            return (program * 2 + (program == first).astype(I32)) * spec.tiles + tile
+
+        def load(program: Any) -> tuple[Any, Any]:
+            place = slot(jnp.minimum(program, last))
+            part_lse = arrays.load_rows(given["part_lse"].at[place])
+            part = arrays.load_tile(given["parts"].at[place, :, columns])
+            return jnp.where(program <= last, part_lse, LOWEST), part
+
+        def add(number: Any, state: Any) -> Any:
+            output, row_max, row_sum = state
+            # Two at a time, so that all their loads are under way together.
+            pair = [load(first + 2 * number + n) for n in (0, 1)]
+            top = jnp.maximum(row_max, jnp.maximum(pair[0][0], pair[1][0]))
+            alpha = jnp.exp(row_max - top)
+            output, row_sum = output * over_columns(alpha, output.shape), row_sum * alpha
+            for part_lse, part in pair:
+                weight = jnp.exp(part_lse - top)
+                output, row_sum = output + part * over_columns(weight, part.shape), row_sum + weight
+            return output, top, row_sum
+
+        zeros = arrays.full_tile((ROWS, COLUMNS)), arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0)
+        output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add, zeros)
+        output = output * over_columns(1 / row_sum, output.shape)
+        outputs[0][rows, columns] = output.astype(spec.dtype)
+
+        @pl.when(column == 0)
+        def _lse() -> None:
+            outputs[1][number] = row_max + jnp.log(row_sum)

@@ -1,0 +1,214 @@
+"""The latent kernel: two consumer warpgroups that share 64 query heads of a row, and a producer warpgroup.
+
+A step has two blocks of 64 keys. Each warpgroup multiplies the queries with one of them and exponentiates its scores;
+both multiply both blocks of weights with their half of the values. A latent vector is key and value: it is copied once.
+
+    warpgroup 0     Q K0   softmax 0 | P0 V0 left            | P1 V1 left           accumulator 64 x 256, left
+    warpgroup 1     Q K1             | P0 V0 right, softmax 1 | P1 V1 right         accumulator 64 x 256, right
+                              P0 and its maximum       P1 and its maximum           through shared memory
+
+The running maximum goes from block 0 to block 1, and from there to block 0 of the next step, so both accumulators are
+relative to the same one. Weights lie where the rotary columns of their block were, which only the product with the
+queries reads. Of a block, the half of the warpgroup that owns it is free first.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, wgmma
+from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
+from ejkernel_pallas.gpu.latent_attention.producer import produce
+from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LN2, REGISTERS, SLACK, UNIT, WARPGROUPS
+
+I32 = jnp.int32
+LOWEST = -1e30
+"""The maximum of no scores, and a masked score: finite, so that differences are no NaN."""
+
+
+class State(NamedTuple):
+    """What a consumer warpgroup carries from step to step.
+
+    Attributes:
+        output: [64, 256], its half of the numerators.
+        row_max: [64] running maximum, as a power of two.
+        row_sum: [64] sums of the weights of its own blocks.
+    """
+
+    output: Any
+    row_max: Any
+    row_sum: Any
+
+
+def latent_kernel(call: Call) -> None:
+    """Body of the kernel."""
+    warpgroup = lax.axis_index("warpgroup")
+    for number, step in enumerate((_first_step, _second_step)):
+
+        @pl.when(warpgroup == number)
+        def _consume(number: int = number, step: Any = step) -> None:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            every_item(call, lambda item, carry: _own_item(call, number, step, item, carry), I32(0))
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _produce() -> None:
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        produce(call)
+
+
+def _own_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
+    """A warpgroup's half of the output of a program's steps of an item."""
+    shared = call.shared
+    plgpu.barrier_wait(shared.q_full)
+    state = State(arrays.full_tile((ROWS, HALF)), arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0))
+    state = lax.fori_loop(item.first, item.first + item.steps, functools.partial(step, call, item), state)
+    plgpu.barrier_arrive(shared.q_free)
+    shared.row_sum.at[number][...] = state.row_sum
+    plgpu.barrier_arrive(shared.sums_full.at[number])
+    plgpu.barrier_wait(shared.sums_full.at[1 - number])
+    total = state.row_sum + arrays.load_rows(shared.row_sum.at[1 - number])
+    output = state.output * over_columns(call.spec.value_scale / total, state.output.shape)
+    _write(call, number, item, output, state.row_max * LN2 + jnp.log(total))
+    return carry
+
+
+def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
+    """A step of the warpgroup that owns block 0 and the left half."""
+    shared = call.shared
+    scores = _scores(call, item, 0, step)
+    row_max = _moved(call, state.row_max, scores.max(axis=1))
+    weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
+    alpha = jnp.exp2(state.row_max - row_max)
+    row_sum = state.row_sum * alpha + weights.sum(axis=1)
+    weights = _publish(call, 0, weights, row_max)
+    output = _rescaled(call, state.output, alpha)
+    output = _product(output, weights, shared.left.at[0])
+    plgpu.barrier_arrive(shared.own_free.at[0])
+    plgpu.barrier_wait(shared.weights_full.at[1])
+    after = arrays.load_rows(shared.row_max.at[1])
+    alpha = jnp.exp2(row_max - after)
+    output = _rescaled(call, output, alpha)
+    output = _product(output, shared.rotary.at[1], shared.left.at[1])
+    plgpu.barrier_arrive(shared.other_free.at[1])
+    return State(output, after, row_sum * alpha)
+
+
+def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
+    """A step of the warpgroup that owns block 1 and the right half.
+
+    The product of the other's weights is under way while it exponentiates its own scores.
+    """
+    shared = call.shared
+    scores = _scores(call, item, 1, step)
+    own_max = scores.max(axis=1)
+    plgpu.barrier_wait(shared.weights_full.at[0])
+    before = arrays.load_rows(shared.row_max.at[0])
+    output = _rescaled(call, state.output, jnp.exp2(state.row_max - before))
+
+    def multiply(refs: Any) -> None:
+        output_ref, weights_ref, max_ref, sum_ref = refs
+        plgpu.wgmma(output_ref, shared.rotary.at[0], shared.right.at[0])
+        row_max = _moved(call, before, own_max)
+        weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
+        sum_ref[...] = state.row_sum * jnp.exp2(state.row_max - row_max) + weights.sum(axis=1)
+        max_ref[...] = row_max
+        weights_ref[...] = _publish(call, 1, weights, row_max)
+
+    narrow = scores.astype(call.spec.dtype)
+    refs = plgpu.WGMMAAccumulatorRef.init(output), narrow, state.row_max, state.row_sum
+    output, weights, row_max, row_sum = pl.run_state(multiply)(refs)
+    plgpu.barrier_arrive(shared.other_free.at[0])
+    output = _rescaled(call, output, jnp.exp2(before - row_max))
+    output = _product(output, lax.optimization_barrier(weights), shared.right.at[1])
+    plgpu.barrier_arrive(shared.own_free.at[1])
+    return State(output, row_max, row_sum)
+
+
+def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
+    """Scores of a block as powers of two, `LOWEST` where there is no key."""
+    shared = call.shared
+    left, right, rotary = shared.left.at[block], shared.right.at[block], shared.rotary.at[block]
+    own, other = ((shared.q_left, left), (shared.q_right, right))[:: 1 if block == 0 else -1]
+    key = step * UNIT + block * BLOCK_KV
+    first, end = item.low - key, item.keys - key
+    partial = end < BLOCK_KV
+    if call.spec.started:
+        partial = partial | (first > 0)
+    plgpu.barrier_wait(shared.own_full.at[block])
+    # Slots of keys that nobody attends may hold NaN, and a weight of zero times NaN is NaN.
+    pl.when(partial)(lambda: _zero(own[1:], first, end))
+    scores = wgmma.issue(*own)
+    plgpu.barrier_wait(shared.other_full.at[block])
+    pl.when(partial)(lambda: _zero((other[1], rotary), first, end))
+    scores = wgmma.extend(scores, other, (shared.q_rotary, rotary))
+    present = shared.present[block]
+    scores = wgmma.wait(scores, in_flight=0)
+    column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    attends = column < end
+    if call.spec.started:
+        attends = attends & (column >= first)
+    if call.spec.columns:
+        bits = jnp.right_shift(present, lax.div(column, I32(GROUP)))
+        attends = attends & (jnp.bitwise_and(bits, 1) > 0)
+    return jnp.where(attends, scores * call.spec.exponent, LOWEST)
+
+
+def _zero(tiles: Any, first: Any, end: Any) -> None:
+    """Writes zeros to the rows of tiles before `first` and from `end` on."""
+    for tile in tiles:
+        zero_rows(tile, first, end)
+    plgpu.commit_smem()
+
+
+def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
+    """Gives the other warpgroup the weights of a block and the maximum that they are relative to."""
+    shared = call.shared
+    weights = lax.optimization_barrier(weights.astype(call.spec.dtype))
+    shared.rotary.at[block][...] = weights
+    shared.row_max.at[block][...] = row_max
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.weights_full.at[block])
+    return weights
+
+
+def _moved(call: Call, row_max: Any, block_max: Any) -> Any:
+    """The running maximum after a block."""
+    top = jnp.maximum(row_max, block_max)
+    return jnp.where(top - row_max > SLACK, top, row_max) if call.spec.lazy else top
+
+
+def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
+    return rescale_lazily(output, alpha) if call.spec.lazy else output * over_columns(alpha, output.shape)
+
+
+def _product(output: Any, weights: Any, values: Any) -> Any:
+    """The output with weights times values added."""
+    ref = plgpu.WGMMAAccumulatorRef.init(output)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(ref)
+
+
+def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
+    """Writes a warpgroup's half of the rows of an item, or of a part of it."""
+    result, sums, parts, part_sums = call.outputs
+    _, tile = program_of(call)
+    number_of_tile, columns = item.row * call.spec.tiles + tile, pl.ds(number * HALF, HALF)
+
+    @pl.when(item.whole)
+    def _whole() -> None:
+        result[pl.ds(number_of_tile * ROWS, ROWS), columns] = output.astype(call.spec.dtype)
+        if number == 0:
+            sums[number_of_tile] = lse
+
+    @pl.when(~item.whole)
+    def _part() -> None:
+        parts[item.slot, :, columns] = output
+        if number == 0:
+            part_sums[item.slot] = lse

@@ -1,0 +1,58 @@
+"""Which key blocks each program works on.
+
+A query row is an item: its heads attend the same keys. The steps of all items, `UNIT` keys each, lie in a line, of
+which all programs have equal shares, so that no length sets the time; lengths are read on the device.
+
+    items     |  0  |     1     |2|       3       |
+    programs  |    0    |    1    |    2    |    3 |      items 1 and 3 are cut: each program writes its part
+
+A program has at most two parts of items: of the item in which it begins, and of that in which it ends.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.planning import paged_cache
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT, Spec
+
+
+class Plan(NamedTuple):
+    """Items and shares, int32.
+
+    Attributes:
+        items: [T, 5]: sequence, one more than the last key, first step in the line, steps, first key.
+        shares: [P + 1, 2]: the item in which a program begins, and its first step; last the end of the line, twice.
+    """
+
+    items: jax.Array
+    shares: jax.Array
+
+
+def make_plan(record: PagedAttention, spec: Spec) -> Plan:
+    """The items of a record, and the programs' shares."""
+    if record.query_start is None:
+        sequence, position = jnp.arange(spec.rows, dtype=jnp.int32), record.kv_lens.astype(jnp.int32) - 1
+    else:
+        sequence, position = paged_cache.token_places(record)
+    owner = jnp.maximum(sequence, 0)
+    keys = jnp.minimum(record.kv_lens.astype(jnp.int32)[owner], paged_cache.capacity(record))
+    left, right = band(record)
+    if right is not None:
+        keys = jnp.minimum(keys, position + 1 + right)
+    low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[owner]
+    if left is not None:
+        low = jnp.maximum(low, position - left)
+    low = jnp.maximum(low, 0)
+    keys = jnp.where((sequence >= 0) & (keys > low), keys, 0)
+    low = jnp.where(keys > 0, low, 0)
+    steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
+    ends = jnp.cumsum(steps, dtype=jnp.int32)
+    total = ends[-1]
+    share = -(-total // spec.programs)
+    begin = jnp.minimum(jnp.arange(spec.programs + 1, dtype=jnp.int32) * share, total)
+    item = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
+    items = jnp.stack((owner, keys, ends - steps, steps, low), axis=1)
+    return Plan(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))

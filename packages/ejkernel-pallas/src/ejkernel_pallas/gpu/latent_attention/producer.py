@@ -1,0 +1,96 @@
+"""The warpgroup of the latent kernel that copies queries and blocks of keys to shared memory."""
+
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
+from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LATENT, ROTARY, UNIT
+
+I32 = jnp.int32
+Places = list[tuple[Any, Any]]
+"""Page and slot of every copy of a block."""
+
+
+def produce(call: Call) -> None:
+    """Copies all that the program needs."""
+
+    def one(item: Item, carry: Any) -> Any:
+        count, number = carry
+        _copy_queries(call, item, number)
+        count = lax.fori_loop(
+            0, item.steps, lambda step, count: _copy_step(call, item, item.first + step, count), count
+        )
+        return count, number + 1
+
+    every_item(call, one, (I32(0), I32(0)))
+
+
+def _copy_queries(call: Call, item: Item, number: Any) -> None:
+    shared, query = call.shared, call.operands["query"]
+    _, tile = program_of(call)
+    pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
+    rows = pl.ds(tile * ROWS, ROWS)
+    parts = ((shared.q_left, 0, HALF), (shared.q_right, HALF, HALF), (shared.q_rotary, LATENT, ROTARY))
+    for target, first, size in parts:
+        plgpu.copy_gmem_to_smem(query.at[item.row, rows, pl.ds(first, size)], target, shared.q_full)
+
+
+def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
+    """Copies two blocks in halves, each as soon as its place is free."""
+    for block in (0, 1):
+        places, present = _places(call, item, step * UNIT + block * BLOCK_KV)
+        _copy_own(call, places, count, block)
+        _copy_other(call, places, present, count, block)
+    return count + 1
+
+
+def _places(call: Call, item: Item, key: Any) -> tuple[Places, Any]:
+    """Page and slot of every copy of a block of keys, and which groups of eight rows are present.
+
+    The page of an absent one is the number of pages: copies beyond an array's end write zeros.
+    """
+    spec = call.spec
+    if spec.columns == 0:
+        return [(item.sequence, key)], I32(-1)
+    tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
+    places: Places = []
+    each = spec.copied // GROUP
+    for first in range(0, BLOCK_KV, spec.copied):
+        column = lax.div(key + first, I32(spec.page_size))
+        page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
+        there = (key + first < item.keys) & (page >= 0) & (page < pages)
+        places.append((jnp.where(there, page, pages), lax.rem(key + first, I32(spec.page_size))))
+        bits = bits | jnp.where(there, I32(((1 << each) - 1) << (first // GROUP)), I32(0))
+    return places, bits
+
+
+def _copy_own(call: Call, places: Places, count: Any, block: int) -> None:
+    """Copies the half of a block that only the warpgroup reads whose keys they are, which is free first."""
+    shared = call.shared
+    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.own_free.at[block]))
+    target = (shared.left, shared.right)[block].at[block]
+    _copy(call, places, "latent", pl.ds(block * HALF, HALF), target, shared.own_full.at[block])
+
+
+def _copy_other(call: Call, places: Places, present: Any, count: Any, block: int) -> None:
+    """Copies the other half and the rotary columns."""
+    shared = call.shared
+    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.other_free.at[block]))
+    full = shared.other_full.at[block]
+    shared.present[block] = present
+    target = (shared.right, shared.left)[block].at[block]
+    _copy(call, places, "latent", pl.ds((1 - block) * HALF, HALF), target, full)
+    _copy(call, places, "rotary", pl.ds(call.spec.start, ROTARY), shared.rotary.at[block], full)
+    plgpu.barrier_arrive(full)  # after the bits
+
+
+def _copy(call: Call, places: Places, name: str, columns: Any, target: Any, full: Any) -> None:
+    rows = call.spec.copied
+    for number, (page, slot) in enumerate(places):
+        source = call.operands[name].at[page, pl.ds(slot, rows), columns]
+        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)

@@ -1,0 +1,120 @@
+"""Forward pass of latent attention on Hopper."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.planning import paged_cache
+from ejkernel.planning.latent_pages import Rotary, as_pages, rotary_of
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.latent_attention.call import Call, Shared
+from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
+from ejkernel_pallas.gpu.latent_attention.kernel import latent_kernel
+from ejkernel_pallas.gpu.latent_attention.plan import Plan, make_plan
+from ejkernel_pallas.gpu.latent_attention.spec import (
+    BLOCK_KV,
+    HALF,
+    LATENT,
+    ROTARY,
+    WARPGROUPS,
+    HopperLatent,
+    Spec,
+    make_spec,
+)
+
+OPERANDS: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "shares")
+"""Of the kernel, in the order in which `attend` gives them."""
+
+
+def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Array, ...], None]:
+    """Attention over pages of latent vectors.
+
+    Args:
+        record: The canonical arguments.
+        params: Programs.
+
+    Raises:
+        ValueError: There is no program.
+
+    Returns:
+        Output [T, H, 512] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
+        residuals.
+    """
+    record, pages = paged_cache.write(record)
+    rotary = rotary_of(record)
+    assert rotary is not None
+    output, lse = attend(record, rotary, params)
+    return (output, lse, *pages), None
+
+
+def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Output [B, 1, H, 512] and residuals of a record that `mla_decode` made.
+
+    Of a joined cache all 576 columns are values, of which the operation reads the first 512: the others are 0 here.
+    """
+    pages, rotary = as_pages(record)
+    output, lse = attend(pages, rotary, params)
+    output = jnp.pad(output, ((0, 0), (0, 0), (0, record.value.shape[-1] - LATENT)))
+    return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])
+
+
+def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, 512] and lse [T, H] of a record whose tokens are all in their pages."""
+    spec = make_spec(record, params, rotary.start)
+    plan = make_plan(record, spec)
+    tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
+
+    @sequential_vmap
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+        return combined(spec, Plan(*arrays[-2:]), Parts(*_launch(spec, operands)))
+
+    output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
+    return output, jnp.where(plan.items[:, 1:2] > 0, lse, -jnp.inf)
+
+
+def _launch(spec: Spec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Outputs of whole items, and parts of the others."""
+
+    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+        latent_kernel(Call(spec, given, made, Shared(**buffers)))
+
+    parts = 2 * spec.blocks
+    outputs = [
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles * ROWS, LATENT), spec.dtype),
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles, ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((parts, ROWS, LATENT), jnp.float32),
+        jax.ShapeDtypeStruct((parts, ROWS), jnp.float32),
+    ]
+    return launch(body, operands, outputs, _scratch(spec), spec.blocks, WARPGROUPS)
+
+
+def _scratch(spec: Spec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `Shared`."""
+    copies = BLOCK_KV // spec.copied
+    barrier = plgpu.Barrier
+    return {
+        "q_left": matrix((ROWS, HALF), spec.dtype),
+        "q_right": matrix((ROWS, HALF), spec.dtype),
+        "q_rotary": matrix((ROWS, ROTARY), spec.dtype),
+        "left": matrix((2, BLOCK_KV, HALF), spec.dtype),
+        "right": matrix((2, BLOCK_KV, HALF), spec.dtype),
+        "rotary": matrix((2, BLOCK_KV, ROTARY), spec.dtype),
+        "row_max": plgpu.SMEM((2, ROWS), jnp.float32),
+        "row_sum": plgpu.SMEM((2, ROWS), jnp.float32),
+        "present": plgpu.SMEM((2,), jnp.int32),
+        "q_full": barrier(num_arrivals=3),
+        "q_free": barrier(num_arrivals=WARPGROUPS),
+        "own_full": barrier(num_arrivals=copies, num_barriers=2),
+        "other_full": barrier(num_arrivals=2 * copies + 1, num_barriers=2),
+        "own_free": barrier(num_arrivals=1, num_barriers=2),
+        "other_free": barrier(num_arrivals=1, num_barriers=2),
+        "weights_full": barrier(num_arrivals=1, num_barriers=2),
+        "sums_full": barrier(num_arrivals=1, num_barriers=2),
+    }

@@ -1,0 +1,182 @@
+"""What the latent kernel is compiled for, its configuration, and what it refuses."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning import paged_cache
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+
+LATENT = 512
+"""Columns of a latent vector."""
+HALF = LATENT // 2
+"""Of them, those whose outputs one consumer warpgroup accumulates."""
+ROTARY = 64
+"""Key columns beside it."""
+BLOCK_KV = 64
+"""Keys of a block: one consumer warpgroup multiplies the queries with them."""
+UNIT = 2 * BLOCK_KV
+"""Keys of a step: a block for each of the two consumer warpgroups."""
+GROUP = 8
+"""Rows of shared memory that lie together, at least that many one copy has."""
+WARPGROUPS = 2
+"""Consumer warpgroups."""
+SLACK = 8.0
+"""How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256."""
+REGISTERS = (240, 24)
+"""Of their threads, and of those that copy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperLatent:
+    """Configuration of the latent kernel.
+
+    Attributes:
+        num_programs: Thread blocks that the key blocks of a call are dealt to.
+        lazy_rescaling: Whether a row's maximum moves only where scores are `SLACK` above it.
+    """
+
+    num_programs: int
+    lazy_rescaling: bool = True
+
+
+FACES: dict[str, str] = {}
+"""Fields of the public configurations and what they set here: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Constants of the kernel.
+
+    Attributes:
+        rows: Query rows of the call.
+        heads: Query heads.
+        tiles: Tiles of 64 heads.
+        programs: Programs that the key blocks are dealt to, for each tile of heads.
+        page_size: Slots of a page.
+        pages: Pages of the cache.
+        columns: Entries of a block table; 0 where each sequence has the page of its own number.
+        start: First of the rotary columns in their array.
+        copied: Rows that one copy has.
+        started: Whether sequences begin at keys of their own, or a window has them begin later.
+        exponent: Factor that makes products powers of two.
+        lazy: Whether a row's maximum moves only where scores are `SLACK` above it.
+        dtype: Of queries, cache and output.
+        value_scale: Factor on the output.
+    """
+
+    rows: int
+    heads: int
+    tiles: int
+    programs: int
+    page_size: int
+    pages: int
+    columns: int
+    start: int
+    copied: int
+    started: bool
+    exponent: float
+    lazy: bool
+    dtype: Any
+    value_scale: float
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+        return self.programs * self.tiles
+
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Spec:
+    """The constants of a record's kernel.
+
+    Args:
+        record: The canonical arguments, without new tokens.
+        params: Programs.
+        start: First of the rotary columns.
+
+    Raises:
+        ValueError: There is no program.
+    """
+    if params.num_programs < 1:
+        raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
+    rows, heads, _ = record.query.shape
+    tiles, page_size = -(-heads // ROWS), paged_cache.page_size(record)
+    return Spec(
+        rows=rows,
+        heads=heads,
+        tiles=tiles,
+        programs=max(1, params.num_programs // tiles),
+        page_size=page_size,
+        pages=paged_cache.page_count(record),
+        columns=0 if record.block_tables is None else record.block_tables.shape[1],
+        start=start,
+        copied=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
+        started=record.kv_starts is not None or band(record)[0] is not None,
+        exponent=record.softmax_scale * LOG2E,
+        lazy=params.lazy_rescaling,
+        dtype=jnp.dtype(record.query.dtype),
+        value_scale=record.value_scale,
+    )
+
+
+def reasons(record: PagedAttention) -> Iterable[str]:
+    """Why the kernel cannot serve a paged record, a sentence each."""
+    if record.latent is None:
+        yield "the cache has no latent vectors"
+        return
+    size, rotary = record.latent[0], record.query.shape[-1] - record.latent[0]
+    if (size, rotary) != (LATENT, ROTARY):
+        yield f"a latent size of {size} and {rotary} rotary columns are not {LATENT} and {ROTARY}"
+    if record.key_pages.dtype != record.query.dtype:
+        yield f"a cache of {record.key_pages.dtype} beside queries of {record.query.dtype}"
+    slots = paged_cache.page_size(record)
+    if record.block_tables is not None and not (slots % BLOCK_KV == 0 or (BLOCK_KV % slots == 0 and slots >= GROUP)):
+        yield f"pages of {slots} slots are neither a multiple of {BLOCK_KV} nor a divisor of at least {GROUP}"
+    if record.latent[1] % 8 or record.key_pages.shape[-1] % 8:
+        width = record.key_pages.shape[-1]
+        yield f"rotary columns from {record.latent[1]} on in rows of {width}: copies want multiples of 8"
+    if record.block_tables is None and slots % GROUP:
+        yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
+    yield from _head_reasons(record.query.shape[1])
+    if not (record.query.size and record.key_pages.size and record.kv_lens.size):
+        yield "an array is empty"
+
+
+def _head_reasons(heads: int) -> Iterable[str]:
+    if heads % GROUP:
+        yield f"{heads} heads are no multiple of {GROUP}"
+
+
+def decode_reasons(record: TiledAttention) -> Iterable[str]:
+    """Why the kernel cannot serve a record of `mla_decode`, a sentence each."""
+    keys, values, slots = record.key.shape[-1], record.value.shape[-1], record.key.shape[1]
+    if keys != LATENT + ROTARY or values not in (LATENT, LATENT + ROTARY):
+        yield f"keys of {keys} columns and values of {values} are not {LATENT} + {ROTARY} and {LATENT}"
+    if slots % GROUP:
+        yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
+    yield from _head_reasons(record.query.shape[2])
+    if not (record.query.size and record.key.size):
+        yield "an array is empty"
+
+
+def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLatent:
+    """One program a multiprocessor."""
+    from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
+
+    return HopperLatent(num_programs=multiprocessors())
+
+
+def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
+    """What is worth measuring: lazy rescaling or none; shared memory has room for one program."""
+    rule = heuristic(record, device, direction)
+    return rule, dataclasses.replace(rule, lazy_rescaling=False)

@@ -1,0 +1,107 @@
+"""Latent attention in Mosaic GPU, lowered for CUDA without a GPU; its plan; and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.ops.plugins import registry
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+from ejkernel_pallas.gpu.latent_attention import implementations, plan, run, spec
+
+SHAPE = jax.ShapeDtypeStruct
+PARAMS = spec.HopperLatent(num_programs=132)
+
+
+def make(rows=4, heads=128, page=64, dense=False, dtype=jnp.bfloat16, lanes=640, latent=(512, 512), lens=None):
+    sequences = rows if lens is None else len(lens)
+    return PagedAttention(
+        query=SHAPE((rows, heads, latent[0] + 64), dtype),
+        key_pages=SHAPE((sequences if dense else 32, page, lanes), dtype),
+        value_pages=None,
+        block_tables=None if dense else SHAPE((sequences, 8), jnp.int32),
+        kv_lens=SHAPE((sequences,), jnp.int32) if lens is None else jnp.array(lens, jnp.int32),
+        query_start=None,
+        softmax_scale=0.07,
+        kv_layout="psd",
+        kv_heads=None,
+        latent=latent,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"page": 16}, {"heads": 80, "page": 8}, {"dense": True, "page": 304}, {"dtype": jnp.float16, "page": 256}],
+    ids=str,
+)
+def test_a_call_lowers(fields):
+    record = make(**fields)
+    traced = jax.jit(lambda record: run.forward(record, PARAMS)[0]).trace(record)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    output, lse = traced.out_info
+    assert (output.shape, output.dtype) == ((4, record.query.shape[1], 512), record.query.dtype)
+    assert lse.shape == record.query.shape[:2]
+
+
+def test_shared_memory_has_room_for_queries_and_two_blocks():
+    tiles = 3 * spec.BLOCK_KV * (spec.LATENT + spec.ROTARY) * 2
+    assert tiles + 2 * 2 * 64 * 4 + 1024 <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7, 40])
+def test_every_step_has_one_program(programs):
+    lens = [300, 0, 64, 129, 1, 700, 128, 127]
+    record = make(rows=len(lens), lens=lens, page=128)
+    constants = spec.make_spec(record, spec.HopperLatent(num_programs=programs * 2), 512)
+    assert constants.programs == programs
+    made = plan.make_plan(record, constants)
+    items, shares = np.asarray(made.items), np.asarray(made.shares)
+    np.testing.assert_array_equal(items[:, 1], lens)
+    np.testing.assert_array_equal(items[:, 3], np.maximum(-(-np.array(lens) // spec.UNIT), 1))
+    line = np.concatenate([np.full(steps, n) for n, steps in enumerate(items[:, 3])])
+    assert shares[0, 1] == 0
+    assert shares[-1, 1] == len(line)
+    for (item, begin), end in zip(shares[:-1], shares[1:, 1], strict=True):
+        assert begin == end or line[begin] == item
+    # `combine` finds the programs of an item by this division.
+    share = shares[1, 1]
+    for _, _, start, steps, _ in items:
+        first, last = start // share, (start + steps - 1) // share
+        assert shares[first, 1] <= start < shares[first + 1, 1]
+        assert shares[last, 1] < start + steps <= shares[last + 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (make(), []),
+        (make(page=16), []),
+        (make(heads=68), ["68 heads"]),
+        (make(page=4), ["pages of 4"]),
+        (make(page=96), ["pages of 96"]),
+        (make(dense=True, page=301), ["301 slots"]),
+        (make(latent=(256, 256)), ["latent size of 256"]),
+        (dataclasses.replace(make(), key_pages=SHAPE((32, 64, 640), jnp.float8_e4m3fn)), ["float8_e4m3fn"]),
+    ],
+)
+def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, words):
+    found = list(spec.reasons(record))
+    assert len(found) == len(words), found
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize("op", ["mla_decode", "multi_latent_ragged_page_attention"])
+def test_dispatch_takes_any_other_implementation_first(op):
+    own = {made.name for made in implementations()}
+    priorities = {made.name: made.priority for made in registry().implementations[op]}
+    assert own <= set(priorities)
+    assert max(priorities[name] for name in own) < min(n for name, n in priorities.items() if name not in own)
+
+
+def test_no_program_is_an_error():
+    with pytest.raises(ValueError, match="num_programs=0"):
+        spec.make_spec(make(), spec.HopperLatent(num_programs=0), 512)

@@ -1,0 +1,92 @@
+"""Keeps words that the glossary replaces out of identifiers, comments and docstrings.
+
+python tests/project/check_words.py            # the folders in docs/words.toml
+python tests/project/check_words.py FOLDER ... # others, to see what is left there
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+LIST = ROOT / "docs" / "words.toml"
+
+
+class Found(NamedTuple):
+    """A word where it should not be.
+
+    Attributes:
+        path: File, from the repository's root.
+        line: Line, from 1.
+        text: The identifier, or the phrase.
+        instead: What to write.
+    """
+
+    path: str
+    line: int
+    text: str
+    instead: str
+
+
+def load() -> dict[str, Any]:
+    """The word list."""
+    return tomllib.loads(LIST.read_text())
+
+
+def check(folders: list[str], words: dict[str, Any]) -> Iterator[Found]:
+    """Every word of the list in the Python files of some folders, exceptions left out."""
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            path = file.relative_to(ROOT).as_posix()
+            yield from in_source(path, file.read_text(), words)
+
+
+def in_source(path: str, source: str, words: dict[str, Any]) -> Iterator[Found]:
+    """Every word of the list in one file."""
+    kept = {key.split(": ")[1] for key in words["exceptions"] if path.endswith(key.split(": ")[0])}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        line = token.start[0]
+        if token.type == tokenize.NAME and token.string not in kept:
+            yield from _in_identifier(path, line, token.string, words["identifiers"])
+        if token.type == tokenize.COMMENT:
+            yield from _in_prose(path, line, token.string.lstrip("# "), words["prose"])
+    for line, text in docstrings(source):
+        yield from _in_prose(path, line, text, words["prose"])
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string that stands alone: docstrings, and what describes a constant."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def _in_identifier(path: str, line: int, name: str, words: dict[str, str]) -> Iterator[Found]:
+    for part in name.lower().split("_"):
+        if part in words:
+            yield Found(path, line, name, words[part])
+
+
+def _in_prose(path: str, line: int, text: str, words: dict[str, str]) -> Iterator[Found]:
+    for pattern, instead in words.items():
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            yield Found(path, line + text.count("\n", 0, match.start()), match.group(), instead)
+
+
+def main(folders: list[str]) -> int:
+    """Prints what was found; 1 if there is something."""
+    words = load()
+    found = list(check(folders or words["folders"], words))
+    for path, line, text, instead in found:
+        print(f"{path}:{line}: {text!r}: {instead}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
