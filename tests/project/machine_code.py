@@ -6,7 +6,8 @@
 
 Every implementation of a backend lowers the conformance cases it serves, both passes, for a chip that need not be
 there. Kept are the Mosaic modules of TPU and Hopper kernels, and the PTX of Triton kernels, without locations, debug
-information and symbol names. Modules are compared as a set for each call: the order of a program's kernels is XLA's.
+information and symbol names; dispatch wants jax-triton installed for these. Modules are compared as a set for each
+call: the order of a program's kernels is XLA's.
 """
 
 import argparse

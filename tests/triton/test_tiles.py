@@ -99,7 +99,7 @@ def test_candidates_are_different_and_small_enough(capability, size):
         assert found[0] == tiles.heuristic(record(4096, 4096, size, causal=True), device, direction)
         for part in found:
             chosen = [tiles.forward_tile(part)] if direction == "forward" else tiles.backward_tiles(part)
-            assert all(tile.own * tile.visit // tile.warps <= 2048 for tile in chosen)
+            assert all(tile.stationary * tile.streamed // tile.warps <= 2048 for tile in chosen)
 
 
 def test_tiles_are_no_longer_than_what_there_is():
@@ -134,16 +134,16 @@ def test_public_sizes_are_those_of_both_backward_kernels():
     assert implementation.config.unread(BwdParams(blocksize_k=2), "backward") == ["blocksize_k"]
 
 
-@pytest.mark.parametrize(("own", "visit", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)])
-def test_programs_that_own_queries_have_warps_for_the_longer_side(own, visit, warps):
-    assert tiles.warps_for_queries(own, visit) == warps
+@pytest.mark.parametrize(("stationary", "streamed", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)])
+def test_programs_that_own_queries_have_warps_for_the_longer_side(stationary, streamed, warps):
+    assert tiles.warps_for_queries(stationary, streamed) == warps
 
 
 def scores_of_a_warp(call, device):
     """Of the three kernels."""
     found = [tiles.forward_tile(tiles.heuristic(call, device, "forward"))]
     found += tiles.backward_tiles(tiles.heuristic(call, device, "backward"))
-    return [tile.own * tile.visit // tile.warps for tile in found]
+    return [tile.stationary * tile.streamed // tile.warps for tile in found]
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.9, 9.0, 10.0, 12.0])
@@ -162,7 +162,7 @@ def test_float32_keys_are_held_whole_on_hopper_where_nothing_else_takes_register
     for features, whole in (({}, True), ({"logits_soft_cap": 30.0}, False), ({"q_segment_ids": ids}, False)):
         call = record(4096, 4096, 128, jnp.float32, causal=True, **features)
         keys, _ = tiles.backward_tiles(tiles.heuristic(call, H200, "backward"))
-        assert (keys.own >= keys.visit) == whole
+        assert (keys.stationary >= keys.streamed) == whole
 
 
 def test_without_its_toolchain_or_device_it_is_refused_by_name():

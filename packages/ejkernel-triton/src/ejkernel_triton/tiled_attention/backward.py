@@ -37,7 +37,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes, warps and stages of the kernel that owns keys and of those that own queries.
+        params: Tile sizes, warps and stages of the kernels that accumulate for keys, for queries and for a bias.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
@@ -96,10 +96,10 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
 
     # Without the gradient of the keys there is room for twice as many queries at once, but not for their positions too.
     roomy = splits(record) and "key" not in wanted and record.q_positions is None
-    pieces = in_pieces(record, tile.own, tile.visit)
-    q_block = tile.visit * (2 if roomy and not pieces else 1)
-    blocks = query_blocks(record, q_block, tile.own)
-    count = tiles(record.key.shape[1], tile.own)
+    pieces = in_pieces(record, tile.stationary, tile.streamed)
+    q_block = tile.streamed * (2 if roomy and not pieces else 1)
+    blocks = query_blocks(record, q_block, tile.stationary)
+    count = tiles(record.key.shape[1], tile.stationary)
     fields = {"key": record.key, "value": record.value}
     # What is not wanted is not written, and has a place in the kernel's signature alone.
     outputs = [Shape(x.shape if name in wanted else (1,), x.dtype) for name, x in fields.items()]
@@ -112,9 +112,9 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, q_block, tile.own, pieces=pieces),
+            "spec": make_spec(record, q_block, tile.stationary, pieces=pieces),
             "Q_BLOCK": q_block,
-            "K_BLOCK": tile.own,
+            "K_BLOCK": tile.stationary,
             "TILES": count,
             "LISTS": blocks.lists,
             "DK": "key" in wanted,
@@ -127,8 +127,8 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
 def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.backward_kernels import queries_kernel
 
-    blocks = key_blocks(record, tile.own, tile.visit)
-    count = tiles(record.query.shape[1], tile.own)
+    blocks = key_blocks(record, tile.stationary, tile.streamed)
+    count = tiles(record.query.shape[1], tile.stationary)
     (dquery,) = launch(
         queries_kernel,
         (*operands(record, blocks), *rows),
@@ -138,9 +138,11 @@ def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> ja
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, tile.own, tile.visit, pieces=in_pieces(record, tile.own, tile.visit)),
-            "Q_BLOCK": tile.own,
-            "K_BLOCK": tile.visit,
+            "spec": make_spec(
+                record, tile.stationary, tile.streamed, pieces=in_pieces(record, tile.stationary, tile.streamed)
+            ),
+            "Q_BLOCK": tile.stationary,
+            "K_BLOCK": tile.streamed,
             "TILES": count,
             "LISTS": blocks.lists,
             "REVERSED": record.causal,
@@ -155,23 +157,25 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
     bias, queries, keys = record.bias, record.query.shape[1], record.key.shape[1]
     assert bias is not None  # a gradient of it was asked for
     # Without the gradient of the queries there is room for twice as many, where rows are taken in pieces.
-    if splits(record) and in_pieces(record, 2 * tile.own, tile.visit):
-        tile = tile._replace(own=2 * tile.own)
-    blocks = bias_blocks(record, tile.own, tile.visit)
-    q_tiles, k_tiles = tiles(queries, tile.own), tiles(keys, tile.visit)
-    own = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
+    if splits(record) and in_pieces(record, 2 * tile.stationary, tile.streamed):
+        tile = tile._replace(stationary=2 * tile.stationary)
+    blocks = bias_blocks(record, tile.stationary, tile.streamed)
+    q_tiles, k_tiles = tiles(queries, tile.stationary), tiles(keys, tile.streamed)
+    grid = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
     (dbias,) = launch(
         bias_kernel,
         (*operands(record, blocks), *rows),
         [Shape(bias.shape, bias.dtype)],
         batch=record.query.shape[0],
-        grid=math.prod(own),
+        grid=math.prod(grid),
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, tile.own, tile.visit, pieces=in_pieces(record, tile.own, tile.visit)),
-            "Q_BLOCK": tile.own,
-            "K_BLOCK": tile.visit,
+            "spec": make_spec(
+                record, tile.stationary, tile.streamed, pieces=in_pieces(record, tile.stationary, tile.streamed)
+            ),
+            "Q_BLOCK": tile.stationary,
+            "K_BLOCK": tile.streamed,
             "Q_TILES": q_tiles,
             "K_TILES": k_tiles,
             "SIZES": bias.shape[1:],

@@ -109,22 +109,22 @@ def keys_kernel(
             for i in tl.range(full, count):
                 n = block_at(blocks, i)
                 here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), n * Q_BLOCK, start, spec))
-                dk, dv = _visit_queries(
+                dk, dv = _query_block_step(
                     n, keys, here, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
                 )
             for i in tl.range(0, full):
                 n = block_at(blocks, i)
-                dk, dv = _visit_queries(
+                dk, dv = _query_block_step(
                     n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
                 )
         else:
             for i in tl.range(0, before + last - full_end):
                 n = tl.where(i < before, first + i, full_end + i - before)
-                dk, dv = _visit_queries(
+                dk, dv = _query_block_step(
                     n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
                 )
             for n in tl.range(full_start, full_end):
-                dk, dv = _visit_queries(
+                dk, dv = _query_block_step(
                     n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
                 )
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
@@ -135,7 +135,7 @@ def keys_kernel(
 
 
 @triton.jit
-def _visit_queries(
+def _query_block_step(
     n,
     keys,
     masks,
@@ -153,11 +153,11 @@ def _visit_queries(
     MASKED: tl.constexpr,
 ):
     """Adds what query tile n contributes to dk [K, BD] and dv [K, BV]."""
-    k, v, owned = keys
+    k, v, described_keys = keys
     q_ids, q_positions, dropout_keys, bias = about
     start = n * Q_BLOCK
     described = describe_queries(start, batch, head, q_ids, q_positions, dropout_keys, spec, per, Q_BLOCK, MASKED)
-    queries, rows = as_columns(described), as_rows(owned)
+    queries, rows = as_columns(described), as_rows(described_keys)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
     products = dot_rows(k, q, spec.D, spec)
     weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
@@ -222,24 +222,24 @@ def queries_kernel(
         for i in tl.range(full, count):
             n = block_at(blocks, i)
             here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
-            dq = _visit_keys(n, rows, described, keys, here, batch, dq, spec, per, K_BLOCK, MASKED=True)
+            dq = _key_block_step(n, rows, described, keys, here, batch, dq, spec, per, K_BLOCK, MASKED=True)
         for i in tl.range(0, full):
             n = block_at(blocks, i)
-            dq = _visit_keys(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
+            dq = _key_block_step(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
     else:
         first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
         before = full_start - first
         for i in tl.range(0, before + last - full_end):
             n = tl.where(i < before, first + i, full_end + i - before)
-            dq = _visit_keys(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=True)
+            dq = _key_block_step(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=True)
         for n in tl.range(full_start, full_end):
-            dq = _visit_keys(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
+            dq = _key_block_step(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 
 
 @triton.jit
-def _visit_keys(
+def _key_block_step(
     n,
     rows,
     queries,

@@ -51,24 +51,24 @@ def bias_kernel(
     With a pattern `block_lists` is the block map itself, [heads, query tiles, key tiles]: the id of a tile's mask, or
     -1 for an empty block. LISTS is then (heads, key tiles).
     """
-    OWN_K: tl.constexpr = K_TILES if SIZES[2] > 1 else 1
-    OWN_Q: tl.constexpr = Q_TILES if SIZES[1] > 1 else 1
+    GRID_K: tl.constexpr = K_TILES if SIZES[2] > 1 else 1
+    GRID_Q: tl.constexpr = Q_TILES if SIZES[1] > 1 else 1
     program = tl.program_id(0)
-    k_tile = program % OWN_K
-    q_tile = (program // OWN_K) % OWN_Q
-    own_head = (program // (OWN_K * OWN_Q)) % SIZES[0]
-    own_row = program // (OWN_K * OWN_Q * SIZES[0])
+    k_tile = program % GRID_K
+    q_tile = (program // GRID_K) % GRID_Q
+    bias_head = (program // (GRID_K * GRID_Q)) % SIZES[0]
+    bias_row = program // (GRID_K * GRID_Q * SIZES[0])
     acc = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
     for b in range(per.DBIAS):
-        batch = own_row * per.DBIAS + b
+        batch = bias_row * per.DBIAS + b
         for h in range(spec.H // SIZES[0]):
-            head = own_head + h
+            head = bias_head + h
             bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
             k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
             bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
             keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
             masks = (mask_at, tile_masks)
-            for i in range(Q_TILES // OWN_Q):
+            for i in range(Q_TILES // GRID_Q):
                 tile = q_tile + i
                 start = tile * Q_BLOCK
                 described = describe_queries(
@@ -80,7 +80,7 @@ def bias_kernel(
                     if LISTS[0] > 1:
                         map_row = map_row * LISTS[0] + head
                     ids = block_lists + (tl.cast(map_row, tl.int64) * Q_TILES + tile) * K_TILES
-                    for n in tl.range(k_tile, k_tile + K_TILES // OWN_K):
+                    for n in tl.range(k_tile, k_tile + K_TILES // GRID_K):
                         id = tl.load(ids + n)
                         if id >= 0:
                             here = (mask_at, tile_mask_base(tile_masks, id, start, n * K_BLOCK, spec))
@@ -89,11 +89,11 @@ def bias_kernel(
                 else:
                     first, _full_start, _full_end, last = block_run(block_lists, batch, tile, per, Q_TILES)
                     lowest = tl.maximum(first, k_tile)
-                    highest = tl.minimum(last, k_tile + K_TILES // OWN_K)
+                    highest = tl.minimum(last, k_tile + K_TILES // GRID_K)
                     for n in tl.range(lowest, highest):
                         _, gradient = tile_gradient(n, rows, described, keys, masks, batch, spec, per, K_BLOCK, True)
                         acc += gradient
-    base = dbias + tl.cast(own_row, tl.int64) * spec.BIAS[0] + tl.cast(own_head, tl.int64) * spec.BIAS[1]
+    base = dbias + tl.cast(bias_row, tl.int64) * spec.BIAS[0] + tl.cast(bias_head, tl.int64) * spec.BIAS[1]
     _store(base, acc, q_tile * Q_BLOCK, k_tile * K_BLOCK, Q_BLOCK, K_BLOCK, SIZES)
 
 

@@ -1,4 +1,4 @@
-"""Which blocks a program visits, and which of those need no masking, as small tables that the kernels read.
+"""Which blocks a program computes, and which of those need no masking, as small tables that the kernels read.
 
 Without a pattern the blocks of a tile are a run of neighbours, and so are the full ones among them:
 
@@ -37,7 +37,7 @@ class Blocks:
 
 
 def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """For every query tile the key tiles to visit: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
+    """For every query tile the key tiles to compute: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
     if record.pattern is None:
         some, every, xp = sorted_pairs(record, q_block, kv_block)
         return Blocks(table=jnp.asarray(_runs(some, every, xp)), tile_masks=None, lists=None)
@@ -45,7 +45,7 @@ def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
 
 
 def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """For every key tile the query tiles to visit, of every query head: as `key_blocks`."""
+    """For every key tile the query tiles to compute, of every query head: as `key_blocks`."""
     if record.pattern is None:
         some, every, xp = sorted_pairs(record, q_block, kv_block)
         runs = _runs(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
@@ -56,7 +56,7 @@ def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
 def bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
     """What the gradient of the bias reads: as `key_blocks`, but with a pattern the block map, of ids and -1.
 
-    A program of it owns tiles by their place, so a list would have to be searched. The map is smaller than the bias.
+    A program of it has one tile of the map, so a list would have to be searched. The map is smaller than the bias.
     """
     if record.pattern is None:
         return key_blocks(record, q_block, kv_block)

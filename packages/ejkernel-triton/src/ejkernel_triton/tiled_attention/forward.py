@@ -29,12 +29,14 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
 
     tile, record = forward_tile(params), padding_as_segments(record)
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
-    blocks, q_tiles = key_blocks(record, tile.own, tile.visit), tiles(t, tile.own)
+    blocks, q_tiles = key_blocks(record, tile.stationary, tile.streamed), tiles(t, tile.stationary)
     outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
     constants = {
-        "spec": make_spec(record, tile.own, tile.visit, pieces=in_pieces(record, tile.own, tile.visit)),
-        "Q_BLOCK": tile.own,
-        "K_BLOCK": tile.visit,
+        "spec": make_spec(
+            record, tile.stationary, tile.streamed, pieces=in_pieces(record, tile.stationary, tile.streamed)
+        ),
+        "Q_BLOCK": tile.stationary,
+        "K_BLOCK": tile.streamed,
         "TILES": q_tiles,
         "LISTS": blocks.lists,
         "REVERSED": record.causal,

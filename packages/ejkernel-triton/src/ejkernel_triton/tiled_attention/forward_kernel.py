@@ -1,6 +1,6 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""The forward kernel: online softmax of one query tile over the key tiles that it visits.
+"""The forward kernel: online softmax of one query tile over its key tiles.
 
                        +--------------------- per key tile: full blocks, then partial blocks ---------------------+
     q  (registers) --->|  K tile --> s = q K^T --> mask* --> m' = max(m, s) --> p = exp2(s - m')                    |
@@ -101,26 +101,26 @@ def forward_kernel(
         full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
         for i in tl.range(0, full):
             n = block_at(blocks, i)
-            row_max, row_argmax, row_sum, acc = _visit(
+            row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
             )
         for i in tl.range(full, count):
             n = block_at(blocks, i)
             here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
-            row_max, row_argmax, row_sum, acc = _visit(
+            row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, here, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
             )
     else:
         first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
         for n in tl.range(full_start, full_end):
-            row_max, row_argmax, row_sum, acc = _visit(
+            row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
             )
         # Partial blocks before and after the full ones in one loop: two would double its code and its registers.
         before = full_start - first
         for i in tl.range(0, before + last - full_end):
             n = tl.where(i < before, first + i, full_end + i - before)
-            row_max, row_argmax, row_sum, acc = _visit(
+            row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
             )
     row = tl.cast(batch, tl.int64)
@@ -133,7 +133,7 @@ def forward_kernel(
 
 
 @triton.jit
-def _visit(
+def _key_block_step(
     n,
     q_rows,
     queries,

@@ -157,13 +157,13 @@ def splits(record: TiledAttention) -> bool:
     return padded_row(record) > 128
 
 
-def in_pieces(record: TiledAttention, own: int, visit: int) -> bool:
+def in_pieces(record: TiledAttention, stationary: int, streamed: int) -> bool:
     """Whether the kernels may multiply rows piece by piece: of float32, and too long for registers.
 
-    Then the warps of a program share the rows that it visits, which are more than it owns. Tiles that own more hold
+    Then the warps of a program share the rows that it streams, which are more than it keeps. Tiles that keep more hold
     whole rows: on an H200 those are faster with head size 128, although registers spill.
     """
-    return record.query.dtype == jnp.float32 and padded_row(record) > 64 and visit > own
+    return record.query.dtype == jnp.float32 and padded_row(record) > 64 and streamed > stationary
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:

@@ -9,7 +9,7 @@ Queries and keys of a tile are each described by a tuple of vectors, the tile's 
 Everything elementwise broadcasts, so that a tile may have queries along either axis: `as_rows` and `as_columns` turn a
 description into vectors [n, 1] and [1, n].
 
-Which tiles a program visits is in `block_lists` (see `tiled_attention.block_lists`). Full blocks take a loop without
+Which tiles a program computes is in `block_lists` (see `tiled_attention.block_lists`). Full blocks take a loop without
 masks, partial blocks one with them.
 """
 

@@ -1,4 +1,4 @@
-"""Tile sizes and launch parameters: which are used when nobody chose, and which are worth measuring.
+"""Tile sizes and launch parameters: the heuristic for calls without a measured configuration, and the candidates.
 
 What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size, and by
 whether the call has features that take registers. That of Hopper in 16 bits, and in float32 with head size 128, was
@@ -61,8 +61,8 @@ class TritonBackward:
     """The configuration of the backward kernels.
 
     Attributes:
-        dkv: Of the kernel whose programs own keys, for the gradients of keys and values.
-        dq: Of those whose programs own queries, for the gradients of queries and of a bias.
+        dkv: Tiles of the kernel that accumulates the gradients of keys and values.
+        dq: Tiles of those that accumulate the gradient of queries, and of a bias.
     """
 
     dkv: GradientTile
@@ -83,10 +83,10 @@ FACES = {
 
 
 class Tile(NamedTuple):
-    """What a program owns and visits: rows of either, warps and stages."""
+    """Rows of the tile that a program keeps and of those that it streams, warps and stages."""
 
-    own: int
-    visit: int
+    stationary: int
+    streamed: int
     warps: int
     stages: int
 
@@ -156,7 +156,7 @@ QUERIES: dict[Generation, Preference] = {
 }
 
 # float32 is multiplied in three products of operands split in two. Their registers are fewest where the warps of a
-# program share the visited rows, as they do in tiles that visit more rows than they own.
+# program share the streamed rows, as they do in tiles that stream more rows than they keep.
 FORWARD["float32"] = (
     (Tile(32, 64, 4, 1), Tile(32, 128, 8, 1)),
     (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
@@ -205,7 +205,7 @@ KEYS["no unit"] = (
 )
 QUERIES["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (QUERIES["float32"][3],)
 
-# Blackwell's matrix unit keeps sums in a memory of its own; only the forward pass of long rows has fewer registers.
+# Blackwell's matrix unit keeps accumulators in tensor memory; only the forward pass of long rows has fewer registers.
 KEYS["blackwell"], QUERIES["blackwell"] = KEYS["hopper"], QUERIES["hopper"]
 FORWARD["blackwell"] = (*FORWARD["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)))
 
@@ -244,10 +244,10 @@ TABLES: dict[Pass, dict[Generation, Preference]] = {"forward": FORWARD, "keys": 
 
 
 class Share(NamedTuple):
-    """How often shared memory holds the rows that a program owns and those of a stage that it visits."""
+    """How often shared memory holds the rows that a program keeps, and those of a stage that it streams."""
 
-    own: int
-    visit: int
+    stationary: int
+    streamed: int
 
 
 HALVES = {"forward": Share(1, 2), "keys": Share(2, 2), "queries": Share(2, 2)}
@@ -284,7 +284,7 @@ def forward_tile(params: TritonForward) -> Tile:
 
 
 def backward_tiles(params: TritonBackward) -> tuple[Tile, Tile]:
-    """The tiles of a backward configuration: of the programs that own keys, and of those that own queries.
+    """The tiles of a backward configuration: of the programs that accumulate for keys, and for queries.
 
     Raises:
         ValueError: As `forward_tile`.
@@ -333,19 +333,23 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
     budget = chip_of(device).shared_memory - (0 if which == "forward" else 4 * KIBI)
     fits = [tile for tile in dict.fromkeys((*first, *preferred)) if _bytes(record, which, tile) <= budget]
     fits = fits or [preferred[-1]]
-    own = fits[0].own
+    stationary = fits[0].stationary
     # Where no diagonal cuts a tile, long ones are better.
     if which == "forward" and itemsize <= 2 and exceptions is not RICH and not first and _is_open(record):
-        fits.sort(key=lambda tile: 0 if tile.own != own else -tile.visit)
+        fits.sort(key=lambda tile: 0 if tile.stationary != stationary else -tile.streamed)
     return tuple(fits)
 
 
 def _bytes(record: TiledAttention, which: Pass, tile: Tile) -> int:
-    """Of shared memory."""
+    """Bytes of shared memory of a tile."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
-    pieces = in_pieces(record, tile.own, tile.visit)
+    pieces = in_pieces(record, tile.stationary, tile.streamed)
     share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]
-    return (share.own * tile.own + share.visit * tile.stages * tile.visit) * itemsize * padded_row(record)
+    return (
+        (share.stationary * tile.stationary + share.streamed * tile.stages * tile.streamed)
+        * itemsize
+        * padded_row(record)
+    )
 
 
 def _is_rich(record: TiledAttention) -> bool:
@@ -365,29 +369,32 @@ def _is_open(record: TiledAttention) -> bool:
 
 
 def _forward(record: TiledAttention, tile: Tile) -> TritonForward:
-    queries, keys = _clamped(tile.own, record.query.shape[1]), _clamped(tile.visit, record.key.shape[1])
+    queries, keys = _clamped(tile.stationary, record.query.shape[1]), _clamped(tile.streamed, record.key.shape[1])
     return TritonForward(block_q=queries, block_kv=keys, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def _backward(record: TiledAttention, keys: Tile, queries: Tile) -> TritonBackward:
     t, s = record.query.shape[1], record.key.shape[1]
-    own, visit = _clamped(queries.own, t), _clamped(queries.visit, s)
+    stationary, streamed = _clamped(queries.stationary, t), _clamped(queries.streamed, s)
     return TritonBackward(
         dkv=GradientTile(
-            block_q=_clamped(keys.visit, t),
-            block_kv=_clamped(keys.own, s),
+            block_q=_clamped(keys.streamed, t),
+            block_kv=_clamped(keys.stationary, s),
             num_warps=keys.warps,
             num_stages=keys.stages,
         ),
         dq=GradientTile(
-            block_q=own, block_kv=visit, num_warps=warps_for_queries(own, visit), num_stages=queries.stages
+            block_q=stationary,
+            block_kv=streamed,
+            num_warps=warps_for_queries(stationary, streamed),
+            num_stages=queries.stages,
         ),
     )
 
 
-def warps_for_queries(own: int, visit: int) -> int:
-    """Warps of programs that own queries: one for every 16 of them, or for every 8 keys of a tile that has more."""
-    return own // 16 if own >= visit else visit // 8
+def warps_for_queries(stationary: int, streamed: int) -> int:
+    """Warps of programs that accumulate for queries: one per 16 of them, or per 8 keys of a tile with more keys."""
+    return stationary // 16 if stationary >= streamed else streamed // 8
 
 
 def _clamped(block: int, length: int) -> int:
