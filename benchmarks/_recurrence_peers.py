@@ -46,26 +46,39 @@ def _most(side: Side) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _fla(kind: str, record: Any) -> tuple[Side, Side] | None:
-    import torch
-
-    names = [name for name in ("query", "key", "value", "decay") if getattr(record, name) is not None]
-    tensors = [torch.from_dlpack(getattr(record, name)) for name in names]
+def _fla_call(kind: str, scale: float) -> Callable[..., Any] | None:
+    """The library's function of a kind's tensors: query, key, value, decay and, for delta rules, beta."""
     if kind == "gla":
         from fla.ops.gla import chunk_gla
 
-        def call(q: Any, k: Any, v: Any, g: Any) -> Any:
-            return chunk_gla(q, k, v, g, scale=record.softmax_scale)[0]
-
-    elif kind in ("lightning", "gate a head"):
+        return lambda q, k, v, g: chunk_gla(q, k, v, g, scale=scale)[0]
+    if kind in ("lightning", "gate a head"):
         from fla.ops.simple_gla import chunk_simple_gla
 
-        def call(q: Any, k: Any, v: Any, g: Any) -> Any:
+        def simple(q: Any, k: Any, v: Any, g: Any) -> Any:
             gate = {"g_gamma": g[0, 0, :, 0]} if kind == "lightning" else {"g": g[..., 0]}
-            return chunk_simple_gla(q, k, v, scale=record.softmax_scale, **gate)[0]
+            return chunk_simple_gla(q, k, v, scale=scale, **gate)[0]
 
-    else:
+        return simple
+    if kind == "gated delta":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g[..., 0], beta, scale=scale)[0]
+    if kind == "kda":
+        from fla.ops.kda import chunk_kda
+
+        return lambda q, k, v, g, beta: chunk_kda(q, k, v, g, beta, scale=scale)[0]
+    return None
+
+
+def _fla(kind: str, record: Any) -> tuple[Side, Side] | None:
+    import torch
+
+    call = _fla_call(kind, record.softmax_scale)
+    if call is None:
         return None
+    names = ("query", "key", "value", "decay", "beta")
+    tensors = [torch.from_dlpack(getattr(record, name)) for name in names if getattr(record, name) is not None]
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     if kind == "lightning":
         leaves[3].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Linear recurrences on a GPU: gated linear attention, lightning attention, a gate a head, Mamba-2, long sequences.
+"""Linear recurrences on a GPU: gated linear attention, lightning, a gate a head, Mamba-2, delta rules, long sequences.
 
     python benchmarks/linear_recurrence_gpu.py                  # the table
     python benchmarks/linear_recurrence_gpu.py --quick          # few rounds
@@ -49,6 +49,11 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.kind} B{self.batch} S{self.length} H{self.heads} K{self.keys} V{self.values}"
 
+    @property
+    def delta(self) -> bool:
+        """Whether it is a delta rule."""
+        return self.kind in ("gated delta", "kda")
+
     def record(self, dtype: Any = jnp.bfloat16) -> LinearRecurrence:
         """The call as its operation's `lower` makes it, with normal numbers and gates of trained models' strength."""
         keys = iter(jax.random.split(jax.random.key(0), 6))
@@ -60,15 +65,19 @@ class Cell:
         query, key = (normal(1 if mamba else h, self.keys) for _ in range(2))
         value, gate = normal(h, self.values), next(keys)
         fields: dict[str, Any] = {}
-        if self.kind == "gla":
+        if self.kind in ("gla", "kda"):
             fields["decay"] = jax.nn.log_sigmoid(jax.random.normal(gate, (b, t, h, self.keys))) / 16
-        elif self.kind == "gate a head":
+        elif self.kind in ("gate a head", "gated delta"):
             fields["decay"] = jax.nn.log_sigmoid(jax.random.normal(gate, (b, t, h, 1))) / 16
         elif self.kind == "lightning":
             fields["decay"] = (-8 / h * 0.5 * jnp.arange(h, dtype=jnp.float32))[None, None, :, None]
         elif mamba:
             dt = 0.1 * jax.random.uniform(gate, (b, t, h))
             fields |= {"dt": dt, "decay": -dt[..., None], "skip": jnp.ones((1, 1, h))}
+        if self.delta:
+            # Layers of the delta rule normalise keys: longer ones would make the state grow.
+            key = (key / jnp.linalg.norm(key.astype(jnp.float32), axis=-1, keepdims=True)).astype(dtype)
+            fields["beta"] = jax.nn.sigmoid(jax.random.normal(next(keys), (b, t, h))).astype(dtype)
         scale = 1.0 if mamba else self.keys**-0.5
         return LinearRecurrence(query=query, key=key, value=value, softmax_scale=scale, **fields)
 
@@ -76,6 +85,7 @@ class Cell:
     def wanted(self) -> frozenset[str]:
         """What training needs the gradients of."""
         extra = {"gla": {"decay"}, "gate a head": {"decay"}, "mamba-2": {"decay", "dt", "skip"}}
+        extra |= {"gated delta": {"decay", "beta"}, "kda": {"decay", "beta"}}
         return frozenset({"query", "key", "value"} | extra.get(self.kind, set()))
 
 
@@ -84,10 +94,17 @@ def cells(quick: bool) -> Iterator[Cell]:
     for kind in ("gla", "lightning", "gate a head"):
         yield Cell(kind=kind)
     yield Cell(kind="mamba-2", batch=8, heads=64, values=64)
+    for kind in ("gated delta", "kda"):
+        yield Cell(kind=kind)
     if quick:
         return
-    for kind in ("gla", "lightning", "gate a head"):
+    for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
         yield Cell(kind=kind, batch=1, length=65536)
+
+
+def serving(record: LinearRecurrence) -> str:
+    """The name of the Triton implementation for a record."""
+    return "triton" if record.beta is None else "triton_delta"
 
 
 def implementation(name: str) -> Any:
@@ -143,7 +160,7 @@ def _differentiable(forward: Any, backward: Any, config: Any) -> Callable[[Linea
 
 
 def _floats(record: LinearRecurrence) -> frozenset[str]:
-    names = ("query", "key", "value", "decay", "dt", "skip", "initial_state")
+    names = ("query", "key", "value", "decay", "beta", "dt", "skip", "initial_state")
     return frozenset(name for name in names if getattr(record, name) is not None)
 
 
@@ -171,9 +188,11 @@ def _relative(got: jax.Array, want: jax.Array) -> float:
 
 
 def _xla(record: LinearRecurrence) -> Callable[[LinearRecurrence], Any]:
-    from ejkernel.modules.operations.configs import GLAttentionConfig, StateSpaceV2Config
+    from ejkernel.modules.operations.configs import GatedDeltaRuleConfig, GLAttentionConfig, StateSpaceV2Config
 
     operation, config = "gated_linear_attention", GLAttentionConfig(block_q=64)
+    if record.beta is not None:
+        operation, config = "gated_delta_rule", GatedDeltaRuleConfig(chunk_size=64)
     if record.dt is not None:
         operation, config = "state_space_v2", StateSpaceV2Config(chunk_size=64)
     chosen = next(i for i in registry().implementations[operation] if i.name == "xla")
@@ -183,9 +202,10 @@ def _xla(record: LinearRecurrence) -> Callable[[LinearRecurrence], Any]:
 def configuration(record: LinearRecurrence) -> Any:
     """What a call gets: of a shipped table, or by the rule."""
     op = "gated_linear_attention" if record.dt is None else "state_space_v2"
+    op = op if record.beta is None else "gated_delta_rule"
     request = Request(
         op=registry().ops[op],
-        implementation=implementation("triton"),
+        implementation=implementation(serving(record)),
         direction="both",
         device=current_device(),
         record=record,
@@ -196,12 +216,13 @@ def configuration(record: LinearRecurrence) -> Any:
 def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
     """Everything of ours that can compute a cell, by name."""
     found: dict[str, Callable[[Any], Any]] = {}
-    space = implementation("triton").config
+    name = serving(record)
+    space = implementation(name).config
     if options.only in "triton":
-        found["ejkernel triton"] = kernel("triton", configuration(record))
+        found["ejkernel triton"] = kernel(name, configuration(record))
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
-                found[str(config)] = kernel("triton", config)
+                found[str(config)] = kernel(name, config)
     if options.only in "xla":
         found["ejkernel xla"] = _xla(record)
     return found

@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops import dispatch
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton import ahead, chips, launch
-from ejkernel_triton.linear_recurrence import config
+from ejkernel_triton.linear_recurrence import config, delta
 from ejkernel_triton.linear_recurrence.backward import backward
-from ejkernel_triton.linear_recurrence.delta import forward as delta_forward
 from ejkernel_triton.linear_recurrence.forward import forward
 
 VALUES = "(test_value and not shapes and not residuals and not eager)"
@@ -47,6 +48,11 @@ def test_conformance(part):
 def test_conformance_of_the_delta_rule():
     ops = ("gated_delta_rule", "ragged_gated_delta_rule")
     conforms("triton_delta", ops, f"test_capabilities or ({VALUES} and not bfloat16)")
+
+
+def test_conformance_of_the_delta_rules_gradients():
+    ops = ("gated_delta_rule", "kernel_delta_attention")
+    conforms("triton_delta_pair", ops, f"test_capabilities or ({GRADIENTS} and not bfloat16)")
 
 
 def conforms(implementation, ops, tests):
@@ -112,21 +118,68 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
         assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
 
 
+def delta_record(gates):
+    """A call of a delta rule with gates of a kind."""
+    query, beta = (jax.ShapeDtypeStruct((4, 4096, 16, *rest), jnp.bfloat16) for rest in ((128,), ()))
+    widths = {"none": 0, "heads": 1, "channels": 128}
+    decay = jax.ShapeDtypeStruct((4, 4096, 16, widths[gates]), jnp.float32) if widths[gates] else None
+    return LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.1, decay=decay, beta=beta)
+
+
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip):
-    query, decay, beta = (
-        jax.ShapeDtypeStruct((4, 4096, 16, *rest), dtype)
-        for rest, dtype in (((128,), jnp.bfloat16), ((1,), jnp.float32), ((), jnp.bfloat16))
-    )
-    record = LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.1, decay=decay, beta=beta)
+    record = delta_record("heads")
     chosen = config.delta_heuristic(record, CHIPS[chip], "forward")
     with target_device(CHIPS[chip]), launch.collected() as calls:
-        jax.eval_shape(lambda record: delta_forward(record, chosen), record)
+        jax.eval_shape(lambda record: delta.forward(record, chosen), record)
     assert {"corrections_kernel", "states_kernel", "outputs_kernel"} <= {call.kernel.__name__ for call in calls}
+    fits(calls, chip)
+
+
+DELTA_TILES = (*((chip, "heads") for chip in CHIPS), ("sm_90", "channels"), ("sm_90", "none"))
+
+
+@pytest.mark.parametrize(("chip", "gates"), DELTA_TILES)
+def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates):
+    record = delta_record(gates)
+    chosen = config.delta_pair_heuristic(record, CHIPS[chip], "both")
+    names = ("query", "key", "value", "decay", "beta")
+    wanted = frozenset(name for name in names if getattr(record, name) is not None)
+
+    def run(record):
+        output, residuals, pocket = delta.keeping(record, chosen)
+        start = Pullback(
+            record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
+        )
+        return delta.backward(start, chosen)
+
+    with target_device(CHIPS[chip]), launch.collected() as calls:
+        jax.eval_shape(lambda record: run(record), record)
+    assert {"local_kernel", "walk_kernel", "solve_kernel", "keys_kernel"} <= {call.kernel.__name__ for call in calls}
+    fits(calls, chip)
+
+
+def fits(calls, chip):
+    """Compiles launches for a chip."""
     for call in calls:
         took = ahead.compile_for(call, chip)
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
         assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+
+
+def test_no_call_of_its_own_accord_gets_gradients_that_no_chip_has_confirmed():
+    found = dispatch.choose(registry().ops["gated_delta_rule"], delta_record("heads"), H200, "auto", "backward")
+    names = [verdict.implementation.name for verdict in found.verdicts]
+    assert names.index("xla") < names.index("triton_delta_pair")
+
+
+def test_gates_of_channels_in_a_delta_rule_are_refused_on_a_chip():
+    record, op = delta_record("channels"), registry().ops["kernel_delta_attention"]
+    reasons = {
+        v.implementation.name: v.reasons for v in dispatch.choose(op, record, H200, "triton", "forward").verdicts
+    }
+    assert any("one gate a head" in reason for reason in reasons["triton_delta"])
+    assert any("on a chip" in reason for reason in reasons["triton_delta_pair"])
 
 
 def test_keys_that_repeat_are_solved_without_loss():

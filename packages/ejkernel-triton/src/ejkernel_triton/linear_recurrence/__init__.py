@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence import config
 from ejkernel_triton.requirements import triton_requires
 
@@ -14,6 +15,7 @@ DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision"}) | {"beta"}
 """Those of the delta rule's."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
+DELTA_GRADIENTS = (GRADIENTS - {"dt", "skip"}) | {"beta"}
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -30,8 +32,16 @@ def _delta_reasons(record: Any) -> Iterable[str]:
     yield from _reasons(record)
 
 
+def _delta_pair_reasons(record: Any) -> Iterable[str]:
+    if record.beta is None:
+        yield "beta is not given: that is served by 'triton'"
+    if record.decay is not None and record.decay.shape[3] > 1 and not interpreting():
+        yield "decay: gates of channels in a delta rule gave other numbers in each run on a chip"
+    yield from _reasons(record)
+
+
 def implementations() -> tuple[Implementation, ...]:
-    """Recurrences in both passes, and the delta rule forwards; for the CPU too where Triton interprets."""
+    """Recurrences and the delta rule, in both passes; for the CPU too where Triton interprets."""
     return (
         Implementation(
             family="linear_recurrence",
@@ -67,6 +77,26 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.delta_candidates,
             ),
             priority=10,
+            tuned="ejkernel_triton:tuned",
+        ),
+        # Its gradients were interpreted and compiled, and not checked on a chip: only platform="triton" takes it.
+        Implementation(
+            family="linear_recurrence",
+            name="triton_delta_pair",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.linear_recurrence.delta:keeping",
+            backward="ejkernel_triton.linear_recurrence.delta:backward",
+            gradients=DELTA_GRADIENTS,
+            paired=True,
+            requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_pair_reasons),
+            config=ConfigSpace(
+                forward=config.DeltaPasses,
+                faces=config.FACES,
+                heuristic=config.delta_pair_heuristic,
+                candidates=config.delta_pair_candidates,
+            ),
+            priority=-10,
             tuned="ejkernel_triton:tuned",
         ),
     )

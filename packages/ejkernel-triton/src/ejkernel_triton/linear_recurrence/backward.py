@@ -45,11 +45,11 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
     if wanted & OF_KEYS:
         states = boundaries(record, call)[0] if pocket.states is None else pocket.states
-        made = stages.key_gradients(call, cotangent, states, dstates, gates=_gate_dtype(record, wanted))
+        made = stages.key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, wanted))
         gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
     if record.cu_seqlens is not None:
-        gradients = _owned(record, gradients)
-    return {name: _reduced(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
+        gradients = owned(record, gradients)
+    return {name: reduced(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
 
 
 def _state_gradients(
@@ -66,7 +66,7 @@ def _state_gradients(
     return dstates, first[0] if packed else first[:, 0]
 
 
-def _gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
+def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
     """In which the gradients of gates are written: the gates' own where they are not summed; None if not wanted."""
     if record.decay is None or "decay" not in wanted:
         return None
@@ -74,20 +74,20 @@ def _gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
     return record.decay.dtype if whole else jnp.float32
 
 
-def _owned(record: LinearRecurrence, gradients: Gradients) -> Gradients:
+def owned(record: LinearRecurrence, gradients: Gradients) -> Gradients:
     """Gradients with zeros for tokens of no packed sequence, which no chunk has."""
     assert record.cu_seqlens is not None
     tokens = record.query.shape[1]
-    owned = packing.packed_ids(record.cu_seqlens, tokens)[0][0] >= 0
-    per_token = OF_VALUES | OF_KEYS
+    real = packing.packed_ids(record.cu_seqlens, tokens)[0][0] >= 0
+    per_token = OF_VALUES | OF_KEYS | {"beta"}
 
     def masked(x: jax.Array) -> jax.Array:
-        return jnp.where(owned.reshape(1, tokens, *(1,) * (x.ndim - 2)), x, 0)
+        return jnp.where(real.reshape(1, tokens, *(1,) * (x.ndim - 2)), x, 0)
 
     return {name: masked(x) if name in per_token and x.ndim > 1 else x for name, x in gradients.items()}
 
 
-def _reduced(gradient: jax.Array, field: jax.Array) -> jax.Array:
+def reduced(gradient: jax.Array, field: jax.Array) -> jax.Array:
     """Summed over the axes along which the field is the same."""
     axes = tuple(n for n, (got, had) in enumerate(zip(gradient.shape, field.shape, strict=True)) if got != had)
     return (gradient.sum(axes, keepdims=True) if axes else gradient).astype(field.dtype)

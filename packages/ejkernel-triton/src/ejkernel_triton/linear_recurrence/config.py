@@ -70,6 +70,21 @@ class ChunkPasses:
                 raise ValueError(f"{field.name}: got {value}, wants a power of two from {LEAST} on")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaPasses(ChunkPasses):
+    """Configuration of both passes of the delta rule.
+
+    Attributes:
+        walk_block_v: Value channels of a program that walks from the last chunk to the first; it has all key channels.
+        walk_warps: Warps of it.
+        walk_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
+    """
+
+    walk_block_v: int
+    walk_warps: int
+    walk_stages: int
+
+
 FACES = {
     "block_q": "chunk",
     "chunk_size": "chunk",
@@ -174,6 +189,24 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     )
 
 
+def delta_pair_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
+    """Chunks and tiles of both passes for a record with beta on a device, not measured."""
+    made, chip = delta_heuristic(record, device, direction), chip_of(device)
+    channels, small = _by_channel(record), chip.shared_memory < 128 * 1024
+    # Both walks hold all key channels: one or the other spills with more than 32 columns, but on Hopper.
+    block = min(made.state_block_v, 32 if channels or chip.architecture != "hopper" else 64)
+    most = 64 if chip.architecture == "hopper" else 16 if small else 32  # a program has three products at a time
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    fields |= {
+        "backward_chunk": made.chunk,
+        "state_block_v": block,
+        "state_stages": 1 if channels and small else made.state_stages,
+        "gradient_block_k": min(made.gradient_block_k, most),
+        "gradient_block_v": min(made.gradient_block_v, LEAST if small else 64),
+    }
+    return DeltaPasses(**fields, walk_block_v=block, walk_warps=8 if channels else 4, walk_stages=1 if small else 2)
+
+
 def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
     """Configurations worth measuring for a record with beta on a device."""
     default = delta_heuristic(record, device, direction)
@@ -181,6 +214,20 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
         return (default,)
     made = [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
     made += [dataclasses.replace(default, state_warps=8), dataclasses.replace(default, state_stages=2)]
+    return tuple(dict.fromkeys((default, *made)))
+
+
+def delta_pair_candidates(
+    record: LinearRecurrence, device: DeviceInfo, direction: Direction
+) -> tuple[DeltaPasses, ...]:
+    """Configurations of both passes worth measuring for a record with beta on a device."""
+    default = delta_pair_heuristic(record, device, direction)
+    if interpreting():
+        return (default, dataclasses.replace(default, keep_states=False))
+    made = [dataclasses.replace(default, keep_states=False), dataclasses.replace(default, walk_warps=8)]
+    made += [dataclasses.replace(default, walk_block_v=n) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
     return tuple(dict.fromkeys((default, *made)))
 
 

@@ -1,21 +1,71 @@
-"""Forward pass of the delta rule in Triton: corrections of all chunks, the states between them, then their outputs."""
+"""Both passes of the delta rule in Triton: corrections of all chunks, the states between them, then their outputs."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import packing
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence import stages
-from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence import delta_gradients, stages
+from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, owned, reduced
+from ejkernel_triton.linear_recurrence.config import ChunkPasses, DeltaPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import Call, state_dtype
 
 
+class Corrections(NamedTuple):
+    """The delta rule inside of chunks, which no state is needed for.
+
+    Attributes:
+        written: U [B, T, H, V], what tokens write apart from what the state before their chunk answers.
+        correction: W [B, T, H, K]: with S the state before its chunk, a token writes U - W S.
+        inverse: [B, H, CHUNKS * CHUNK, CHUNK], the inverse of I plus the strictly lower matrix of keys that see keys;
+            of no use unless it is kept.
+    """
+
+    written: jax.Array
+    correction: jax.Array
+    inverse: jax.Array
+
+
+class Pocket(NamedTuple):
+    """What the backward pass need not make again; None where it has other chunks, or memory is to be spared.
+
+    Attributes:
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates; None without gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels; None with others.
+        walked: What the walk along the chunks left.
+    """
+
+    gates: jax.Array | None
+    scores: jax.Array | None
+    walked: "Walked | None"
+
+
+class Walked(NamedTuple):
+    """What the walk along the chunks leaves.
+
+    Attributes:
+        states: [B, H, CHUNKS, K, V], those before the chunks.
+        final: [B, SEQUENCES, H, K, V] float32.
+        value: [B, T, H, V], what tokens write: U - W S.
+        correction: W [B, T, H, K].
+        inverse: As of `Corrections`.
+    """
+
+    states: jax.Array
+    final: jax.Array
+    value: jax.Array
+    correction: jax.Array
+    inverse: jax.Array
+
+
 def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record with beta and a gate a head.
+    """Output and final states of a record with beta, with nothing kept for a backward pass.
 
     Args:
         record: The canonical arguments.
@@ -24,46 +74,130 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
     Returns:
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals.
     """
+    output, residuals, _ = keeping(record, dataclasses.replace(config, keep_states=False))
+    return output, residuals
+
+
+def keeping(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()], Pocket]:
+    """Output and final states of a record with beta, and what its gradients need.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks and tiles of both passes; its segments are not read.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
+        spared.
+    """
+    call = _call(record, config, config.chunk)
+    kept = config.keep_states and config.backward_chunk == config.chunk
+    made = _walked(record, call, keep=kept)
+    output = stages.make_outputs(dataclasses.replace(call, value=made.value), made.states)
+    pocket = Pocket(call.gates, call.scores, made) if kept else Pocket(None, None, None)
+    if record.cu_seqlens is None:
+        return (output, made.final[:, -1]), (), pocket
+    real = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
+    return (jnp.where(real[None, :, None, None], output, 0), made.final[0]), (), pocket
+
+
+def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
+    """Gradients of the wanted fields of a record with beta.
+
+    Args:
+        pullback: Record, cotangents of output and final states, the wanted names, and the pocket of the forward pass.
+        config: Chunks and tiles of both passes.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
+    call = _call(record, config, config.backward_chunk, pocket)
+    made = pocket.walked or _walked(record, call, keep=True)
+    cotangent = pullback.cotangent[0].astype(record.query.dtype)
+    gates = gate_dtype(record, wanted)
+    gradients = _gradients(record, call, made, cotangent, pullback.cotangent[1], gates)
+    if record.cu_seqlens is not None:
+        gradients = owned(record, gradients)
+    return {name: reduced(gradients[name], getattr(record, name)) for name in sorted(wanted)}
+
+
+def _gradients(
+    record: LinearRecurrence, call: Call, made: Walked, cotangent: jax.Array, final: jax.Array, gates: Any
+) -> Gradients:
+    """The gradients of all fields; that of the gates is of no use where `gates` is None."""
     assert record.beta is not None  # `Requires` saw to it
+    packed = record.cu_seqlens is not None
+    walk = delta_gradients.walk(
+        call,
+        made.correction,
+        cotangent,
+        delta_gradients.local(call, cotangent),
+        final[None] if packed else final[:, None],
+        state_dtype(record),
+    )
+    dvalue, solved, dbeta = delta_gradients.solve(call, record.beta, made.inverse, walk.dwritten)
+    written = dataclasses.replace(call, value=made.value)
+    dquery, dkey, dgates, more = delta_gradients.keys(
+        written, record.beta, cotangent, solved, (made.states, walk.dstates), gates=gates
+    )
+    first = walk.first[0] if packed else walk.first[:, 0]
+    return {
+        "query": dquery,
+        "key": dkey,
+        "value": dvalue,
+        "decay": dgates,
+        "beta": dbeta + more,
+        "initial_state": first,
+        "sequence_state": first,
+    }
+
+
+def _call(record: LinearRecurrence, config: ChunkPasses, chunk: int, pocket: Pocket | None = None) -> Call:
     # A correction is no decay: what a segment does to its first state is a matrix, so rows are not split.
     config = dataclasses.replace(config, splits=1)
-    call = stages.make_call(record, config, config.chunk)
-    written, correction = corrections(call, record.beta)
+    gates, scores = (None, None) if pocket is None else (pocket.gates, pocket.scores)
+    call = stages.make_call(record, config, chunk, gates, scores)
+    return call if scores is not None else dataclasses.replace(call, scores=stages.channel_scores(call))
+
+
+def _walked(record: LinearRecurrence, call: Call, *, keep: bool) -> Walked:
+    assert record.beta is not None
+    inside = corrections(call, record.beta, keep=keep)
     states, final, value = stages.pass_states(
-        call, record.key, written, initial_states(record), dtype=state_dtype(record), correction=correction
+        call,
+        record.key,
+        inside.written,
+        initial_states(record),
+        dtype=state_dtype(record),
+        correction=inside.correction,
     )
-    output = stages.make_outputs(dataclasses.replace(call, value=value), states)
-    if record.cu_seqlens is None:
-        return (output, final[:, -1]), ()
-    owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
-    return (jnp.where(owned[None, :, None, None], output, 0), final[0]), ()
+    return Walked(states, final, value, inside.correction, inside.inverse)
 
 
-def corrections(call: Call, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
+def corrections(call: Call, beta: jax.Array, *, keep: bool) -> Corrections:
     """What tokens write apart from what the state before their chunk answers, and what takes that from it.
 
     Args:
         call: What the stages share.
         beta: [B, T, H].
-
-    Returns:
-        U [B, T, H, V] and W [B, T, H, K] in the dtypes of value and key: with S the state before its chunk, a token
-        writes U - W S.
+        keep: Whether the inverse is kept for the backward pass.
     """
     from ejkernel_triton.linear_recurrence.delta_kernel import corrections_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    written, correction = launch(
+    inverse = (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK) if keep else (batch,)
+    made = launch(
         corrections_kernel,
         (call.key, call.value, call.gates, beta, *call.spans),
         [
             Shape((batch, spec.T, spec.H, spec.V), call.value.dtype),
             Shape((batch, spec.T, spec.H, spec.K), call.key.dtype),
+            Shape(inverse, call.key.dtype),
         ],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H,
         num_warps=config.score_warps,
         num_stages=config.score_stages,
-        constants={"spec": spec, "BLOCK_K": config.score_block_k, "BLOCK_V": config.output_block_v},
+        constants={"spec": spec, "BLOCK_K": config.score_block_k, "BLOCK_V": config.output_block_v, "KEEP": keep},
     )
-    return written, correction
+    return Corrections(*made)

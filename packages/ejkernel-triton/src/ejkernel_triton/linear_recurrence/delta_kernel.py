@@ -13,7 +13,8 @@ k, g   -> pairs [CHUNK, CHUNK]             in a loop over key channels
 L      -> (I + L)^-1                       16 rows at a time, then by blocks
 V      -> U,  exp2(G) K -> W               two products, in loops over value and over key channels
 
-U and W do not depend on the state, so all chunks make theirs at the same time.
+U and W do not depend on the state, so all chunks make theirs at the same time. The backward pass needs (I + L)^-1
+itself, without beta, which may be 0.
 """
 
 import triton
@@ -21,12 +22,15 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.tile import (
+    channel_scores,
     chunk_base,
     chunk_span,
     gates_base,
     load_dt,
+    load_gates,
     load_rows,
     pair_weights,
+    scores_at,
     store_rows,
 )
 
@@ -90,12 +94,14 @@ def corrections_kernel(
     owners,
     written,
     correction,
+    inverse,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """U and W of one head's chunk; see `stages.corrections`."""
+    """U and W of one head's chunk, and (I + L)^-1 if KEEP; see `delta.corrections`."""
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     head = program % spec.H
@@ -111,17 +117,29 @@ def corrections_kernel(
     pairs = tl.zeros([C, C], tl.float32)
     for k in tl.range(0, spec.K, BLOCK_K):
         a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
-        pairs = add_dot(pairs, a, tl.trans(a), spec)
-    g = tl.load(g_base + rows)
-    pairs *= pair_weights(g)
+        if spec.WIDTH > 1:
+            pairs = channel_scores(pairs, a, a, load_gates(g_base, k, BLOCK_K, spec), g_base, k, BLOCK_K, spec)
+        else:
+            pairs = add_dot(pairs, a, tl.trans(a), spec)
+    g = 0.0
+    if spec.WIDTH == 1:
+        g = tl.load(g_base + rows)
+        pairs *= pair_weights(g)
     lower = tl.where(rows[:, None] > rows[None, :], pairs * strength[:, None], 0.0)
-    solved = unit_inverse(lower, spec) * strength[None, :]
+    made = unit_inverse(lower, spec)
+    if KEEP:
+        tl.store(scores_at(inverse, row, head, chunk, spec), made.to(inverse.dtype.element_ty))
+    solved = made * strength[None, :]
     for v in tl.range(0, spec.V, BLOCK_V):
         b = load_rows(v_base, start, end, v, spec.HV, spec.V, BLOCK_V, spec)
         to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
         store_rows(to, dot(solved.to(b.dtype), b, spec), start, end, v, spec.H, spec.V, spec)
-    since = solved * tl.exp2(g)[None, :]
+    since = solved
+    if spec.WIDTH == 1:
+        since = solved * tl.exp2(g)[None, :]
     for k in tl.range(0, spec.K, BLOCK_K):
         a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+        if spec.WIDTH > 1:
+            a = (a.to(tl.float32) * tl.exp2(load_gates(g_base, k, BLOCK_K, spec))).to(a.dtype)
         to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
         store_rows(to, dot(since.to(a.dtype), a, spec), start, end, k, spec.H, spec.K, spec)

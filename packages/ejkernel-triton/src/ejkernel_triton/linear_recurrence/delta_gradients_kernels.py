@@ -1,0 +1,424 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""Gradients of the delta rule, whose tokens write x = (I + L)^-1 diag(beta) (V - (exp2(G) K) S_0) = U - W S_0.
+
+A token reads twice: o_i with its query, and what the state answers to its key with -dv_i for a cotangent. So keys have
+the gradients of a query and those of a key. With A the scores, S the state before a chunk and dS the gradient of the
+one after it:
+
+    do        -> A^T do                          local_kernel      all chunks at the same time
+    dS        <- dS, q, do, W, k, A^T do         walk_kernel       from the last chunk to the first; makes dx
+                 dx = A^T do + (k exp2(G_T - G)) dS
+                 dS = exp2(G_T) dS + scale (q exp2(G))^T do - W^T dx
+    dx        -> dy = (I + L)^-T dx, dv = beta dy    solve_kernel      all chunks at the same time
+    dy, do, x -> dq, dk, dG, dbeta               keys_kernel       likewise; a program has BLOCK_K key channels
+                 r_i    = -(exp2(G_i) S dy_i + sum_{j < i} w_ij <dy_i, x_j> k_j)     k_i as a query, without beta
+                 dk_i   = beta_i r_i + (its part as a key of both reads)
+                 dbeta  = <dy, v> + <r, k>
+                 dG_t   = q_t dq_t + k_t beta_t r_t - k_t (its part as a key)
+
+No gradient is divided by beta, which may be 0. Nothing is added up in memory: programs that have a part each write
+their parts, which are added in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.linear_recurrence.gradients_kernels import (
+    STRONG,
+    channel_gradients,
+    store_tokens,
+    through_states,
+)
+from ejkernel_triton.linear_recurrence.tile import (
+    chunk_base,
+    chunk_span,
+    cut_weights,
+    from_middle,
+    gates_base,
+    load_dt,
+    load_gates,
+    load_last_gates,
+    load_rows,
+    load_state,
+    pair_weights,
+    pairs_of,
+    scores_at,
+    state_base,
+    store_rows,
+    store_state,
+)
+
+
+@triton.jit
+def local_kernel(
+    query,
+    key,
+    gates,
+    scores,
+    cotangent,
+    bounds,
+    firsts,
+    owners,
+    local,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """scale A^T do of one head's chunk: what later tokens of the chunk read of what a token writes."""
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    head = program % spec.H
+    program = program // spec.H
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    rows = tl.arange(0, C)
+    q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
+    k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+    g_base = gates_base(gates, row, head, chunk, spec, per)
+    if spec.WIDTH > 1:
+        pairs = tl.load(scores_at(scores, row, head, chunk, spec)).to(tl.float32)
+    else:
+        pairs = tl.zeros([C, C], tl.float32)
+        for k in tl.range(0, spec.K, BLOCK_K):
+            q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
+            a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+            pairs = add_dot(pairs, q, tl.trans(a), spec)
+    if spec.WIDTH == 1:
+        pairs *= pair_weights(tl.load(g_base + rows))
+    if spec.WIDTH == 0:
+        pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+    pairs *= spec.SCALE
+    o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
+    to = chunk_base(local, row, start, head, spec.T, spec.H, spec.V)
+    for v in tl.range(0, spec.V, BLOCK_V):
+        do = load_rows(o_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
+        store_rows(to, dot(tl.trans(pairs.to(do.dtype)), do, spec), start, end, v, spec.H, spec.V, spec)
+
+
+@triton.jit
+def walk_kernel(
+    query,
+    key,
+    gates,
+    correction,
+    cotangent,
+    local,
+    final,
+    bounds,
+    firsts,
+    dstates,
+    first_gradient,
+    dwritten,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Walks from the last chunk of a sequence to the first with BLOCK_V columns of the gradient of one head's state.
+
+    A program owns all key channels, BLOCK_K of them with what pads them: dx sums over them.
+    """
+    V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    v = (program % V_TILES) * BLOCK_V
+    program = program // V_TILES
+    head = program % spec.H
+    program = program // spec.H
+    sequence = program % spec.SEQUENCES
+    row = program // spec.SEQUENCES
+    if spec.PER_SEQUENCE == 0:
+        first = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence)
+        last = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence + 1)
+        begin = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
+        end = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence + 1)
+    else:
+        first = sequence * spec.PER_SEQUENCE
+        last = tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS)
+        begin = first * C
+        end = first * 0 + spec.T
+    rows = tl.arange(0, C)
+    place = ((tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    acc = load_state(final + place, 0, v, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+    q_head = head // (spec.H // spec.HQ)
+    k_head = head // (spec.H // spec.HK)
+    for step in tl.range(0, last - first):
+        chunk = last - 1 - step
+        start = begin + (chunk - first) * C
+        store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v, spec)
+        q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
+        k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
+        w_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
+        o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
+        x_base = chunk_base(local, row // per.LOCAL, start, head, spec.T, spec.H, spec.V)
+        g_base = gates_base(gates, row, head, chunk, spec, per)
+        q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
+        a = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
+        w = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
+        do = load_rows(o_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
+        dx = load_rows(x_base, start, end, v, spec.H, spec.V, BLOCK_V, spec).to(tl.float32)
+        # With a gate a head, products are scaled by rows instead of queries and keys, which stay in shared memory.
+        since = spec.SCALE
+        if spec.WIDTH == 1:
+            g = tl.load(g_base + rows)
+            total = tl.load(g_base + (C - 1))
+            dx += tl.exp2(total - g)[:, None] * dot(a, acc.to(a.dtype), spec)
+            since = (tl.exp2(g) * spec.SCALE)[:, None]
+            acc *= tl.exp2(total)
+        elif spec.WIDTH > 1:
+            g = load_gates(g_base, 0, BLOCK_K, spec)
+            total = load_last_gates(g_base, 0, BLOCK_K, spec)
+            until = (a.to(tl.float32) * tl.exp2(total[None, :] - g)).to(a.dtype)
+            dx = add_dot(dx, until, acc.to(a.dtype), spec)
+            # Read again: registers have no room for gates beside the first product.
+            g = load_gates(g_base + (step >> 30), 0, BLOCK_K, spec)
+            q = (q.to(tl.float32) * tl.exp2(g)).to(q.dtype)
+            acc *= tl.exp2(total)[:, None]
+        else:
+            dx = add_dot(dx, a, acc.to(a.dtype), spec)
+        low = dx.to(dwritten.dtype.element_ty)
+        to = chunk_base(dwritten, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(to, low, start, end, v, spec.H, spec.V, spec)
+        acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * since).to(do.dtype), spec)
+        acc = add_dot(acc, tl.trans(w), -low, spec)
+    place = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    store_state(first_gradient + place, acc, 0, v, spec)
+
+
+@triton.jit
+def solve_kernel(
+    value,
+    beta,
+    inverse,
+    dwritten,
+    bounds,
+    firsts,
+    owners,
+    solved,
+    dvalue,
+    dbeta,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """dy = (I + L)^-T dx of one head's chunk, dv = beta dy and <dy, v>."""
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    head = program % spec.H
+    program = program // spec.H
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
+    x_base = chunk_base(dwritten, row // per.DWRITTEN, start, head, spec.T, spec.H, spec.V)
+    strength = load_dt(beta, row // per.BETA, start, end, head, spec)
+    t = tl.load(scores_at(inverse, row, head, chunk, spec))
+    sums = tl.zeros([C], tl.float32)
+    for v in tl.range(0, spec.V, BLOCK_V):
+        dx = load_rows(x_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
+        b = load_rows(v_base, start, end, v, spec.HV, spec.V, BLOCK_V, spec)
+        dy = dot(tl.trans(t.to(dx.dtype)), dx, spec)
+        sums += tl.sum(dy * b.to(tl.float32), 1)
+        to = chunk_base(solved, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(to, dy, start, end, v, spec.H, spec.V, spec)
+        to = chunk_base(dvalue, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(to, dy * strength[:, None], start, end, v, spec.H, spec.V, spec)
+    store_tokens(dbeta, sums, row, start, end, 0, 1, head, spec)
+
+
+@triton.jit
+def load_key_again(a_base, start, end, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Keys and cumulative gates of a chunk, from where they lie and no sooner than they are needed."""
+    none = level >> 5  # 0, which the compiler cannot fold
+    k = load_rows(a_base + none, start, end, column, spec.HK, spec.K, COLUMNS, spec)
+    return k.to(tl.float32), load_gates(base + none, column, COLUMNS, spec)
+
+
+@triton.jit
+def answer_gradients(
+    dr,
+    dk,
+    pairs,
+    key,
+    strength,
+    gates,
+    base,
+    column,
+    rows_of,
+    COLUMNS: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """dr plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij strength_i k_ik, with gates of channels.
+
+    `gradients_kernels.channel_gradients` for keys that read keys before them; pairs are 0 for j >= i.
+    """
+    a_base, start, end = rows_of
+    apart, weak = from_middle(gates, base, column, COLUMNS, spec)
+    if weak:
+        k = key.to(tl.float32)
+        own = pairs.to(key.dtype)
+        since, until = tl.exp2(apart), tl.exp2(-apart)
+        dr += since * dot(own, (k * until).to(key.dtype), spec)
+        dk += until * dot(tl.trans(own), (k * since * strength[:, None]).to(key.dtype), spec)
+    else:
+        LEVELS: tl.constexpr = spec.LEVELS
+        for level in tl.range(0, LEVELS, num_stages=1):
+            k, g = load_key_again(a_base, start, end, base, column, level, COLUMNS, spec)
+            weights = cut_weights(g, base, column, level, COLUMNS, spec)
+            own = tl.where(pairs_of(level, spec), pairs, 0.0).to(key.dtype)
+            dr += weights * dot(own, (k * weights).to(key.dtype), spec)
+            dk += weights * dot(tl.trans(own), (k * weights * strength[:, None]).to(key.dtype), spec)
+    return dr, dk
+
+
+@triton.jit
+def read_gradients(
+    c_base,
+    x_base,
+    s_base,
+    start,
+    end,
+    k,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """<c_i, x_j> [CHUNK, CHUNK] of cotangents c and writes x, and S c_i [CHUNK, BLOCK_K]."""
+    C: tl.constexpr = spec.CHUNK
+    pairs = tl.zeros([C, C], tl.float32)
+    through = tl.zeros([C, BLOCK_K], tl.float32)
+    for v in tl.range(0, spec.V, BLOCK_V):
+        c = load_rows(c_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
+        x = load_rows(x_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
+        s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
+        pairs = add_dot(pairs, c, tl.trans(x), spec)
+        through = add_dot(through, c.to(s.dtype), tl.trans(s), spec)
+    return pairs, through
+
+
+@triton.jit
+def keys_kernel(
+    query,
+    key,
+    written,
+    gates,
+    beta,
+    cotangent,
+    solved,
+    states,
+    dstates,
+    bounds,
+    firsts,
+    owners,
+    dquery,
+    dkey,
+    dgates,
+    dbeta,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GATES: tl.constexpr,
+):
+    """Gradients of BLOCK_K channels of one head's queries and keys in one chunk, of its gates and of beta."""
+    K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    tile = program % K_TILES
+    k = tile * BLOCK_K
+    program = program // K_TILES
+    head = program % spec.H
+    program = program // spec.H
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    rows = tl.arange(0, C)
+    x_base = chunk_base(written, row // per.WRITTEN, start, head, spec.T, spec.H, spec.V)
+    o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
+    y_base = chunk_base(solved, row // per.SOLVED, start, head, spec.T, spec.H, spec.V)
+    s_base = state_base(states, row, head, chunk, spec)
+    d_base = state_base(dstates, row, head, chunk, spec)
+    g_base = gates_base(gates, row, head, chunk, spec, per)
+    q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
+    a_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+    strength = load_dt(beta, row // per.BETA, start, end, head, spec)
+    values = (x_base, s_base, d_base, start, end)
+    before = rows[:, None] > rows[None, :]
+
+    # Queries first, then keys as queries, then keys: registers have no room for all of it.
+    pairs, dq = read_gradients(o_base, x_base, s_base, start, end, k, BLOCK_K, BLOCK_V, spec)
+    q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
+    a = load_rows(a_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+    dq *= spec.SCALE
+    pairs *= spec.SCALE
+    to_q = chunk_base(dquery, row, start, head, spec.T, spec.H, spec.K)
+    to_k = chunk_base(dkey, row, start, head, spec.T, spec.H, spec.K)
+    if spec.WIDTH > 1:
+        dk, kept = through_states(values, k, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
+        g = load_gates(g_base, k, BLOCK_K, spec)
+        last = load_last_gates(g_base, k, BLOCK_K, spec)
+        dq *= tl.exp2(g)
+        dk *= tl.exp2(last[None, :] - g)
+        kept = kept * tl.exp2(last) + tl.sum(dk * a.to(tl.float32), 0)
+        pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+        dq, dk = channel_gradients(dq, dk, pairs, q, a, g, g_base, k, (q_base, a_base, start, end), BLOCK_K, spec)
+        store_rows(to_q, dq, start, end, k, spec.H, spec.K, spec)
+        change = dq * q.to(tl.float32)
+        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k, BLOCK_K, BLOCK_V, spec)
+        dr *= -tl.exp2(g)
+        pairs = tl.where(before, -pairs, 0.0)
+        dr, dk = answer_gradients(dr, dk, pairs, a, strength, g, g_base, k, (a_base, start, end), BLOCK_K, spec)
+        store_tokens(dbeta, tl.sum(dr * a.to(tl.float32), 1), row, start, end, tile, K_TILES, head, spec)
+        dr *= strength[:, None]
+        store_rows(to_k, dk + dr, start, end, k, spec.H, spec.K, spec)
+        if GATES:
+            change += (dr - dk) * a.to(tl.float32)
+            # From each token to the chunk's end: all but what is before it.
+            change = (tl.sum(change, 0) + kept)[None, :] - (tl.cumsum(change, 0) - change)
+            columns = k + tl.arange(0, BLOCK_K)
+            valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
+            earlier = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
+            change = tl.where(g - earlier < STRONG, 0.0, change)
+            to = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
+            store_rows(to, change, start, end, k, spec.H, spec.K, spec)
+    else:
+        if spec.WIDTH == 1:
+            g = tl.load(g_base + rows)
+            dq *= tl.exp2(g)[:, None]
+            pairs *= pair_weights(g)
+        else:
+            pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+        read = pairs.to(q.dtype)
+        dq = add_dot(dq, read, a, spec)
+        store_rows(to_q, dq, start, end, k, spec.H, spec.K, spec)
+        change = tl.sum(dq * q.to(tl.float32), 1)
+        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k, BLOCK_K, BLOCK_V, spec)
+        if spec.WIDTH == 1:
+            dr *= tl.exp2(g)[:, None]
+            pairs *= pair_weights(g)
+        pairs = tl.where(before, pairs, 0.0)
+        dr = add_dot(dr, pairs.to(a.dtype), a, spec)
+        along = -tl.sum(dr * a.to(tl.float32), 1)
+        store_tokens(dbeta, along, row, start, end, tile, K_TILES, head, spec)
+        change += along * strength
+        answered = (pairs * -strength[:, None]).to(a.dtype)
+        dk, kept = through_states(values, k, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
+        if spec.WIDTH == 1:
+            last = tl.load(g_base + (C - 1))
+            dk *= tl.exp2(last - g)[:, None]
+            kept *= tl.exp2(last)
+        if GATES:
+            kept_sum = tl.sum(kept, 0) + tl.sum(tl.sum(dk * a.to(tl.float32), 1), 0)
+        dk = add_dot(dk, tl.trans(read), q, spec)
+        dk = add_dot(dk, tl.trans(answered), a, spec)
+        store_rows(to_k, dk - dr * strength[:, None], start, end, k, spec.H, spec.K, spec)
+        if GATES:
+            change -= tl.sum(dk * a.to(tl.float32), 1)
+            change = tl.sum(change, 0) + kept_sum - (tl.cumsum(change, 0) - change)
+            earlier = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
+            change = tl.where(g - earlier < STRONG, 0.0, change)
+            store_tokens(dgates, change, row, start, end, tile, K_TILES, head, spec)
