@@ -85,6 +85,14 @@ def test_the_gradient_of_x_is_that_of_the_dequantised_product():
     np.testing.assert_allclose(got, jax.grad(lambda x: jnp.sum(jnp.sin(x @ dense.T)))(x), rtol=1e-4, atol=1e-4)
 
 
+def test_scales_and_zeros_are_constants_with_gradients_of_zero():
+    packed, scales, zeros = quantize(WEIGHTS, 32)
+    call = lambda scales, zeros: quantized_matmul(jnp.ones((3, 64)), packed, scales, zeros, group_size=32).sum()  # noqa: E731
+    for gradient, value in zip(jax.grad(call, (0, 1))(scales, zeros), (scales, zeros), strict=True):
+        assert gradient.shape == value.shape
+        assert not gradient.any()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Num, UInt32
 
 from ejkernel.families import quantized_matmul as family
@@ -105,7 +106,7 @@ def quantized_matmul(
 
     `ejkernel.quantization.quantize` makes w, scales and zeros. Kernels dequantise in registers; where none serves the
     call, XLA makes the matrix at x's width. The gradient of x is exact for the dequantised matrix; w, scales and zeros
-    are constants.
+    are constants, whose gradients are zeros.
 
     Args:
         x: [M, K] float16, bfloat16, float32 or float64.
@@ -172,8 +173,8 @@ def lower(args: QuantizedMatmulArguments) -> Record:
     return Record(
         x=args.x,
         packed=args.w,
-        scales=args.scales,
-        zeros=args.zeros,
+        scales=lax.stop_gradient(args.scales),
+        zeros=None if args.zeros is None else lax.stop_gradient(args.zeros),
         format=make_format(args.mode, args.bits, args.group_size),
         transpose=args.transpose,
         precision=args.precision,
