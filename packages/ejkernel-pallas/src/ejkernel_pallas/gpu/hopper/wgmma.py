@@ -123,10 +123,10 @@ def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) ->
     sums = ", ".join(f"${n}" for n in range(_registers((ROWS, keys))))
     instruction = f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
-    lines += ["mov.b32 zero, 0; wgmma.fence.sync.aligned;"]
+    lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | sizes[0]}; wgmma.fence.sync.aligned;"]
     for pair_number, size in enumerate(sizes):
         place = first + 2 * pair_number
-        lines += [f"mov.b32 upper, {SWIZZLED | size};"]
+        lines += [f"mov.b32 upper, {SWIZZLED | size};"] * (pair_number > 0)
         for column in range(0, size, STEP):
             part, rest = divmod(column, PART)
             units = part * PART + rest * 2 // UNIT
