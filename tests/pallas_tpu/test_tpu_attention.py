@@ -62,7 +62,7 @@ def test_values_and_gradients(name):
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16, padding and sinks"])
 def test_wide_matrix_units_add_weights_up(name):
     with target_device(WIDE):
-        assert make_spec(CASES[name], forward_blocks(FORWARD)).counted
+        assert make_spec(CASES[name], forward_blocks(FORWARD)).sums_on_mxu
         check(CASES[name])
 
 
@@ -103,6 +103,6 @@ def test_products_of_large_tiles():
     """Their sides are the other way around: of what a kernel owns there is a loop's step, of what it visits little."""
     large = TpuBackward(dkv=GradientTile(block_q=2048, block_kv=2048), dq=GradientTile(block_q=2048, block_kv=2048))
     products = [
-        (blocks.q_chunk, blocks.kv_chunk) for blocks in (*backward_blocks(TpuBackward()), *backward_blocks(large))
+        (blocks.chunk_q, blocks.chunk_kv) for blocks in (*backward_blocks(TpuBackward()), *backward_blocks(large))
     ]
     assert products == [(1024, 256), (256, 1024), (256, 1024), (1024, 256)]

@@ -68,8 +68,8 @@ def test_decoding_while_the_block_ahead_is_copied(kind):
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
         spec = make_spec(record, tiles.chosen(SINGLE))
-        assert spec.pieces
-        assert spec.limits == ("7x" in kind)
+        assert spec.copy_slices
+        assert spec.keeps_limits == ("7x" in kind)
         check(record, SINGLE)
 
 

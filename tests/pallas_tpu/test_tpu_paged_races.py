@@ -24,11 +24,11 @@ def found():
     return interpret_pallas_call.races.races_found
 
 
-def read_words(buffer, turn, word, at, spec):
+def read_words(buffer, head_group, word, at, spec):
     """What `keys._words` reads, without a view of another shape, which the simulator does not have."""
     words = spec.cache.words
-    rows = buffer[...].reshape(spec.block * words, buffer.shape[-1])
-    return lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk * words)[word::words]
+    rows = buffer[...].reshape(spec.block_kv * words, buffer.shape[-1])
+    return lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk_kv * words)[word::words]
 
 
 def records():

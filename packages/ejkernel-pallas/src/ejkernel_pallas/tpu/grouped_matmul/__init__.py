@@ -44,7 +44,7 @@ def implementations() -> tuple[Implementation, ...]:
             backend="tpu",
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
-            gradients=frozenset(FAMILY.differentiable),
+            gradients=frozenset(FAMILY.differentiable) - {"lhs_scale"},
             requires=Requires(
                 devices=devices(),
                 modules=JAX,

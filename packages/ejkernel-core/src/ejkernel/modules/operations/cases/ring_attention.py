@@ -46,7 +46,7 @@ def _packed(key: jax.Array) -> dict[str, Any]:
     rows = [[0] * 50 + [1] * 70 + [-1] * 9, [0] * 20 + [1] * 109]
     options = {"causal": True, "sliding_window": (40, 5), "logits_soft_cap": 1.5}
     info = MaskInfo.from_segments(jnp.array(rows, jnp.int32))
-    return {"mask_info": info, "softmax_aux": jax.random.normal(key, (4, 2)), **options}
+    return {**LSE, "mask_info": info, "softmax_aux": jax.random.normal(key, (4, 2)), **options}
 
 
 # name, sizes, extra arguments from a key, optional record fields the case is about, tags
@@ -73,7 +73,7 @@ _TABLE: tuple[_Row, ...] = (
     ("one token", Sizes(b=1, t=1, s=1), lambda k: {}, (), ("ci", "awkward")),
     ("bfloat16", Sizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ("ci",)),
     (
-        "bfloat16, packed sequences, window, sinks and soft cap",
+        "bfloat16, packed sequences, window, sinks and soft cap, lse",
         Sizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
         _packed,
         ("causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "softmax_aux", "logits_soft_cap"),
