@@ -122,7 +122,7 @@ def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates)
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
 
     def run(record):
-        output, residuals, pocket = delta.keeping(record, chosen)
+        output, residuals, pocket = delta.forward_with_pocket(record, chosen)
         start = Pullback(
             record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
         )
@@ -130,7 +130,12 @@ def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates)
 
     with target_device(CHIPS[chip]), launch.collected() as calls:
         jax.eval_shape(lambda record: run(record), record)
-    assert {"local_kernel", "walk_kernel", "solve_kernel", "keys_kernel"} <= {call.kernel.__name__ for call in calls}
+    assert {
+        "intra_chunk_kernel",
+        "state_gradients_kernel",
+        "inverse_gradients_kernel",
+        "delta_key_gradients_kernel",
+    } <= {call.kernel.__name__ for call in calls}
     assert_fits_and_spills_nothing(calls, chip)
 
 
