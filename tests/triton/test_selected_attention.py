@@ -54,17 +54,17 @@ def record(indices, **fields):
 @pytest.mark.parametrize("flat", [True, False], ids=["flat sort", "sort by row"])
 def test_parts_of_lists_hold_every_reader_of_a_block_once_and_in_order(flat, monkeypatch):
     if not flat:  # as where one number cannot hold row, block and query
-        monkeypatch.setattr(lists, "LARGEST", 0)
+        monkeypatch.setattr(lists, "UINT32_RANGE", 0)
     rng, length = np.random.default_rng(0), 4
     indices = rng.permuted(np.tile(np.arange(-2, 5), (2, 40, 3, 1)), axis=3)[..., :3].clip(-1)
     indices[0, :, 0] = np.where(indices[0, :, 0] == 0, -1, indices[0, :, 0])
     indices[0, :, 0, 0] = 0  # a list with every query
     found = jax.tree.map(np.asarray, lists.find_readers(record(indices), length))
-    assert found.parts.shape[2] == 5 + 40 * 3 // length
+    assert found.split.shape[2] == 5 + 40 * 3 // length
     for b, h in np.ndindex(2, 3):
         read = {block: [] for block in range(5)}
         slots = {block: [] for block in range(5)}
-        for block, begin, end, slot in found.parts[b, h]:
+        for block, begin, end, slot in found.split[b, h]:
             if block >= 0:
                 assert end - begin <= length
                 read[block] += list(found.tokens[b, h, begin:end])
@@ -83,7 +83,7 @@ def test_padding_is_in_no_list():
     ids = jnp.where(jnp.arange(40) < 13, 0, -1)[None]
     indices = np.zeros((1, 40, 1, 1), np.int32)
     found = lists.find_readers(record(indices, q_segment_ids=ids, kv_segment_ids=ids), 64)
-    assert list(found.parts[0, 0, 0]) == [0, 0, 13, -1]
+    assert list(found.split[0, 0, 0]) == [0, 0, 13, -1]
 
 
 def test_a_block_ends_where_the_next_begins():
@@ -108,10 +108,10 @@ def test_gradients_of_the_compressed_branch_are_those_of_its_parts_together(monk
     wanted = frozenset({"query", "key", "value"})
     pullback = Pullback(record=dense, residuals=residuals, output=output, cotangent=do, wanted=wanted)
     whole = DISPATCHED.backward(pullback)
-    monkeypatch.setattr(compressed, "parts_of", lambda record: 3)
-    parts = compressed.backward(pullback)
-    assert parts.keys() == whole.keys()
-    for name, gradient in parts.items():
+    monkeypatch.setattr(compressed, "query_splits", lambda record: 3)
+    split = compressed.backward(pullback)
+    assert split.keys() == whole.keys()
+    for name, gradient in split.items():
         np.testing.assert_allclose(gradient, whole[name], atol=2e-5, err_msg=name)
 
 
