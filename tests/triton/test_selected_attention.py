@@ -60,11 +60,11 @@ def test_parts_of_lists_hold_every_reader_of_a_block_once_and_in_order(flat, mon
     indices[0, :, 0] = np.where(indices[0, :, 0] == 0, -1, indices[0, :, 0])
     indices[0, :, 0, 0] = 0  # a list with every query
     found = jax.tree.map(np.asarray, lists.find_readers(record(indices), length))
-    assert found.split.shape[2] == 5 + 40 * 3 // length
+    assert found.parts.shape[2] == 5 + 40 * 3 // length
     for b, h in np.ndindex(2, 3):
         read = {block: [] for block in range(5)}
         slots = {block: [] for block in range(5)}
-        for block, begin, end, slot in found.split[b, h]:
+        for block, begin, end, slot in found.parts[b, h]:
             if block >= 0:
                 assert end - begin <= length
                 read[block] += list(found.tokens[b, h, begin:end])
@@ -83,7 +83,7 @@ def test_padding_is_in_no_list():
     ids = jnp.where(jnp.arange(40) < 13, 0, -1)[None]
     indices = np.zeros((1, 40, 1, 1), np.int32)
     found = lists.find_readers(record(indices, q_segment_ids=ids, kv_segment_ids=ids), 64)
-    assert list(found.split[0, 0, 0]) == [0, 0, 13, -1]
+    assert list(found.parts[0, 0, 0]) == [0, 0, 13, -1]
 
 
 def test_a_block_ends_where_the_next_begins():
