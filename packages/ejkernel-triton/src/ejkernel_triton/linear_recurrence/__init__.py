@@ -102,7 +102,7 @@ def implementations() -> tuple[Implementation, ...]:
             name="triton_delta_pair",
             platform="triton",
             backend="gpu",
-            forward="ejkernel_triton.linear_recurrence.delta:keeping",
+            forward="ejkernel_triton.linear_recurrence.delta:forward_with_pocket",
             backward="ejkernel_triton.linear_recurrence.delta:backward",
             gradients=DELTA_GRADIENTS,
             paired=True,
