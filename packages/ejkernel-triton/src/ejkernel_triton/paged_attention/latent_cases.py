@@ -7,7 +7,7 @@ from ejkernel.ops.model import Case
 
 
 def wide_cases() -> dict[str, tuple[Case, ...]]:
-    """By operation."""
+    """Cases by the name of their operation."""
     sizes = Sizes(b=2, s=21, h=80, g=1, r=512, n=16, rope=64, joined=True, lengths=(21, 5))
     wide: Row[Sizes] = ("one cache of 512 + 64, 80 heads", sizes, lambda key: {}, (), ("awkward",))
     return {"mla_decode": table(MLADecodeArguments, arrays, (wide,))}
