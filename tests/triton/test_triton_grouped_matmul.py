@@ -141,3 +141,9 @@ def test_a_call_finds_what_was_measured_for_its_kind_and_others_do_not(direction
     assert chosen(RECORDS["bfloat16"]) == "persistent: shipped table"
     assert chosen(RECORDS["bias and existing_out"]) != "persistent: shipped table"
     assert chosen(RECORDS["decoding"]) != "persistent: shipped table"
+
+
+def test_a_dtype_of_matrices_that_no_kernel_reads_is_named():
+    (implementation,) = grouped_matmul.implementations()
+    reasons = list(implementation.requires.extra(record_of(stored="uint8")))
+    assert any(reason.startswith("rhs has dtype uint8, which is not among") for reason in reasons), reasons

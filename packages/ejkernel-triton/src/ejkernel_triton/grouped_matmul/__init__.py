@@ -30,7 +30,7 @@ def _reasons(record: Any) -> Iterable[str]:
     if not (rows and contracted):
         yield "lhs is empty"
     if str(record.rhs.dtype) not in (*DTYPES, *NARROW_DTYPES):
-        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW))}"
+        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW_DTYPES))}"
     chip = chip_of(current_device())
     if str(record.rhs.dtype) == "float8_e4m3fn" and (chip.vendor == "amd" or chip.capability < 89):
         yield f"rhs has dtype float8_e4m3fn, which {chip.target} does not convert"
