@@ -69,4 +69,4 @@ def test_a_thread_holds_all_numbers_of_its_channels():
 
 def test_few_channels_are_walked_in_parts():
     kernels = [call.kernel.__name__ for call in launches(CHIPS["sm_90"], rows=1)]
-    assert kernels == ["ends_kernel", "scan_kernel", "ends_kernel", "gradient_kernel"]
+    assert kernels == ["segment_ends_kernel", "scan_kernel", "segment_ends_kernel", "gradient_kernel"]

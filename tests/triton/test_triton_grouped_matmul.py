@@ -113,9 +113,9 @@ def test_products_of_8_bits_fit_the_chip_and_spill_nothing(name, chip):
 
 def test_a_step_of_8_bits_has_one_scale():
     with target_device(CHIPS["sm_80"]):
-        assert spec.step_of_bytes(bytes_of()) == 0
+        assert spec.float8_step(bytes_of()) == 0
     with target_device(CHIPS["sm_90"]):
-        assert [spec.step_of_bytes(bytes_of(blocks)) for blocks in (1, 16, 32, 64, 128)] == [128, 128, 64, 32, 0]
+        assert [spec.float8_step(bytes_of(blocks)) for blocks in (1, 16, 32, 64, 128)] == [128, 128, 64, 32, 0]
         wide = config.heuristic(bytes_of(), CHIPS["sm_90"], "forward")
         with pytest.raises(ValueError, match="block_k=128, wants a divisor of 64"):
             jax.eval_shape(lambda record: forward(record, wide)[0], bytes_of(32))
@@ -141,3 +141,9 @@ def test_a_call_finds_what_was_measured_for_its_kind_and_others_do_not(direction
     assert chosen(RECORDS["bfloat16"]) == "persistent: shipped table"
     assert chosen(RECORDS["bias and existing_out"]) != "persistent: shipped table"
     assert chosen(RECORDS["decoding"]) != "persistent: shipped table"
+
+
+def test_a_dtype_of_matrices_that_no_kernel_reads_is_named():
+    (implementation,) = grouped_matmul.implementations()
+    reasons = list(implementation.requires.extra(record_of(stored="uint8")))
+    assert any(reason.startswith("rhs has dtype uint8, which is not among") for reason in reasons), reasons
