@@ -85,7 +85,7 @@ def update_state(state, k, v, g, w, b, restart, spec: tl.constexpr):
 
 
 @triton.jit
-def clear_outputs(output, first, end, step, columns, spec: tl.constexpr):
+def zero_outputs(output, first, end, step, columns, spec: tl.constexpr):
     """Writes 0 to the outputs of every step-th token of no sequence."""
     zeros = tl.zeros([spec.BLOCK_V], tl.float32).to(output.dtype.element_ty)
     for token in tl.range(first, end, step):
@@ -121,12 +121,14 @@ def decode_kernel(
     row = tl.cast(program // (spec.TILES * spec.H * spec.SEQUENCES), tl.int64)
     channels, columns = tl.arange(0, spec.BLOCK_K), tile * spec.BLOCK_V + tl.arange(0, spec.BLOCK_V)
     at = head * (spec.K * spec.V) + channels[:, None] * spec.V + columns[None, :]
-    held = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
+    mask = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
     STATES: tl.constexpr = spec.SEQUENCES * spec.H * spec.K * spec.V
-    own = tl.cast(sequence, tl.int64) * (spec.H * spec.K * spec.V)
+    state_offset = tl.cast(sequence, tl.int64) * (spec.H * spec.K * spec.V)
     # The state comes first, for it is what memory is busy with; where packed tokens lie is read beside it.
     if spec.STATE:
-        state = tl.load(at_batch(initial, row, per.INITIAL, STATES) + own + at, mask=held, other=0.0).to(tl.float32)
+        state = tl.load(at_batch(initial, row, per.INITIAL, STATES) + state_offset + at, mask=mask, other=0.0).to(
+            tl.float32
+        )
     else:
         state = tl.zeros([spec.BLOCK_K, spec.BLOCK_V], tl.float32)
     query = at_batch(query, row, per.QUERY, spec.T * spec.HQ * spec.K) + head // (spec.H // spec.HQ) * spec.K
@@ -142,7 +144,7 @@ def decode_kernel(
     if spec.DT:
         dt = at_batch(dt, row, per.DT, spec.T * spec.H) + head
     if spec.SKIP:
-        passed = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
+        skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
     if spec.SEGMENTS:
         roles = at_batch(roles, row, per.ROLES, spec.T)
     # 64 bits: a token's number times its stride may have more than 31.
@@ -161,13 +163,13 @@ def decode_kernel(
         state = update_state(state, k, v, g, w, b, restart, spec)
         read = spec.SCALE * tl.sum(state * q[:, None], axis=0)
         if spec.SKIP:
-            read += passed * v
+            read += skip_weight * v
         at_token = output + token * (spec.H * spec.V) + columns
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
         q, k, v, g, w, b, restart = next_q, next_k, next_v, next_g, next_w, next_b, next_restart
-    tl.store(final + row * STATES + own + at, state, mask=held)
+    tl.store(final + row * STATES + state_offset + at, state, mask=mask)
     if spec.PACKED:
-        # Tokens of no sequence, before the first and behind the last, are dealt over all sequences' programs.
+        # The programs of all sequences share the tokens of none, which lie before the first and behind the last.
         before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + spec.SEQUENCES).to(tl.int64)
-        clear_outputs(output, tl.cast(sequence, tl.int64), before, spec.SEQUENCES, columns, spec)
-        clear_outputs(output, behind + sequence, first * 0 + spec.T, spec.SEQUENCES, columns, spec)
+        zero_outputs(output, tl.cast(sequence, tl.int64), before, spec.SEQUENCES, columns, spec)
+        zero_outputs(output, behind + sequence, first * 0 + spec.T, spec.SEQUENCES, columns, spec)
