@@ -149,14 +149,8 @@ def main() -> None:
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--check", action="store_true", help="small shapes on any device, no times")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu" and not options.check:
-        print("mean_pooling_gpu.py needs a GPU: nothing was measured")
-        return
-    print(_report.heading())
-    print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in cells(options):
-        for row in timed(cell, options):
-            print("| " + " | ".join(row) + " |", flush=True)
+    if options.check or _report.has_gpu():
+        _report.stream(COLUMNS, (row for cell in cells(options) for row in timed(cell, options)))
 
 
 if __name__ == "__main__":
