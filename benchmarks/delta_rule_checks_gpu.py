@@ -97,7 +97,7 @@ SMALL = (
     Case(gates=20, keys=20, values=24, tokens=63),
     Case(gates=16, packed=True),
 )
-WIDE = {"tokens": 300, "keys": 128, "values": 128}
+WIDE: dict[str, Any] = {"tokens": 300, "keys": 128, "values": 128}
 LARGE = (
     Case(**WIDE, strength=0.1, dtype=jnp.bfloat16),
     Case(**WIDE, strength=0.1, dtype=jnp.bfloat16, packed=True),
@@ -149,11 +149,15 @@ def steps(
     before, final, value = states()
     written = dataclasses.replace(full, value=value)
     cotangent = jnp.ones((*record.query.shape[:2], full.spec.H, full.spec.V), record.query.dtype)
-    local = jax.jit(lambda: delta_gradients.local(full, cotangent))
+    local = jax.jit(lambda: delta_gradients.intra_chunk(full, cotangent))
     within = local()
-    walk = jax.jit(lambda: delta_gradients.walk(full, made.correction, cotangent, within, final, state_dtype(record)))
+    walk = jax.jit(
+        lambda: delta_gradients.pass_state_gradients(
+            full, made.correction, cotangent, within, final, state_dtype(record)
+        )
+    )
     walked = walk()
-    solve = jax.jit(lambda: delta_gradients.solve(full, beta, made.inverse, walked.dwritten))
+    solve = jax.jit(lambda: delta_gradients.inverse_gradients(full, beta, made.inverse, walked.dwritten))
     solved = solve()[1]
     pair = (before, walked.dstates)
     gates = None if record.decay is None else jnp.float32
@@ -165,7 +169,7 @@ def steps(
         "local": local,
         "walk": walk,
         "solve": solve,
-        "keys": jax.jit(lambda: delta_gradients.keys(written, beta, cotangent, solved, pair, gates=gates)),
+        "keys": jax.jit(lambda: delta_gradients.key_gradients(written, beta, cotangent, solved, pair, gates=gates)),
     }
 
 
@@ -214,7 +218,7 @@ def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, fl
 
     @jax.jit
     def run(record: LinearRecurrence, cotangent: Any) -> Any:
-        output, residuals, pocket = delta.keeping(record, chosen)
+        output, residuals, pocket = delta.forward_with_pocket(record, chosen)
         start = Pullback(
             record=record,
             residuals=residuals,
@@ -256,7 +260,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--channels", action="store_true", help="gates of channels alone")
     parser.add_argument("--tiny", action="store_true", help="the small calls alone, two runs of each stage")
     options = parser.parse_args()
