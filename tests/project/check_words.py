@@ -49,7 +49,8 @@ def check(folders: list[str], words: dict[str, Any]) -> Iterator[Found]:
 
 def in_source(path: str, source: str, words: dict[str, Any]) -> Iterator[Found]:
     """Every word of the list in one file."""
-    kept = {key.split(": ")[1] for key in words["exceptions"] if path.endswith(key.split(": ")[0])}
+    named = (key.split(": ") for key in words["exceptions"])
+    kept = {name for place, name in named if path.endswith(place) or (place.endswith("/") and place in path)}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         if token.type == tokenize.NAME and token.string not in kept:

@@ -1,4 +1,4 @@
-"""Which pairs of a query tile and a key tile have work, for kernels that visit tiled attention tile by tile.
+"""Which pairs of a query tile and a key tile have work, for kernels that compute tiled attention tile by tile.
 
 For every tile the extremes of its positions and segment ids decide: a pair is *empty* when no query of it can see any
 key, and *full* when every query sees every key. Without explicit positions and segment ids the answers are constants.
@@ -80,7 +80,7 @@ def _banded(record: TiledAttention, q_block: int, kv_block: int, xp: Any) -> tup
 
 
 def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Likewise for equal segment ids >= 0. Overlapping ranges of ids may still turn out to have no pair."""
+    """Some and every pair of tiles with equal segment ids >= 0. Overlapping ranges may still have no pair."""
     (q_low, q_high), (k_low, k_high) = queries, keys
     q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
     some = (jnp.maximum(q_low, k_low) <= jnp.minimum(q_high, k_high)) & (jnp.minimum(q_high, k_high) >= 0)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.ops.device import current_device
-from ejkernel.planning.block_selection import own_blocks
+from ejkernel.planning.block_selection import diagonal_blocks
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.selected_attention.config import group_size, padded
@@ -49,7 +49,7 @@ def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
             record.query,
             record.compressed_key,
             jnp.where(shift == -jnp.inf, 0, shift),
-            own_blocks(selected_attention.places(record)),
+            diagonal_blocks(selected_attention.places(record)),
             record.q_segment_ids,
             record.compressed_segment_ids,
         ),
