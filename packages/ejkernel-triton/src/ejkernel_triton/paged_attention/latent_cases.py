@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 def wide_cases() -> dict[str, tuple[Case, ...]]:
     """By operation."""
-    sizes = cases.Sizes(b=2, s=21, h=80, g=1, r=512, n=16, rope=64, joined=True)
+    sizes = cases.DecodeSizes(b=2, s=21, h=80, g=1, r=512, n=16, rope=64, one_cache=True)
 
     def make(key: jax.Array) -> MLADecodeArguments:
         given: dict[str, Any] = {**cases.arrays(key, sizes, (21, 5))}

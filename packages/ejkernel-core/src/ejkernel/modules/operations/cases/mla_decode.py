@@ -11,10 +11,10 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class DecodeSizes:
     """Shape of a call: batch, cached tokens, query heads, KV heads, latent size, sizes of key parts and of values.
 
-    `joined` puts both caches into one array.
+    `one_cache` puts both caches into one array.
     """
 
     b: int = 3
@@ -25,26 +25,33 @@ class Sizes:
     n: int = 16
     rope: int = 8
     v: int = 12
-    joined: bool = False
+    one_cache: bool = False
     dtype: Any = jnp.float32
 
 
 # name, sizes, lengths, further arguments, optional record fields the case is about, further tags
-_Row = tuple[str, Sizes, tuple[int, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]]
+_Row = tuple[str, DecodeSizes, tuple[int, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]]
 _TABLE: tuple[_Row, ...] = (
-    ("two caches, lse", Sizes(), (63, 0, 20), {"return_lse": True}, ("q_segment_ids", "kv_segment_ids"), ("awkward",)),
+    (
+        "two caches, lse",
+        DecodeSizes(),
+        (63, 0, 20),
+        {"return_lse": True},
+        ("q_segment_ids", "kv_segment_ids"),
+        ("awkward",),
+    ),
     (
         "one cache, window, cap, sinks, lse",
-        Sizes(joined=True),
+        DecodeSizes(one_cache=True),
         (63, 5, 31),
         {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": (8, 2), "return_lse": True},
         ("q_positions", "sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),
-    ("no rotary part, bfloat16", Sizes(rope=0, joined=True, dtype=jnp.bfloat16), (40, 63, 1), {}, (), ()),
+    ("no rotary part, bfloat16", DecodeSizes(rope=0, one_cache=True, dtype=jnp.bfloat16), (40, 63, 1), {}, (), ()),
     (
         "model",
-        Sizes(b=8, s=8192, h=128, g=128, r=512, n=128, rope=64, v=128, joined=True, dtype=jnp.bfloat16),
+        DecodeSizes(b=8, s=8192, h=128, g=128, r=512, n=128, rope=64, v=128, one_cache=True, dtype=jnp.bfloat16),
         (8192,) * 8,
         {},
         (),
@@ -53,16 +60,16 @@ _TABLE: tuple[_Row, ...] = (
 )
 
 
-def arrays(key: jax.Array, sizes: Sizes, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
+def arrays(key: jax.Array, sizes: DecodeSizes, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
     """Normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
         "query": (z.b, z.h, z.n + z.rope),
-        "latent_cache": (z.b, z.s, z.r + (z.rope if z.joined else 0)),
+        "latent_cache": (z.b, z.s, z.r + (z.rope if z.one_cache else 0)),
         "w_kc": (z.r, z.g, z.n),
         "w_vc": (z.r, z.g, z.v),
     }
-    shapes |= {} if z.joined else {"rope_cache": (z.b, z.s, z.rope)}
+    shapes |= {} if z.one_cache else {"rope_cache": (z.b, z.s, z.rope)}
     keys = jax.random.split(key, len(shapes))
     made = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     made = {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in made.items()}
@@ -77,7 +84,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
 def _case(
     arguments: type,
     name: str,
-    sizes: Sizes,
+    sizes: DecodeSizes,
     lengths: tuple[int, ...],
     options: dict[str, Any],
     exercises: tuple[str, ...],

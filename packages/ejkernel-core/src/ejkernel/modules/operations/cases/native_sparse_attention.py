@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class NativeSparseSizes:
     """Shape of a call: batch, tokens, query heads, KV heads, head size, value size, tokens a block."""
 
     b: int = 1
@@ -25,7 +25,7 @@ class Sizes:
     dtype: Any = jnp.float32
 
 
-def arrays(key: jax.Array, sizes: Sizes, gates: tuple[str, ...] = ()) -> dict[str, Any]:
+def arrays(key: jax.Array, sizes: NativeSparseSizes, gates: tuple[str, ...] = ()) -> dict[str, Any]:
     """Normal query, key and value, gates between 0 and 1, and the size of blocks."""
     z = sizes
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.t, z.g, z.d), "value": (z.b, z.t, z.g, z.v)}
@@ -35,23 +35,32 @@ def arrays(key: jax.Array, sizes: Sizes, gates: tuple[str, ...] = ()) -> dict[st
     return {**made, **given, "block_size": z.block}
 
 
-def _listed(key: jax.Array, z: Sizes, slots: int) -> jax.Array:
+def _listed(key: jax.Array, z: NativeSparseSizes, slots: int) -> jax.Array:
     """Blocks from one before the first to one behind the last, some of them twice."""
     return jax.random.randint(key, (z.b, z.t, z.g, slots), -1, z.t // z.block + 1)
 
 
-def _packed(key: jax.Array, z: Sizes) -> dict[str, Any]:
+def _packed(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
     return {"cu_seqlens": jnp.array([0, 19, 19, 22, 37], jnp.int32), "block_counts": 2, "window_size": 5}
 
 
 ALL = ("g_cmp", "g_slc", "g_swa")
-PLAIN = Sizes()
-WIDE = Sizes(b=2, t=33, h=4, g=1, v=12)
+PLAIN = NativeSparseSizes()
+WIDE = NativeSparseSizes(b=2, t=33, h=4, g=1, v=12)
 
 # name, sizes, gates, further arguments from a key, optional record fields the case is about, further tags
-_Row = tuple[str, Sizes, tuple[str, ...], Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+_Row = tuple[
+    str, NativeSparseSizes, tuple[str, ...], Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]
+]
 _TABLE: tuple[_Row, ...] = (
-    ("one token", Sizes(t=1), (), lambda k: {"block_indices": jnp.zeros((1, 1, 2, 1), int)}, (), ("awkward",)),
+    (
+        "one token",
+        NativeSparseSizes(t=1),
+        (),
+        lambda k: {"block_indices": jnp.zeros((1, 1, 2, 1), int)},
+        (),
+        ("awkward",),
+    ),
     (
         "all branches",
         PLAIN,
@@ -81,7 +90,7 @@ _TABLE: tuple[_Row, ...] = (
     ),
     (
         "padded rows, bfloat16",
-        Sizes(b=2, dtype=jnp.bfloat16),
+        NativeSparseSizes(b=2, dtype=jnp.bfloat16),
         ("g_cmp",),
         lambda k: {"cu_seqlens": jnp.array([0, 0, 29], jnp.int32), "softmax_scale": 0.3},
         (),
@@ -89,7 +98,7 @@ _TABLE: tuple[_Row, ...] = (
     ),
     (
         "model",
-        Sizes(t=8192, h=64, g=4, d=128, v=128, block=64, dtype=jnp.bfloat16),
+        NativeSparseSizes(t=8192, h=64, g=4, d=128, v=128, block=64, dtype=jnp.bfloat16),
         ALL,
         lambda k: {},
         (),
@@ -106,7 +115,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
 def _case(
     arguments: type,
     name: str,
-    sizes: Sizes,
+    sizes: NativeSparseSizes,
     gates: tuple[str, ...],
     extra: Callable[[jax.Array], dict[str, Any]],
     exercises: tuple[str, ...],
@@ -141,8 +150,8 @@ def _make(name: str, shape: Any, key: jax.Array, args: Any) -> Any:
     if name == "cu_seqlens":
         return jnp.linspace(0, rows * tokens, shape.shape[0]).astype(shape.dtype)
     if name == "block_indices":
-        own = (jnp.arange(tokens) // size)[:, None, None]
-        return jax.random.randint(key, shape.shape, 0, own + 1).astype(shape.dtype)
+        last = (jnp.arange(tokens) // size)[:, None, None]
+        return jax.random.randint(key, shape.shape, 0, last + 1).astype(shape.dtype)
     if name == "block_counts":
         return jnp.full(shape.shape, args.block_indices.shape[3], shape.dtype)
     return jax.random.normal(key, shape.shape, jnp.float32).astype(shape.dtype)

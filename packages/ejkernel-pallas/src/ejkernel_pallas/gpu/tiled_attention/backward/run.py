@@ -133,8 +133,8 @@ def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], 
 
     There is a block on every multiprocessor, and they start evenly spread over the steps of one: so many heads are
     worked on together that two blocks of a head start some query blocks after each other. Under a causal mask, where
-    later blocks are shorter, they only do so if the list is folded. Then the queries of that many heads are in use all the time,
-    and have to stay in the cache.
+    later blocks are shorter, they only do so if the list is folded. Then the queries of that many heads are always in
+    use, and have to stay in the cache.
     """
     count = ranges.shape[-2]
     lengths = np.full((1, count), max(count / SHORT, 8))
