@@ -49,16 +49,15 @@ def check(folders: list[str], words: dict[str, Any]) -> Iterator[Found]:
 
 def in_source(path: str, source: str, words: dict[str, Any]) -> Iterator[Found]:
     """Every word of the list in one file."""
-    named = (key.split(": ") for key in words["exceptions"])
-    kept = {name for place, name in named if path.endswith(place) or (place.endswith("/") and place in path)}
+    kept = kept_words(path, words)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         if token.type == tokenize.NAME and token.string not in kept:
             yield from _in_identifier(path, line, token.string, words["identifiers"])
         if token.type == tokenize.COMMENT:
-            yield from _in_prose(path, line, token.string.lstrip("# "), words["prose"])
+            yield from in_prose(path, line, token.string.lstrip("# "), words)
     for line, text in docstrings(source):
-        yield from _in_prose(path, line, text, words["prose"])
+        yield from in_prose(path, line, text, words)
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -74,10 +73,19 @@ def _in_identifier(path: str, line: int, name: str, words: dict[str, str]) -> It
             yield Found(path, line, name, words[part])
 
 
-def _in_prose(path: str, line: int, text: str, words: dict[str, str]) -> Iterator[Found]:
-    for pattern, instead in words.items():
+def in_prose(path: str, line: int, text: str, words: dict[str, Any]) -> Iterator[Found]:
+    """Every phrase of the list in a text that begins at a line."""
+    kept = kept_words(path, words)
+    for pattern, instead in words["prose"].items():
         for match in re.finditer(pattern, text, re.IGNORECASE):
-            yield Found(path, line + text.count("\n", 0, match.start()), match.group(), instead)
+            if match.group().lower() not in kept:
+                yield Found(path, line + text.count("\n", 0, match.start()), match.group(), instead)
+
+
+def kept_words(path: str, words: dict[str, Any]) -> set[str]:
+    """What the exceptions allow in a file: those of its name, and of a folder that it is in."""
+    named = (key.split(": ") for key in words["exceptions"])
+    return {name for place, name in named if path.endswith(place) or (place.endswith("/") and place in path)}
 
 
 def main(folders: list[str]) -> int:
