@@ -137,11 +137,15 @@ def steps(record: LinearRecurrence, chosen: config.DeltaPasses, precision: str |
     before, final, value = states()
     written = dataclasses.replace(full, value=value)
     cotangent = jnp.ones((*record.query.shape[:2], full.spec.H, full.spec.V), record.query.dtype)
-    local = jax.jit(lambda: delta_gradients.local(full, cotangent))
+    local = jax.jit(lambda: delta_gradients.intra_chunk(full, cotangent))
     within = local()
-    walk = jax.jit(lambda: delta_gradients.walk(full, made.correction, cotangent, within, final, state_dtype(record)))
+    walk = jax.jit(
+        lambda: delta_gradients.pass_state_gradients(
+            full, made.correction, cotangent, within, final, state_dtype(record)
+        )
+    )
     walked = walk()
-    solve = jax.jit(lambda: delta_gradients.solve(full, beta, made.inverse, walked.dwritten))
+    solve = jax.jit(lambda: delta_gradients.inverse_gradients(full, beta, made.inverse, walked.dwritten))
     solved = solve()[1]
     pair = (before, walked.dstates)
     gates = None if record.decay is None else jnp.float32
@@ -153,7 +157,7 @@ def steps(record: LinearRecurrence, chosen: config.DeltaPasses, precision: str |
         "local": local,
         "walk": walk,
         "solve": solve,
-        "keys": jax.jit(lambda: delta_gradients.keys(written, beta, cotangent, solved, pair, gates=gates)),
+        "keys": jax.jit(lambda: delta_gradients.key_gradients(written, beta, cotangent, solved, pair, gates=gates)),
     }
 
 
@@ -179,7 +183,7 @@ def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, fl
 
     @jax.jit
     def run(record: LinearRecurrence, cotangent: Any) -> Any:
-        output, residuals, pocket = delta.keeping(record, chosen)
+        output, residuals, pocket = delta.forward_with_pocket(record, chosen)
         start = Pullback(
             record=record,
             residuals=residuals,

@@ -103,7 +103,7 @@ def test_plain_lines_are_left_whole():
 def test_python_m_is_the_command_and_quiet_without_a_terminal(tmp_path):
     environment = {**os.environ, "EJKERNEL_PERSISTENT_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "ejkernel", "tune", *SMALL, *TUNED, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0
     assert done.stderr == ""
     (result,) = json.loads(done.stdout)["results"]

@@ -136,7 +136,7 @@ def build(folder):
         ("cmake", "-S", str(PACKAGE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *settings),
         ("cmake", "--build", str(folder)),
     ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder / "compiled_kernels.so"
 

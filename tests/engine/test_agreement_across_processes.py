@@ -32,7 +32,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in (0, 1)
     ]
     try:
-        outputs = [process.communicate(timeout=110) for process in running]
+        outputs = [process.communicate(timeout=600) for process in running]
     finally:
         for process in running:
             process.kill()

@@ -28,7 +28,7 @@ def test_importing_has_no_side_effects(tmp_path: Path):
     environment.pop("EJKERNEL_PERSISTENT_CACHE_DIR")
 
     done = subprocess.run(
-        [sys.executable, "-B", "-c", PROBE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-B", "-c", PROBE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
 
     assert done.returncode == 0, done.stderr

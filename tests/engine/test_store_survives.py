@@ -253,7 +253,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_file_and_its_litter_is_swe
     cache.put(KEY, PART, 1.0)
     before = store.read_bytes()
 
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(store)], check=False, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(store)], check=False, timeout=600)
 
     assert killed.returncode == -signal.SIGKILL
     assert store.read_bytes() == before

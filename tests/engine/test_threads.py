@@ -24,7 +24,7 @@ def key(number: int) -> ConfigKey:
 
 def together(work: Callable[[int], None]) -> None:
     """Runs `work(i)` on every thread, all starting at once, and raises what any of them raised."""
-    barrier, problems = threading.Barrier(THREADS, timeout=60), []
+    barrier, problems = threading.Barrier(THREADS, timeout=600), []
 
     def run(number: int) -> None:
         try:

@@ -27,7 +27,7 @@ def test_values_and_gradients_are_those_of_one_device():
         for rank in (0, 1)
     ]
     try:
-        outputs = [process.communicate(timeout=110) for process in running]
+        outputs = [process.communicate(timeout=600) for process in running]
     finally:
         for process in running:
             process.kill()

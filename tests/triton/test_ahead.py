@@ -10,23 +10,20 @@ from jax import lax
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+import triton_chips
+from triton_chips import assert_fits, assert_fits_and_spills_nothing
+
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel.types.sparse_masks import LocalMask
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, launch
 from ejkernel_triton.tiled_attention import tiles
 from ejkernel_triton.tiled_attention.backward import backward
 from ejkernel_triton.tiled_attention.forward import forward
 
-CHIPS = {
-    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
-    "sm_89": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA L40S", compute_capability=8.9),
-    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
-    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
-    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
-    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
-}
+L40S = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA L40S", compute_capability=8.9)
+CHIPS = {**triton_chips.CHIPS, "sm_89": L40S}
 BATCH, LENGTH, HEADS = 2, 2048, 4
 IDS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 FEATURES = {
@@ -82,33 +79,23 @@ def launches(chip, head_size, features, dtype=jnp.bfloat16):
     return calls
 
 
-def assert_fits_and_spills_nothing(call, chip):
-    took = ahead.compile_for(call, chip)
-    assert took.binary[:4] == b"\x7fELF"
-    assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-    assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
-
-
 @pytest.mark.parametrize(("chip", "head_size"), list(itertools.product(CHIPS, (64, 128, 256))))
 def test_default_tiles_fit_the_chip_and_spill_nothing(chip, head_size):
     calls = launches(chip, head_size, FEATURES["causal"])
     assert {call.kernel.__name__ for call in calls} == {"forward_kernel", "keys_kernel", "queries_kernel"}
-    for call in calls:
-        assert_fits_and_spills_nothing(call, chip)
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 @pytest.mark.parametrize(("chip", "head_size", "dtype", "features"), DEMANDING)
 def test_default_tiles_spill_nothing_where_features_and_float32_take_registers(chip, head_size, dtype, features):
-    for call in launches(chip, head_size, FEATURES[features], dtype):
-        assert_fits_and_spills_nothing(call, chip)
+    assert_fits_and_spills_nothing(launches(chip, head_size, FEATURES[features], dtype), chip)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_feature_at_once_compiles_and_fits(chip):
     calls = launches(chip, 64, FEATURES["everything"])
     assert "bias_kernel" in {call.kernel.__name__ for call in calls}
-    for call in calls:
-        assert ahead.compile_for(call, chip).shared <= chips.CHIPS[chip].shared_memory
+    assert_fits(calls, chip)
 
 
 def test_hopper_multiplies_on_its_own_matrix_unit():

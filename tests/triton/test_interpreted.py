@@ -4,14 +4,11 @@ The interpreter runs program after program in NumPy, so the parts of the suite t
 determinism, and the eager call, which differ from these in nothing that the kernel sees.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from triton_chips import assert_conforms, run_interpreted
 
 FLASH = ("flash_attention",)
 SPARSE = ("blocksparse_attention",)
@@ -39,31 +36,14 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     operations, selection = PARTS[part]
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton", *(x for op in operations for x in ("--ejk-op", op)), "-k", selection]
-    ran = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=300, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert " passed" in ran.stdout
-    assert "skipped" not in ran.stdout
+    assert "skipped" not in assert_conforms(operations, selection)
 
 
 def test_on_several_devices_and_under_checkpoint():
     """`shard_map`, dropout's counters and a sink's gradient among it, `jax.checkpoint` and `jax.vmap`, against XLA."""
-    _run("transformed_process.py", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    run_interpreted("transformed_process.py", XLA_FLAGS="--xla_force_host_platform_device_count=4")
 
 
 def test_blocks():
     """What the toolkit has for families to come."""
-    _run("blocks_process.py")
-
-
-def _run(script, **variables):
-    command = [sys.executable, Path(__file__).with_name(script)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=_environment(**variables), check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-
-
-def _environment(**variables):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", **variables}
-    environment.pop("PYTEST_ADDOPTS", None)
-    return environment
+    run_interpreted("blocks_process.py")

@@ -1,21 +1,19 @@
 """Linear recurrences in Triton: their numbers in the interpreter, and what the kernels take of a chip."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_and_spills_nothing, run_interpreted
+
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import dispatch
-from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence import config, delta
 from ejkernel_triton.linear_recurrence.backward import backward
 from ejkernel_triton.linear_recurrence.forward import forward
@@ -29,41 +27,21 @@ PARTS = {
     "the rest": (GATED, f"test_capabilities or test_padding or (packed and ({VALUES} or test_vmap))"),
 }
 
-H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-CHIPS = {
-    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
-    "sm_90": H200,
-    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
-    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
-    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
-}
-
 
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     ops, tests = PARTS[part]
-    conforms("triton", ops, tests)
+    assert_conforms(ops, tests)
 
 
 def test_conformance_of_the_delta_rule():
     ops = ("gated_delta_rule", "ragged_gated_delta_rule")
-    conforms("triton_delta", ops, f"test_capabilities or ({VALUES} and not bfloat16)")
+    assert_conforms(ops, f"test_capabilities or ({VALUES} and not bfloat16)", "triton_delta")
 
 
 def test_conformance_of_the_delta_rules_gradients():
     ops = ("gated_delta_rule", "kernel_delta_attention")
-    conforms("triton_delta_pair", ops, f"test_capabilities or ({GRADIENTS} and not bfloat16)")
-
-
-def conforms(implementation, ops, tests):
-    """Runs the suite on operations in a process that interprets kernels."""
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", implementation, "-k", tests, *(f"--ejk-op={op}" for op in ops)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert " passed" in ran.stdout
+    assert_conforms(ops, f"test_capabilities or ({GRADIENTS} and not bfloat16)", "triton_delta_pair")
 
 
 def record_of(gates, dtype):
@@ -112,10 +90,7 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
     made = {call.kernel.__name__ for call in calls}
     assert made >= {"gates_kernel", "states_kernel", "outputs_kernel", "value_gradients_kernel", "key_gradients_kernel"}
     assert ("scores_kernel" in made) == (gates == "channels")
-    for call in calls:
-        took = ahead.compile_for(call, chip)
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 def delta_record(gates):
@@ -133,7 +108,7 @@ def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip):
     with target_device(CHIPS[chip]), launch.collected() as calls:
         jax.eval_shape(lambda record: delta.forward(record, chosen), record)
     assert {"corrections_kernel", "states_kernel", "outputs_kernel"} <= {call.kernel.__name__ for call in calls}
-    fits(calls, chip)
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 DELTA_TILES = (*((chip, "heads") for chip in CHIPS), ("sm_90", "channels"), ("sm_90", "none"))
@@ -147,7 +122,7 @@ def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates)
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
 
     def run(record):
-        output, residuals, pocket = delta.keeping(record, chosen)
+        output, residuals, pocket = delta.forward_with_pocket(record, chosen)
         start = Pullback(
             record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
         )
@@ -155,16 +130,13 @@ def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates)
 
     with target_device(CHIPS[chip]), launch.collected() as calls:
         jax.eval_shape(lambda record: run(record), record)
-    assert {"local_kernel", "walk_kernel", "solve_kernel", "keys_kernel"} <= {call.kernel.__name__ for call in calls}
-    fits(calls, chip)
-
-
-def fits(calls, chip):
-    """Compiles launches for a chip."""
-    for call in calls:
-        took = ahead.compile_for(call, chip)
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+    assert {
+        "intra_chunk_kernel",
+        "state_gradients_kernel",
+        "inverse_gradients_kernel",
+        "delta_key_gradients_kernel",
+    } <= {call.kernel.__name__ for call in calls}
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 def test_no_call_of_its_own_accord_gets_gradients_that_no_chip_has_confirmed():
@@ -184,17 +156,11 @@ def test_gates_of_channels_in_a_delta_rule_are_refused_on_a_chip():
 
 def test_keys_that_repeat_are_solved_without_loss():
     """Powers of the triangular matrix would grow beyond all digits: all keys are the same, and nothing decays."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    script = os.path.join(os.path.dirname(__file__), "delta_process.py")
-    ran = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    run_interpreted("delta_process.py")
 
 
 def test_float32_fits_the_chip():
-    for call in launches(H200, "channels", jnp.float32):
-        assert ahead.compile_for(call, "sm_90").shared <= chips.CHIPS["sm_90"].shared_memory
+    assert_fits(launches(H200, "channels", jnp.float32), "sm_90")
 
 
 def test_hopper_multiplies_on_its_own_matrix_unit():

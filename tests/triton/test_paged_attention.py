@@ -1,10 +1,5 @@
 """Paged attention in Triton: its numbers in the interpreter, its work list, and what its kernels take of a chip."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +9,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_and_spills_nothing, run_interpreted
+
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.device import target_device
 from ejkernel.planning.paged_work import Work, deal
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import launch
 from ejkernel_triton.paged_attention import config
 from ejkernel_triton.paged_attention.forward import forward
 
@@ -32,30 +29,16 @@ PARTS = {
     "terms": (("unified_attention", "ragged_decode_attention"), f"{VALUES} and (bias or window or sinks)"),
 }
 
-H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-A100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0)
-MI300 = DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X")
-
 
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     ops, tests = PARTS[part]
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    name = "triton_latent" if part == "dense latent" else "triton"
-    command += ["--ejk-impl", name, "-k", tests, *(f"--ejk-op={op}" for op in ops)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert " passed" in ran.stdout
-    assert "skipped" not in ran.stdout
+    implementation = "triton_latent" if part == "dense latent" else "triton"
+    assert "skipped" not in assert_conforms(ops, tests, implementation)
 
 
 def test_the_kernel_plans_what_xla_does():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(Path(__file__).with_name("plan_process.py"))]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    run_interpreted("plan_process.py")
 
 
 @given(
@@ -126,37 +109,29 @@ def launches(device, rows, dtype=jnp.bfloat16):
     return calls
 
 
-@pytest.mark.parametrize(("chip", "device"), [("sm_80", A100), ("sm_90", H200), ("gfx942", MI300)])
-def test_decoding_fits_the_chip_and_spills_nothing(chip, device):
-    calls = launches(device, None)
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "gfx942"])
+def test_decoding_fits_the_chip_and_spills_nothing(chip):
+    calls = launches(CHIPS[chip], None)
     assert {call.kernel.__name__ for call in calls} == {"plan_kernel", "paged_kernel", "combine_kernel"}
-    for call in calls:
-        took = ahead.compile_for(call, chip)
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 def test_prefill_compiles_and_fits():
-    for call in launches(H200, 4096):
-        assert ahead.compile_for(call, "sm_90").shared <= chips.CHIPS["sm_90"].shared_memory
+    assert_fits(launches(H200, 4096), "sm_90")
 
 
 def test_latent_decoding_with_few_heads_fits_and_spills_nothing():
-    for call in latent_launches(H200, 16):
-        took = ahead.compile_for(call, "sm_90")
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS["sm_90"].shared_memory
+    assert_fits_and_spills_nothing(latent_launches(H200, 16), "sm_90")
 
 
 def test_latent_decoding_with_many_heads_reads_keys_once_for_two_programs():
     (call,) = (call for call in latent_launches(H200, 128) if call.kernel.__name__ == "paged_kernel")
     assert call.constants["spec"].SPLITS == 2
     assert call.grid == 132
-    assert ahead.compile_for(call, "sm_90").shared <= chips.CHIPS["sm_90"].shared_memory
+    assert_fits([call], "sm_90")
 
 
-@pytest.mark.parametrize(("chip", "device"), [("sm_80", A100), ("gfx942", MI300)])
-def test_latent_decoding_fits_other_chips(chip, device):
+@pytest.mark.parametrize("chip", ["sm_80", "gfx942"])
+def test_latent_decoding_fits_other_chips(chip):
     for heads in (16, 128):
-        for call in latent_launches(device, heads):
-            assert ahead.compile_for(call, chip).shared <= chips.CHIPS[chip].shared_memory
+        assert_fits(latent_launches(CHIPS[chip], heads), chip)

@@ -1,10 +1,6 @@
 """Selected attention in Triton: its numbers in the interpreter, its lists, and what its kernels take of a chip."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +9,15 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing, run_interpreted
+
 from ejkernel.families import tiled_attention
 from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.device import target_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.selected_branches import DISPATCHED
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, launch
 from ejkernel_triton.selected_attention import compressed, config, lists
 from ejkernel_triton.selected_attention.backward import selected_gradients
 from ejkernel_triton.selected_attention.forward import selected
@@ -31,13 +29,6 @@ PARTS = {
     "vmap": "test_vmap and packed and not shared",
 }
 
-CHIPS = {
-    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
-    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
-    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
-    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
-    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
-}
 KERNELS = {"forward_kernel", "queries_kernel", "keys_kernel", "merge_kernel", "select_kernel"}
 # Beside heads of 128 in bfloat16, on each chip.
 DEMANDING = [("sm_90", 192, 128, jnp.bfloat16), ("sm_80", 128, 128, jnp.float32), ("sm_90", 64, 64, jnp.float32)]
@@ -45,22 +36,11 @@ DEMANDING = [("sm_90", 192, 128, jnp.bfloat16), ("sm_80", 128, 128, jnp.float32)
 
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton", "-k", PARTS[part], "--ejk-op=native_sparse_attention"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert " passed" in ran.stdout
-    assert "skipped" not in ran.stdout
+    assert "skipped" not in assert_conforms(("native_sparse_attention",), PARTS[part])
 
 
 def test_awkward_sizes_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    script = Path(__file__).with_name("selected_process.py")
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=110)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.count("same") == 2
+    assert run_interpreted("selected_process.py").count("same") == 2
 
 
 def record(indices, **fields):
@@ -74,7 +54,7 @@ def record(indices, **fields):
 @pytest.mark.parametrize("flat", [True, False], ids=["flat sort", "sort by row"])
 def test_parts_of_lists_hold_every_reader_of_a_block_once_and_in_order(flat, monkeypatch):
     if not flat:  # as where one number cannot hold row, block and query
-        monkeypatch.setattr(lists, "LARGEST", 0)
+        monkeypatch.setattr(lists, "UINT32_RANGE", 0)
     rng, length = np.random.default_rng(0), 4
     indices = rng.permuted(np.tile(np.arange(-2, 5), (2, 40, 3, 1)), axis=3)[..., :3].clip(-1)
     indices[0, :, 0] = np.where(indices[0, :, 0] == 0, -1, indices[0, :, 0])
@@ -128,10 +108,10 @@ def test_gradients_of_the_compressed_branch_are_those_of_its_parts_together(monk
     wanted = frozenset({"query", "key", "value"})
     pullback = Pullback(record=dense, residuals=residuals, output=output, cotangent=do, wanted=wanted)
     whole = DISPATCHED.backward(pullback)
-    monkeypatch.setattr(compressed, "parts_of", lambda record: 3)
-    parts = compressed.backward(pullback)
-    assert parts.keys() == whole.keys()
-    for name, gradient in parts.items():
+    monkeypatch.setattr(compressed, "query_splits", lambda record: 3)
+    split = compressed.backward(pullback)
+    assert split.keys() == whole.keys()
+    for name, gradient in split.items():
         np.testing.assert_allclose(gradient, whole[name], atol=2e-5, err_msg=name)
 
 
@@ -170,10 +150,7 @@ def launches(chip, size, value_size, dtype):
 def test_default_tiles_fit_the_chip_and_spill_nothing(chip, size, value_size, dtype):
     calls = launches(chip, size, value_size, dtype)
     assert {call.kernel.__name__ for call in calls} == KERNELS
-    for call in calls:
-        took = ahead.compile_for(call, chip)
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 def test_hopper_multiplies_on_its_own_matrix_unit_where_queries_are_many():

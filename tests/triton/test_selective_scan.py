@@ -1,19 +1,17 @@
 """The selective scan in Triton: its numbers in the interpreter, and what its kernels take of a chip."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing
+
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.device import target_device
 from ejkernel.ops.pullback import Pullback
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, launch
 from ejkernel_triton.selective_scan import config
 from ejkernel_triton.selective_scan.backward import backward
 from ejkernel_triton.selective_scan.forward import forward
@@ -24,25 +22,11 @@ PARTS = {
     "gradients": "test_gradients and (three or token or gate) and not after",
     "claims": "test_capabilities",
 }
-CHIPS = {
-    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
-    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
-    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
-    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
-    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
-}
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton", "--ejk-op=state_space_v1", "-k", PARTS[part]]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert " passed" in ran.stdout
-    assert "skipped" not in ran.stdout
+    assert "skipped" not in assert_conforms(("state_space_v1",), PARTS[part])
 
 
 def launches(device, rows=8, size=16, dtype=jnp.bfloat16):
@@ -75,10 +59,7 @@ def launches(device, rows=8, size=16, dtype=jnp.bfloat16):
 def test_kernels_fit_the_chip_and_spill_nothing(chip, size, dtype):
     calls = launches(CHIPS[chip], 8, size, dtype)
     assert {call.kernel.__name__ for call in calls} >= {"scan_kernel", "gradient_kernel"}
-    for call in calls:
-        took = ahead.compile_for(call, chip)
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 def test_a_thread_holds_all_numbers_of_its_channels():
@@ -88,4 +69,4 @@ def test_a_thread_holds_all_numbers_of_its_channels():
 
 def test_few_channels_are_walked_in_parts():
     kernels = [call.kernel.__name__ for call in launches(CHIPS["sm_90"], rows=1)]
-    assert kernels == ["ends_kernel", "scan_kernel", "ends_kernel", "gradient_kernel"]
+    assert kernels == ["segment_ends_kernel", "scan_kernel", "segment_ends_kernel", "gradient_kernel"]

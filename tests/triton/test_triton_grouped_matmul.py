@@ -1,9 +1,5 @@
 """Grouped matmul in Triton: its numbers in the interpreter, and what its kernels take of a chip."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,37 +7,25 @@ from jax import lax
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing
+
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
-from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
-from ejkernel_triton import ahead, chips, grouped_matmul, launch
+from ejkernel_triton import grouped_matmul, launch
 from ejkernel_triton.grouped_matmul import config, spec
 from ejkernel_triton.grouped_matmul.backward import backward
 from ejkernel_triton.grouped_matmul.forward import forward
 
-CHIPS = {
-    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
-    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
-    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
-    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
-    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
-}
 KERNELS = {"rows_kernel", "matrices_kernel", "bias_kernel"}
 SHAPE = jax.ShapeDtypeStruct
 
 
 def test_conformance():
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton", "--ejk-op=grouped_matmul", "-k", "not eager"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert " passed" in ran.stdout
-    assert "skipped" not in ran.stdout
+    assert "skipped" not in assert_conforms(("grouped_matmul",), "not eager")
 
 
 def bytes_of(blocks=1, rows=32768, precision=None):
@@ -107,10 +91,7 @@ RECORDS = {
 def test_kernels_fit_the_chip_and_spill_nothing(name, chip):
     calls = launches(RECORDS[name], CHIPS[chip])
     assert {call.kernel.__name__ for call in calls} <= KERNELS
-    for call in calls:
-        took = ahead.compile_for(call, chip)
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 BYTES = {
@@ -127,16 +108,14 @@ def test_products_of_8_bits_fit_the_chip_and_spill_nothing(name, chip):
     record, device = BYTES[name], CHIPS[chip]
     with target_device(device), launch.collected() as calls:
         jax.eval_shape(lambda record: forward(record, config.heuristic(record, device, "forward"))[0], record)
-    took = ahead.compile_for(calls[0], chip)
-    assert took.spilled == 0, (took.registers, took.spilled)
-    assert took.shared <= chips.CHIPS[chip].shared_memory
+    assert_fits_and_spills_nothing(calls[:1], chip)
 
 
 def test_a_step_of_8_bits_has_one_scale():
     with target_device(CHIPS["sm_80"]):
-        assert spec.step_of_bytes(bytes_of()) == 0
+        assert spec.float8_step(bytes_of()) == 0
     with target_device(CHIPS["sm_90"]):
-        assert [spec.step_of_bytes(bytes_of(blocks)) for blocks in (1, 16, 32, 64, 128)] == [128, 128, 64, 32, 0]
+        assert [spec.float8_step(bytes_of(blocks)) for blocks in (1, 16, 32, 64, 128)] == [128, 128, 64, 32, 0]
         wide = config.heuristic(bytes_of(), CHIPS["sm_90"], "forward")
         with pytest.raises(ValueError, match="block_k=128, wants a divisor of 64"):
             jax.eval_shape(lambda record: forward(record, wide)[0], bytes_of(32))
@@ -162,3 +141,9 @@ def test_a_call_finds_what_was_measured_for_its_kind_and_others_do_not(direction
     assert chosen(RECORDS["bfloat16"]) == "persistent: shipped table"
     assert chosen(RECORDS["bias and existing_out"]) != "persistent: shipped table"
     assert chosen(RECORDS["decoding"]) != "persistent: shipped table"
+
+
+def test_a_dtype_of_matrices_that_no_kernel_reads_is_named():
+    (implementation,) = grouped_matmul.implementations()
+    reasons = list(implementation.requires.extra(record_of(stored="uint8")))
+    assert any(reason.startswith("rhs has dtype uint8, which is not among") for reason in reasons), reasons

@@ -5,6 +5,7 @@ It wants jax-triton and JAX's CUDA plugin, whose compiler needs no driver: `nox 
 
 import functools
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ pytest.importorskip("jax_triton")
 pytest.importorskip("jax_cuda13_plugin")
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules import flash_attention
+from ejkernel.modules import flash_attention, recurrent_attention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_triton import _compat, launch
 from ejkernel_triton.tiled_attention import tiles
@@ -51,6 +52,23 @@ def test_a_program_holds_the_kernels(function, kernels):
     with target_device(H200):
         program = jax.jit(function).trace(ARRAY, ARRAY, ARRAY).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @triton_kernel_call") == kernels
+
+
+def test_a_decode_step_updates_a_donated_state_in_place():
+    """Nothing but the kernel stands between the state that comes in and the one that goes out."""
+    tokens = jax.ShapeDtypeStruct((4, 1, 8, 128), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((4, 8, 128, 128), jnp.float32)
+
+    def step(state, query, gate):
+        options = {"gv": gate, "initial_state": state, "return_state": True, "platform": "triton"}
+        return recurrent_attention(query, query, query, **options)
+
+    with target_device(H200):
+        lowered = jax.jit(step, donate_argnums=0).trace(state, tokens, tokens).lower(lowering_platforms=("cuda",))
+    program = lowered.as_text()
+    assert "%arg0: tensor<4x8x128x128xf32> {tf.aliasing_output = 1" in program
+    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 10" in program
+    assert re.findall(r"= stablehlo\.(\w+)", program) == ["custom_call"]
 
 
 def test_dead_code_elimination_goes_through_a_kernel(monkeypatch):

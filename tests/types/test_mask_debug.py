@@ -83,5 +83,5 @@ def test_import_reads_neither_the_environment_nor_a_device():
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge._backends, 'a device was opened at import'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

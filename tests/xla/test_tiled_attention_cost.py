@@ -93,7 +93,7 @@ def test_masked_tiles_are_not_visited(options, limit):
 def test_tiles_are_masked_only_at_the_edges():
     record = abstract(8192, causal=True)
     visits = find_visits(record, make_plan(record, 512, 512))
-    masked = (visits.last - visits.first) - (visits.unclear - visits.clear)
+    masked = (visits.last - visits.first) - (visits.full_end - visits.full_start)
     assert masked.sum() == 16  # the diagonal
     assert not find_visits(abstract(8192), make_plan(abstract(8192), 512, 512)).any_masked
 
@@ -115,7 +115,7 @@ def test_rows_with_their_own_segments_skip_on_their_own():
     )
     visits = find_visits(record, make_plan(record, 64, 64))
     np.testing.assert_array_equal(visits.last - visits.first, [[1] * 4, [4] * 4])
-    np.testing.assert_array_equal(visits.unclear - visits.clear, [[1] * 4, [4] * 4])
+    np.testing.assert_array_equal(visits.full_end - visits.full_start, [[1] * 4, [4] * 4])
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (32, 1), (64, 8)])

@@ -123,7 +123,10 @@ def launch(
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
 
     def folded(size: int, batched: list[bool], *given: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        longer = [_longer(x, size, b) for x, b in zip(given, batched, strict=True)]
+        # An array that is written over needs memory of its own for every element of the batch.
+        written = [n in aliases and not b for n, b in enumerate(batched)]
+        given = tuple(jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(given, written, strict=True))
+        longer = [_longer(x, size, b or w) for x, b, w in zip(given, batched, written, strict=True)]
         there = [None if x is None else y for x, y in zip(inputs, longer, strict=True)]
         wanted = [x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs]
         made = launch(kernel, there, wanted, batch=size * batch, grid=size * grid, **options)

@@ -7,7 +7,7 @@ from ejkernel.ops import Requires
 from ejkernel_triton.launch import interpreting
 
 JAX_TRITON = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
-"""The toolchain on devices. jax-triton reaches into JAX, so both are refused in versions that nobody has tried."""
+"""The toolchain on devices. jax-triton reaches into JAX, so versions of both that are not tested are refused."""
 
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
 

@@ -134,8 +134,8 @@ def starts(record: SelectedAttention) -> jax.Array:
     return jnp.arange(blocks(record), dtype=jnp.int32) * record.block_size if given is None else given
 
 
-def diagonal_keys(record: SelectedAttention) -> jax.Array:
-    """The index of the last key that each query sees, its token's, int32 [B|1, T]."""
+def query_positions(record: SelectedAttention) -> jax.Array:
+    """The index of the key at each query's position, int32 [B|1, T]."""
     given = record.q_positions
     return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if given is None else given
 
@@ -145,7 +145,7 @@ def places(record: SelectedAttention) -> BlockPlaces:
     return BlockPlaces(
         starts=starts(record),
         size=record.block_size,
-        diagonal_key=diagonal_keys(record),
+        query_positions=query_positions(record),
         q_ids=record.q_segment_ids,
         block_ids=record.compressed_segment_ids,
     )
@@ -170,7 +170,7 @@ def compressed(record: SelectedAttention) -> TiledAttention | None:
         key=record.compressed_key,
         value=record.compressed_value,
         kv_segment_ids=record.compressed_segment_ids,
-        q_positions=diagonal_keys(record),
+        q_positions=query_positions(record),
         kv_positions=(starts(record) + (record.block_size - 1))[None],
         causal=True,
     )
@@ -229,7 +229,7 @@ def _masked(record: SelectedAttention, indices: jax.Array) -> TiledAttention:
     key = jnp.arange(record.key.shape[1], dtype=jnp.int32)
     first = starts(record)[jnp.maximum(indices, 0)][..., None]
     listed = (indices[..., None] >= 0) & (key >= first) & (key < first + record.block_size)
-    allowed = listed.any(axis=3) & (key <= diagonal_keys(record)[:, :, None, None])
+    allowed = listed.any(axis=3) & (key <= query_positions(record)[:, :, None, None])
     group = record.query.shape[2] // record.key.shape[2]
     return _dense(record, mask=jnp.repeat(allowed, group, axis=2).swapaxes(1, 2))
 
@@ -239,7 +239,7 @@ def localise(record: SelectedAttention, offsets: Mapping[str, jax.Array]) -> Sel
     queries = offsets.get("t")
     if queries is None or record.q_positions is not None:
         return record
-    return dataclasses.replace(record, q_positions=diagonal_keys(record) + queries)
+    return dataclasses.replace(record, q_positions=query_positions(record) + queries)
 
 
 FAMILY = Family(

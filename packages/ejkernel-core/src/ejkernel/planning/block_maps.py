@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.tile_pairs import sorted_pairs, tiles
+from ejkernel.planning.tile_pairs import Cut, cuts, sorted_pairs
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, Spans
 
 FULL, EMPTY = 0, 1
@@ -67,6 +67,11 @@ class BlockMap:
     tile_masks: np.ndarray | None
     reachable: np.ndarray
 
+    @property
+    def xp(self) -> Any:
+        """The module that the tables are of: `numpy`, or `jax.numpy` where they are traced."""
+        return np if isinstance(self.some, np.ndarray) and isinstance(self.every, np.ndarray) else jnp
+
     def by_keys(self) -> "BlockMap":
         """The map with keys before queries, from which `block_lists` makes the query tiles of every key tile."""
         some, every, ids, reachable = (
@@ -97,7 +102,7 @@ def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
 
     Its arrays are NumPy's unless positions, segment ids or a shard's origin are traced.
     """
-    some, every, _ = sorted_pairs(record, q_block, kv_block)
+    some, every, _ = sorted_pairs(record, *cuts(record, q_block, kv_block))
     some, every = some[:, None], every[:, None]
     reachable = some[:, 0] if isinstance(some, np.ndarray) else np.ones((1, *some.shape[2:]), bool)
     if (found := pattern_tiles(record, q_block, kv_block)) is None:
@@ -113,7 +118,7 @@ def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
 
 def block_lists(blocks: BlockMap) -> BlockLists:
     """Lists the tiles along the last axis of a block map."""
-    xp: Any = np if isinstance(blocks.some, np.ndarray) and isinstance(blocks.every, np.ndarray) else jnp
+    xp = blocks.xp
     rank = xp.where(blocks.some & blocks.every, 0, xp.where(blocks.some, 1, 2))
     longest = max(1, int(blocks.reachable.sum(axis=-1).max()))
     listed = xp.argsort(rank, axis=-1, stable=True)[..., :longest].astype(np.int32)
@@ -153,33 +158,45 @@ def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> Patter
     return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=reachable)
 
 
+def cut_pattern(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+    """What a whole pattern makes of its tiles: which it reaches, and which it fills.
+
+    Returns:
+        Two bool [different heads, parts of `q_cut.length` queries, query tiles, key tiles].
+    """
+    heads, rows, columns = _tiled(pattern, q_cut, kv_cut)
+    found = [mask.tiles(rows, columns) for mask in heads]
+    shape = (len(heads), -1, q_cut.tiles, kv_cut.tiles)
+    return np.stack([x.some for x in found]).reshape(shape), np.stack([x.every for x in found]).reshape(shape)
+
+
+def _tiled(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[tuple[Mask, ...], Spans, Spans]:
+    """The different heads of a pattern, and first and last index of its tiles of queries, in all parts, and of keys."""
+    starts = np.arange(0, pattern.shape[0], q_cut.length)[:, None]
+    rows = Spans((starts + q_cut.low).reshape(-1), (starts + q_cut.high).reshape(-1))
+    heads = pattern.distinct if isinstance(pattern, MultiHeadMask) else (pattern,)
+    return heads, rows, Spans(kv_cut.low, kv_cut.high)
+
+
 @functools.lru_cache(maxsize=16)
 def _cut(
     pattern: Mask, queries: int, q_block: int, kv_block: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Tables [different heads, parts of so many queries, query tiles, key tiles] of a whole pattern, and tile masks."""
-    heads = pattern.distinct if isinstance(pattern, MultiHeadMask) else (pattern,)
-    starts = np.arange(0, pattern.shape[0], queries)
-    rows, columns = _spans(starts, queries, q_block), _spans(np.zeros(1, int), pattern.shape[1], kv_block)
-    found = [mask.tiles(rows, columns) for mask in heads]
-    some, every = np.stack([x.some for x in found]), np.stack([x.every for x in found])
+    q_cut, kv_cut = Cut(queries, q_block), Cut(pattern.shape[1], kv_block)
+    heads, rows, columns = _tiled(pattern, q_cut, kv_cut)
+    some, every = cut_pattern(pattern, q_cut, kv_cut)
     ids = np.where(every, FULL, EMPTY).astype(np.int32)
+    flat_ids, partial = (x.reshape(len(heads), rows.low.size, columns.low.size) for x in (ids, some & ~every))
     whole = np.ones((q_block, kv_block), bool)
     known = {np.packbits(whole).tobytes(): FULL, np.packbits(~whole).tobytes(): EMPTY}
     for head, mask in enumerate(heads):
-        for places, masks in _partial(mask, rows, columns, some[head] & ~every[head], (q_block, kv_block)):
+        for places, masks in _partial(mask, rows, columns, partial[head], (q_block, kv_block)):
             packed = np.packbits(masks.reshape(len(masks), -1), axis=1)
-            ids[head][places] = [known.setdefault(bits.tobytes(), len(known)) for bits in packed]
+            flat_ids[head][places] = [known.setdefault(bits.tobytes(), len(known)) for bits in packed]
     bits = np.stack([np.frombuffer(x, np.uint8) for x in known])
     made = np.unpackbits(bits, axis=1, count=whole.size).reshape(-1, q_block, kv_block).astype(np.int8)
-    shape = (len(heads), starts.size, tiles(queries, q_block), tiles(pattern.shape[1], kv_block))
-    return some.reshape(shape), every.reshape(shape), ids.reshape(shape), made
-
-
-def _spans(starts: np.ndarray, length: int, block: int) -> Spans:
-    """First and last index of the tiles of parts of a length."""
-    low = (starts[:, None] + np.arange(0, length, block)).reshape(-1)
-    return Spans(low, np.minimum(low + block, np.repeat(starts + length, tiles(length, block))) - 1)
+    return some, every, ids, made
 
 
 def _partial(

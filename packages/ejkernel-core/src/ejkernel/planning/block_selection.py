@@ -18,37 +18,37 @@ class BlockPlaces(NamedTuple):
     Attributes:
         starts: [M] int32, the first key of every block.
         size: Keys a block.
-        diagonal_key: [B|1, T] int32, index of the last key that each query sees: its token's.
+        query_positions: [B|1, T] int32, index of the key at each query's position.
         q_ids: [B, T] int32, < 0 for padding; with block_ids: a query reads blocks of its own id.
         block_ids: [B, M] int32.
     """
 
     starts: jax.Array
     size: int
-    diagonal_key: jax.Array
+    query_positions: jax.Array
     q_ids: jax.Array | None
     block_ids: jax.Array | None
 
 
-def diagonal_blocks(places: BlockPlaces) -> jax.Array:
-    """The block of each query's diagonal key, [B|1, T] int32; -1 for padding."""
-    shape = places.diagonal_key.shape
-    found = jnp.searchsorted(places.starts, places.diagonal_key.reshape(-1), side="right", method="scan_unrolled")
-    diagonal = found.astype(jnp.int32).reshape(shape) - 1
-    return diagonal if places.q_ids is None else jnp.where(places.q_ids >= 0, diagonal, -1)
+def current_blocks(places: BlockPlaces) -> jax.Array:
+    """The block that holds each query's position, [B|1, T] int32; -1 for padding."""
+    shape = places.query_positions.shape
+    found = jnp.searchsorted(places.starts, places.query_positions.reshape(-1), side="right", method="scan_unrolled")
+    current = found.astype(jnp.int32).reshape(shape) - 1
+    return current if places.q_ids is None else jnp.where(places.q_ids >= 0, current, -1)
 
 
 def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: BlockPlaces) -> jax.Array:
     """The blocks with the largest softmax weight, summed over the query heads of a KV head, [B, T, Hk, N] int32.
 
-    A query's diagonal block comes first; blocks after it are never taken, and of two with equal weight the later.
+    A query's own block comes first; blocks behind it are never taken, and of two with equal weight the later one is.
     N is `count`; -1 fills up what is left. Holds `SCORES` scores at once, but for a query that has more.
 
     Args:
         query: [B, T, H, D].
         keys: [B, M, Hk, D], what stands for the keys of a block.
         scale: Factor on the scores.
-        count: Blocks a query, the diagonal one included.
+        count: Blocks a query, at least its own.
         places: Where the blocks lie.
     """
     query, keys = lax.stop_gradient((query, keys))
@@ -56,31 +56,32 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
     tile = max(1, min(tokens, SCORES // max(1, rows * heads * keys.shape[1])))
     tiles = -(-tokens // tile)
     others = max(0, min(count, keys.shape[1]) - 1)
-    diagonal = diagonal_blocks(places)
+    current = current_blocks(places)
     if not others:
         shape = (rows, tokens, keys.shape[2], count)
-        return jnp.where(jnp.arange(count) > 0, -1, jnp.broadcast_to(diagonal[:, :, None, None], shape))
+        return jnp.where(jnp.arange(count) > 0, -1, jnp.broadcast_to(current[:, :, None, None], shape))
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, tiles * tile - tokens), *((0, 0),) * (x.ndim - 2)))
         return x.reshape(x.shape[0], tiles, tile, *x.shape[2:]).swapaxes(0, 1)
 
     def pick(inputs: tuple[Any, ...]) -> jax.Array:
-        part, diagonal_key, diagonal_block, q_ids = inputs
+        part, query_positions, current_block, q_ids = inputs
         return _largest(
-            _weights(part, keys, scale, places._replace(diagonal_key=diagonal_key, q_ids=q_ids), diagonal_block), others
+            _weights(part, keys, scale, places._replace(query_positions=query_positions, q_ids=q_ids), current_block),
+            others,
         )
 
-    parts = jax.tree.map(split, (query, places.diagonal_key, diagonal, places.q_ids))
+    parts = jax.tree.map(split, (query, places.query_positions, current, places.q_ids))
     picks = lax.map(pick, parts)
     picks = picks.swapaxes(0, 1).reshape(rows, tiles * tile, *picks.shape[3:])[:, :tokens]
-    diagonal = jnp.broadcast_to(diagonal[:, :, None, None], (rows, tokens, keys.shape[2], 1))
-    found = jnp.concatenate([diagonal, jnp.where(diagonal >= 0, picks, -1)], axis=-1)
+    current = jnp.broadcast_to(current[:, :, None, None], (rows, tokens, keys.shape[2], 1))
+    found = jnp.concatenate([current, jnp.where(current >= 0, picks, -1)], axis=-1)
     return jnp.pad(found, ((0, 0),) * 3 + ((0, max(0, count - found.shape[3])),), constant_values=-1)
 
 
 def _weights(
-    query: jax.Array, keys: jax.Array, scale: float, places: BlockPlaces, diagonal_block: jax.Array
+    query: jax.Array, keys: jax.Array, scale: float, places: BlockPlaces, current_block: jax.Array
 ) -> jax.Array:
     """Softmax weights of the complete blocks, summed over query heads, [B, t, Hk, M]; -1 where nothing is to take."""
     rows, tile, heads, channels = query.shape
@@ -89,10 +90,10 @@ def _weights(
     grouped = query.reshape(rows, tile, kv_heads, heads // kv_heads, channels)
     exact: Any = {"precision": product_precision(query.dtype), "preferred_element_type": wide}
     scores = jnp.einsum("btghd,bmgd->btghm", grouped, keys, **exact) * scale
-    complete = places.starts + (places.size - 1) <= places.diagonal_key[:, :, None]
+    complete = places.starts + (places.size - 1) <= places.query_positions[:, :, None]
     if places.q_ids is not None and places.block_ids is not None:
         complete &= (places.q_ids[:, :, None] == places.block_ids[:, None]) & (places.q_ids >= 0)[:, :, None]
-    before = (complete & (jnp.arange(keys.shape[1]) < diagonal_block[:, :, None]))[:, :, None]
+    before = (complete & (jnp.arange(keys.shape[1]) < current_block[:, :, None]))[:, :, None]
     complete = complete[:, :, None, None]
     row_max = jnp.max(scores, axis=-1, keepdims=True, where=complete, initial=-jnp.inf)
     weights = jnp.where(complete, jnp.exp(jnp.where(complete, scores - row_max, 0)), 0)

@@ -2,6 +2,12 @@
 
 For every tile the extremes of its positions and segment ids decide: a pair is *empty* when no query of it can see any
 key, and *full* when every query sees every key. Without explicit positions and segment ids the answers are constants.
+
+A length that is no multiple of the tile leaves a last tile which kernels cut in one of two ways (`Cut`):
+
+    length 10, tiles of 4       0 1 2 3 | 4 5 6 7 | 8 9 - -     ends behind its array; GPU and TPU kernels mask the rest
+    moved back                  0 1 2 3 | 4 5 6 7 |
+                                            6 7 8 9             ends with its array; XLA slices arrays as they lie
 """
 
 import dataclasses
@@ -17,6 +23,49 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 def tiles(length: int, block: int) -> int:
     """Tiles that cover a length."""
     return -(-length // block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a sequence axis is cut into tiles.
+
+    Attributes:
+        length: Indices of the axis.
+        block: Indices of a tile.
+        moved_back: Whether a last tile that would end behind the axis is moved back to end with it.
+    """
+
+    length: int
+    block: int
+    moved_back: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """How many there are."""
+        return tiles(self.length, self.block)
+
+    @property
+    def low(self) -> np.ndarray:
+        """First index of every tile, int32 [tiles]."""
+        starts = np.arange(self.tiles, dtype=np.int32) * self.block
+        return np.minimum(starts, self.length - self.block) if self.moved_back else starts
+
+    @property
+    def high(self) -> np.ndarray:
+        """Last index of every tile, int32 [tiles]."""
+        return np.minimum(self.low + self.block, self.length) - 1
+
+    def rows(self, values: jax.Array) -> jax.Array:
+        """[B, length] by tiles: [B, tiles, block]. What is behind the axis repeats its last value."""
+        missing = self.tiles * self.block - self.length
+        if self.moved_back and missing:
+            return values[:, self.low[:, None] + np.arange(self.block, dtype=np.int32)]
+        return jnp.pad(values, ((0, 0), (0, missing)), mode="edge").reshape(-1, self.tiles, self.block)
+
+
+def cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[Cut, Cut]:
+    """How queries and keys are cut into tiles that may end behind them."""
+    return Cut(record.query.shape[1], q_block), Cut(record.key.shape[1], kv_block)
 
 
 def padding_as_segments(record: TiledAttention) -> TiledAttention:
@@ -38,13 +87,13 @@ def padding_as_segments(record: TiledAttention) -> TiledAttention:
     )
 
 
-def sorted_pairs(record: TiledAttention, q_block: int, kv_block: int) -> tuple[Any, Any, Any]:
+def sorted_pairs(record: TiledAttention, q_cut: Cut, kv_cut: Cut) -> tuple[Any, Any, Any]:
     """Which pairs of tiles have work and which are full.
 
     Args:
         record: As `padding_as_segments` gives it.
-        q_block: Queries a tile.
-        kv_block: Keys a tile.
+        q_cut: How queries are cut.
+        kv_cut: How keys are cut.
 
     Returns:
         Two bool arrays [B|1, query tiles, key tiles], and the module that they are of: `numpy`, or `jax.numpy` where
@@ -53,22 +102,39 @@ def sorted_pairs(record: TiledAttention, q_block: int, kv_block: int) -> tuple[A
     ids = (record.q_segment_ids, record.kv_segment_ids)
     traced = record.q_positions is not None or record.kv_positions is not None or ids[0] is not None
     xp = jnp if traced else np
-    queries, keys = record.query.shape[1], record.key.shape[1]
-    some, every = _banded(record, q_block, kv_block, xp)
+    some, every = _banded(record, q_cut, kv_cut, xp)
     if ids[0] is not None and ids[1] is not None:
-        same, all_same = _segmented(_extremes(ids[0], queries, q_block), _extremes(ids[1], keys, kv_block))
+        same, all_same = _segmented(_extremes(ids[0], q_cut), _extremes(ids[1], kv_cut))
         some, every = some & same, every & all_same
-    whole_queries = np.arange(1, tiles(queries, q_block) + 1) * q_block <= queries
-    whole_keys = np.arange(1, tiles(keys, kv_block) + 1) * kv_block <= keys
+    whole_queries, whole_keys = (cut.high - cut.low + 1 == cut.block for cut in (q_cut, kv_cut))
     whole = whole_queries[:, None] & whole_keys & (record.mask is None)
-    return some, every & whole, xp
+    return some, every if whole.all() else every & whole, xp
 
 
-def _banded(record: TiledAttention, q_block: int, kv_block: int, xp: Any) -> tuple[Any, Any]:
+def runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
+    """The span of tiles along the last axis that have work, `[first, last)`, and the first run of full ones in it.
+
+        first        full_start              full_end       last
+          |  partial  |          full           |  partial   |
+
+    Returns:
+        first, full_start, full_end and last. Where nothing is full, both ends of the run are `last`.
+    """
+    count = some.shape[-1]
+    index = np.arange(count, dtype=np.int32)
+    last = xp.where(some, index + 1, 0).max(axis=-1)
+    first = xp.minimum(xp.where(some, index, count).min(axis=-1), last)  # without work: an empty span
+    full_start = xp.where(every, index, count).min(axis=-1)
+    full_end = xp.where(~every & (index > full_start[..., None]), index, count).min(axis=-1)
+    none = full_start == count
+    return first, xp.where(none, last, full_start), xp.where(none, last, full_end), last
+
+
+def _banded(record: TiledAttention, q_cut: Cut, kv_cut: Cut, xp: Any) -> tuple[Any, Any]:
     """Whether some and every pair of a tile is in the band, both [B|1, query tiles, key tiles]."""
     left, right = band(record)
-    q_low, q_high = _extremes(record.q_positions, record.query.shape[1], q_block)
-    k_low, k_high = _extremes(record.kv_positions, record.key.shape[1], kv_block)
+    q_low, q_high = _extremes(record.q_positions, q_cut)
+    k_low, k_high = _extremes(record.kv_positions, kv_cut)
     q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
     some = xp.ones((1, q_low.shape[1], k_low.shape[2]), bool)
     every = some
@@ -88,11 +154,9 @@ def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, An
     return some, every
 
 
-def _extremes(values: jax.Array | None, length: int, block: int) -> tuple[Any, Any]:
+def _extremes(values: jax.Array | None, cut: Cut) -> tuple[Any, Any]:
     """Smallest and largest value of every tile, [B|1, tiles]; the indices themselves where values is None."""
-    n = tiles(length, block)
     if values is None:
-        index = np.minimum(np.arange(n * block, dtype=np.int32).reshape(1, n, block), length - 1)
-        return index.min(axis=-1), index.max(axis=-1)
-    cut = jnp.pad(values, ((0, 0), (0, n * block - length)), mode="edge").reshape(-1, n, block)
-    return cut.min(axis=-1), cut.max(axis=-1)
+        return cut.low[None], cut.high[None]
+    rows = cut.rows(values)
+    return rows.min(axis=-1), rows.max(axis=-1)

@@ -1,19 +1,19 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""The short causal convolution: both kernels move every number once and are bound by memory.
+"""The short causal convolution: both kernels move every element once and are bound by HBM.
 
     tokens        t0-3 t0-2 t0-1 | t0 t0+1 ...  block ... | +1 +2 +3
-    forward    x  halo           | own rows               |               each row is loaded once into registers
-    backward   x  halo           | own rows               | halo          sums again, for the activation
-               dy                | own rows               | halo          dx_t meets dy of the W - 1 tokens behind it
+    forward    x  halo           | rows of the block      |               each row is loaded once into registers
+    backward   x  halo           | rows of the block      | halo          recomputed sums, for the activation
+               dy                | rows of the block      | halo          dx_t needs dy of the W - 1 tokens behind it
 
-A program has one tile of channels and a block of tokens; a thread has a few channels side by side, so that its loads
-are wide, and all W taps of a token are registers of the same thread. Halos come from caches: a neighbour reads them
-too.
+A program has one tile of channels and a block of tokens. A thread has a few neighbouring channels, so that its loads
+are wide, and all W taps of a token are registers of that thread. Halos come from L1 or L2, since the neighbouring
+program reads them too.
 
-Packed sequences are `starts`, the first token of each token's own sequence, T for tokens of none: a tap counts if it is
-not before it. A program of the backward kernel adds up the gradients of the weights over its tokens, and XLA adds up
-the programs: no atomics, so two runs give the same bits.
+For packed sequences, `starts` holds the first token of each token's sequence, and T for tokens of none: a tap counts if
+it is not before it. A program of the backward kernel adds up the gradients of the weights over its tokens, and XLA adds
+up the programs in a fixed order: no atomic additions, so every run gives the same bits.
 
 Source: the short convolution of H3 (Fu et al. 2022, arXiv:2212.14052) and of Mamba (Gu & Dao 2023, arXiv:2312.00752).
 """
@@ -26,7 +26,7 @@ from ejkernel_triton.blocks import LOG2E
 
 @triton.jit
 def program_of(program, spec: tl.constexpr):
-    """(row of the batch, block of tokens, tile of channels) of a program; tiles follow each other."""
+    """(row of the batch, block of tokens, tile of channels) of a program; the tile is the fastest index."""
     tile = program % spec.TILES
     block = (program // spec.TILES) % spec.BLOCKS
     return tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64), block, tile
@@ -39,31 +39,33 @@ def load_rows(base, token, channels, COUNT: tl.constexpr, spec: tl.constexpr):
     rows = ()
     for i in tl.static_range(COUNT):
         at = token + i + 0 * channels
-        there = (channels < spec.C) & (at >= 0) & (at < spec.T)
-        rows += (tl.load(start + (i * spec.C + channels), mask=there, other=0.0),)
+        mask = (channels < spec.C) & (at >= 0) & (at < spec.T)
+        rows += (tl.load(start + (i * spec.C + channels), mask=mask, other=0.0),)
     return rows
 
 
 @triton.jit
 def load_taps(x, before, token, channels, COUNT: tl.constexpr, spec: tl.constexpr):
     """Rows of x from W - 1 tokens before a token on, as float32; rows before the first are those of the state."""
-    HELD: tl.constexpr = spec.W - 1
-    rows = load_rows(x, token - HELD, channels, COUNT, spec)
+    STATE_TOKENS: tl.constexpr = spec.W - 1
+    rows = load_rows(x, token - STATE_TOKENS, channels, COUNT, spec)
     taps = ()
     for i in tl.static_range(COUNT):
         row = rows[i].to(tl.float32)
-        if spec.STATE and i < HELD:
-            # Tokens before the first are there in the first block alone; elsewhere nothing is loaded.
+        if spec.STATE and i < STATE_TOKENS:
+            # The state's tokens precede the first block alone; elsewhere the mask is false and nothing is loaded.
             at = token + i + 0 * channels  # the slot of the state, where it is one
-            held = tl.load(before + (token + i) * spec.C + channels, mask=(channels < spec.C) & (at < HELD), other=0.0)
-            row += held.to(tl.float32)
+            state_tokens = tl.load(
+                before + (token + i) * spec.C + channels, mask=(channels < spec.C) & (at < STATE_TOKENS), other=0.0
+            )
+            row += state_tokens.to(tl.float32)
         taps += (row,)
     return taps
 
 
 @triton.jit
 def load_weights(weight, channels, spec: tl.constexpr):
-    """The W weights of every channel, the token's own first."""
+    """The W weights of every channel, the weight of the token itself first."""
     W: tl.constexpr = spec.W
     weights = ()
     for k in tl.static_range(W):
@@ -90,7 +92,7 @@ def start_of(starts, token, spec: tl.constexpr):
 
 
 @triton.jit
-def tap_of(row, token, start, k, spec: tl.constexpr):
+def masked_tap(row, token, start, k, spec: tl.constexpr):
     """A tap of a token, the row k tokens before it; 0 if that is of another sequence."""
     if spec.PACKED:
         return tl.where(token - k >= start, row, 0.0)
@@ -123,21 +125,21 @@ def forward_kernel(x, weight, bias, before, starts, output, spec: tl.constexpr, 
     shift = load_bias(bias, channels, spec)
     token = block * BLOCK_T
     taps = load_taps(x, before, token, channels, BLOCK_T + W - 1, spec)
-    made = ()
+    outputs = ()
     for i in tl.static_range(BLOCK_T):
         start = start_of(starts, token + i, spec)
         p = shift
         for k in tl.static_range(W):
-            p += weights[k] * tap_of(taps[i + W - 1 - k], token + i, start, k, spec)
+            p += weights[k] * masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
         if spec.SILU:
             p = p * sigmoid(p)
         if spec.PACKED:
             p = tl.where(token + i >= start, p, 0.0)
-        made += (p,)
+        outputs += (p,)
     at = output + tl.cast(token, tl.int64) * spec.C
     for i in tl.static_range(BLOCK_T):
-        there = (channels < spec.C) & (token + i + 0 * channels < spec.T)
-        tl.store(at + (i * spec.C + channels), made[i].to(output.dtype.element_ty), mask=there)
+        mask = (channels < spec.C) & (token + i + 0 * channels < spec.T)
+        tl.store(at + (i * spec.C + channels), outputs[i].to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -145,20 +147,20 @@ def sum_cotangents(taps, weights, shift, starts, cotangents, token, spec: tl.con
     """Cotangents of the sums of the block's tokens and the W - 1 behind it; 0 for tokens of no sequence."""
     W: tl.constexpr = spec.W
     COUNT: tl.constexpr = spec.BLOCK_T + spec.W - 1
-    found = ()
+    dsums = ()
     for i in tl.static_range(COUNT):
         d = cotangents[i].to(tl.float32)
         start = start_of(starts, token + i, spec)
         if spec.SILU:
             p = shift
             for k in tl.static_range(W):
-                p += weights[k] * tap_of(taps[i + W - 1 - k], token + i, start, k, spec)
+                p += weights[k] * masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
             s = sigmoid(p)
             d *= s * (1.0 + p * (1.0 - s))
         if spec.PACKED:
             d = tl.where(token + i >= start, d, 0.0)
-        found += (d,)
-    return found
+        dsums += (d,)
+    return dsums
 
 
 @triton.jit
@@ -185,7 +187,7 @@ def backward_kernel(
     W: tl.constexpr = spec.W
     row, block, tile = program_of(tl.program_id(0), spec)
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
-    inside = channels < spec.C
+    mask = channels < spec.C
     x, dx = x + (row // per.X) * (spec.T * spec.C), dx + row * (spec.T * spec.C)
     cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.C)
     if spec.STATE:
@@ -196,64 +198,64 @@ def backward_kernel(
     if spec.BIAS:
         bias = bias + (row // per.BIAS) * spec.C
     shift = load_bias(bias, channels, spec)
-    place = row * spec.BLOCKS + block
-    dweight = dweight + place * (W * spec.C) + channels
-    summed = tl.zeros_like(shift)
-    sums = weight_zeros(shift, spec)
+    partial_row = row * spec.BLOCKS + block
+    dweight = dweight + partial_row * (W * spec.C) + channels
+    dbias_acc = tl.zeros_like(shift)
+    dweights = weight_zeros(shift, spec)
     for step in tl.range(0, spec.STEPS):
         token = (block * spec.STEPS + step) * BLOCK_T
         taps = load_taps(x, before, token, channels, BLOCK_T + 2 * (W - 1), spec)
-        given = load_rows(cotangent, token, channels, BLOCK_T + W - 1, spec)
-        found = sum_cotangents(taps, weights, shift, starts, given, token, spec)
-        sums = add_weights(sums, found, taps, starts, token, spec)
+        dys = load_rows(cotangent, token, channels, BLOCK_T + W - 1, spec)
+        dsums = sum_cotangents(taps, weights, shift, starts, dys, token, spec)
+        dweights = add_weights(dweights, dsums, taps, starts, token, spec)
         for i in tl.static_range(BLOCK_T):
-            summed += found[i]
-        store_gradients(dx, weights, found, starts, token, channels, spec)
+            dbias_acc += dsums[i]
+        store_gradients(dx, weights, dsums, starts, token, channels, spec)
         if spec.STATE and token == 0:
             for j in tl.static_range(W - 1):
                 d = tl.zeros_like(shift)
                 for k in tl.static_range(W - 1 - j, W):
-                    d += weights[k] * found[j + k - (W - 1)]
-                tl.store(dbefore + (row * (W - 1) + j) * spec.C + channels, d, mask=inside)
+                    d += weights[k] * dsums[j + k - (W - 1)]
+                tl.store(dbefore + (row * (W - 1) + j) * spec.C + channels, d, mask=mask)
     for k in tl.static_range(W):
-        tl.store(dweight + (W - 1 - k) * spec.C, sums[k], mask=inside)
-    tl.store(dbias + place * spec.C + channels, summed, mask=inside)
+        tl.store(dweight + (W - 1 - k) * spec.C, dweights[k], mask=mask)
+    tl.store(dbias + partial_row * spec.C + channels, dbias_acc, mask=mask)
 
 
 @triton.jit
-def store_gradients(dx, weights, found, starts, token, channels, spec: tl.constexpr):
-    """Writes the gradients of a block of x: a token meets the sums of those up to W - 1 behind it."""
+def store_gradients(dx, weights, dsums, starts, token, channels, spec: tl.constexpr):
+    """Stores the gradients of a block of x, from the sums of each token and of the W - 1 behind it."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
     at = dx + tl.cast(token, tl.int64) * spec.C
     for i in tl.static_range(BLOCK_T):
-        d = weights[0] * found[i]
+        d = weights[0] * dsums[i]
         for k in tl.static_range(1, W):
-            # Unless the sequence of the token k behind begins between them.
-            d += weights[k] * tap_of(found[i + k], token + i + k, start_of(starts, token + i + k, spec), k, spec)
-        there = (channels < spec.C) & (token + i + 0 * channels < spec.T)
-        tl.store(at + (i * spec.C + channels), d.to(dx.dtype.element_ty), mask=there)
+            # `masked_tap` is 0 where the later token's sequence starts between the two tokens.
+            d += weights[k] * masked_tap(dsums[i + k], token + i + k, start_of(starts, token + i + k, spec), k, spec)
+        mask = (channels < spec.C) & (token + i + 0 * channels < spec.T)
+        tl.store(at + (i * spec.C + channels), d.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def weight_zeros(shift, spec: tl.constexpr):
     """A tile of zeros for each weight."""
     W: tl.constexpr = spec.W
-    sums = ()
+    dweights = ()
     for _ in tl.static_range(W):
-        sums += (tl.zeros_like(shift),)
-    return sums
+        dweights += (tl.zeros_like(shift),)
+    return dweights
 
 
 @triton.jit
-def add_weights(sums, found, taps, starts, token, spec: tl.constexpr):
+def add_weights(dweights, dsums, taps, starts, token, spec: tl.constexpr):
     """The gradients of the weights with those of a block."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
     added = ()
     for k in tl.static_range(W):
-        d = sums[k]
+        d = dweights[k]
         for i in tl.static_range(BLOCK_T):
-            d += found[i] * tap_of(taps[i + W - 1 - k], token + i, start_of(starts, token + i, spec), k, spec)
+            d += dsums[i] * masked_tap(taps[i + W - 1 - k], token + i, start_of(starts, token + i, spec), k, spec)
         added += (d,)
     return added

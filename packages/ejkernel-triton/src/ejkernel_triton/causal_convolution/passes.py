@@ -29,7 +29,7 @@ class ConvolutionSpec:
         BIAS: Whether there is a bias.
         STATE: Whether there are tokens before the first.
         PACKED: Whether the row holds several sequences.
-        SILU: Whether sums go through SiLU.
+        SILU: Whether the activation is SiLU.
     """
 
     T: int
@@ -106,7 +106,7 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
     record: CausalConvolution = pullback.record
     outputs, final = pullback.cotangent
     spec, rows = make_spec(record, config.block_t, config.block_c, config.blocks), record.x.shape[0]
-    float32, held = jnp.float32, spec.W - 1
+    float32, state_tokens = jnp.float32, spec.W - 1
     dx, dweight, dbias, dbefore = launch(
         backward_kernel,
         (*_inputs(record), outputs),
@@ -114,7 +114,7 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
             Shape(record.x.shape, record.x.dtype),
             Shape((rows, spec.BLOCKS, spec.W, spec.C), float32),
             Shape((rows, spec.BLOCKS, spec.C), float32),
-            Shape((rows, held, spec.C), float32),
+            Shape((rows, state_tokens, spec.C), float32),
         ),
         batch=rows,
         grid=rows * spec.BLOCKS * spec.TILES,

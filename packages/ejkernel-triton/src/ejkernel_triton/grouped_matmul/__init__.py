@@ -11,17 +11,17 @@ from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_triton import requirements
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config
-from ejkernel_triton.grouped_matmul.spec import EIGHT_BITS
+from ejkernel_triton.grouped_matmul.spec import FLOAT8
 from ejkernel_triton.requirements import triton_requires
 
 OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-NARROW = ("int8", "float8_e5m2", "float8_e4m3fn")
-"""Of matrices with scales; the last where the chip converts it: from Ada on."""
+NARROW_DTYPES = ("int8", "float8_e5m2", "float8_e4m3fn")
+"""Dtypes of matrices with scales. The chip must convert float8_e4m3fn, which NVIDIA's do from Ada on."""
 LARGEST = 2**31 - 1
-"""Elements of a matrix, which 32 bits count."""
+"""Most elements of a matrix: offsets inside of one have 32 bits."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -29,8 +29,8 @@ def _reasons(record: Any) -> Iterable[str]:
     rows, contracted = record.lhs.shape
     if not (rows and contracted):
         yield "lhs is empty"
-    if str(record.rhs.dtype) not in (*DTYPES, *NARROW):
-        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW))}"
+    if str(record.rhs.dtype) not in (*DTYPES, *NARROW_DTYPES):
+        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW_DTYPES))}"
     chip = chip_of(current_device())
     if str(record.rhs.dtype) == "float8_e4m3fn" and (chip.vendor == "amd" or chip.capability < 89):
         yield f"rhs has dtype float8_e4m3fn, which {chip.target} does not convert"
@@ -54,7 +54,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="ejkernel_triton.grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=dataclasses.replace(
-                triton_requires(handles=OPTIONAL, extra=_reasons), dtypes=requirements.DTYPES | {EIGHT_BITS}
+                triton_requires(handles=OPTIONAL, extra=_reasons), dtypes=requirements.DTYPES | {FLOAT8}
             ),
             config=ConfigSpace(
                 forward=config.GroupedForward,

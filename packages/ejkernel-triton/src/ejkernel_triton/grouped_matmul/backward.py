@@ -1,8 +1,8 @@
 """Backward pass of a grouped matmul in Triton; the formulas are in `ejkernel_xla.grouped_matmul.backward`.
 
-The gradient of lhs is a grouped matmul itself, of the cotangent with the matrices transposed. What belongs to a matrix
-is summed over its rows by kernels whose programs own tiles of matrices. Where there are scales, the gradient of the
-scaled matrices is made in float32, and those of matrices and scales from it.
+The gradient of lhs is a grouped matmul itself, of the cotangent with the matrices transposed. Gradients of matrices and
+biases are sums over the rows of a group: each program accumulates one tile of one matrix. Where there are scales, the
+gradient of the scaled matrices is made in float32, and those of matrices and scales from it.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, g
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import BAND, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import gradient_of_lhs
-from ejkernel_triton.grouped_matmul.spec import MatricesSpec, operand_of, precision_of, widened, widens
+from ejkernel_triton.grouped_matmul.spec import GroupedMatricesSpec, dot_precision, operand_dtype, scaled_rows, widens
 from ejkernel_triton.launch import Shape, launch
 
 
@@ -30,7 +30,7 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
         Each wanted gradient, in its field's shape and dtype.
     """
     if pullback.record.lhs_scale is not None:
-        return _of_scaled_rows(pullback, config)
+        return _scaled_row_gradients(pullback, config)
     record, cotangent, wanted = pullback.record, pullback.cotangent, pullback.wanted
     gradients: dict[str, jax.Array] = {}
     if "existing_out" in wanted:
@@ -39,24 +39,24 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
         gradients["rhs_bias"] = _bias_sums(record, cotangent).astype(record.rhs_bias.dtype)
     if "lhs" in wanted:
         scaled = () if record.rhs_scale is None else (jnp.float32,)
-        operand = cotangent.astype(operand_of(record, cotangent.dtype, *scaled))
+        operand = cotangent.astype(operand_dtype(record, cotangent.dtype, *scaled))
         gradients["lhs"] = gradient_of_lhs(record, operand, config)
     if wanted & {"rhs", "rhs_scale"}:
-        gradients |= _of_matrices(record, cotangent, config, wanted)
+        gradients |= _matrix_gradients(record, cotangent, config, wanted)
     return gradients
 
 
-def _of_scaled_rows(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
+def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
     """Gradients of a record whose rows have scales: those of the rows with their scales in them, and from it both."""
     record, wanted = pullback.record, pullback.wanted
     inner = wanted - {"lhs_scale"} | ({"lhs"} if "lhs_scale" in wanted else set())
-    gradients = backward(dataclasses.replace(pullback, record=widened(record), wanted=frozenset(inner)), config)
+    gradients = backward(dataclasses.replace(pullback, record=scaled_rows(record), wanted=frozenset(inner)), config)
     if "lhs" in inner:
         gradients |= gradients_of_rows(record, gradients["lhs"], record.lhs, record.lhs_scale)
     return {name: gradients[name].astype(getattr(record, name).dtype) for name in wanted}
 
 
-def _of_matrices(
+def _matrix_gradients(
     record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
     """Gradients of the matrices and of their scales."""
@@ -79,7 +79,7 @@ def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBac
     """Sums of lhs_i^T do_i over the rows of each group, as the matrices lie."""
     from ejkernel_triton.grouped_matmul.matrices_kernel import matrices_kernel
 
-    operand = operand_of(record, cotangent.dtype)
+    operand = operand_dtype(record, cotangent.dtype)
     pair = record.lhs.astype(operand), cotangent.astype(operand)
     left, right = pair[::-1] if record.transpose_rhs else pair
     spec = _spec(record, (left, right), (config.rhs_block_m, config.rhs_block_n, config.rhs_block_k))
@@ -120,10 +120,12 @@ def _bounds(record: GroupedMatmul) -> jax.Array:
     return jnp.stack(group_rows(record), axis=1)[None]
 
 
-def _spec(record: GroupedMatmul, pair: tuple[jax.Array, jax.Array], blocks: tuple[int, int, int]) -> MatricesSpec:
+def _spec(
+    record: GroupedMatmul, pair: tuple[jax.Array, jax.Array], blocks: tuple[int, int, int]
+) -> GroupedMatricesSpec:
     """The constants of a kernel that sums over rows of a pair of operands."""
     left, right = pair
-    return MatricesSpec(
+    return GroupedMatricesSpec(
         ROWS=left.shape[0],
         HEIGHT=left.shape[1],
         WIDTH=right.shape[1],
@@ -132,6 +134,6 @@ def _spec(record: GroupedMatmul, pair: tuple[jax.Array, jax.Array], blocks: tupl
         BLOCK_K=blocks[2],
         MATRICES=record.rhs.shape[0],
         BAND=BAND,
-        PRECISION=precision_of(record),
+        PRECISION=dot_precision(record),
         WIDEN=widens(left.dtype),
     )

@@ -11,24 +11,24 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning.grouped_kinds import average_rows
 from ejkernel_triton.chips import KIBI, Chip, chip_of
-from ejkernel_triton.grouped_matmul.spec import blocks_of_scales, operand_of, step_of_bytes, widened
+from ejkernel_triton.grouped_matmul.spec import blocks_of_scales, float8_step, operand_dtype, scaled_rows
 from ejkernel_triton.launch import interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedForward:
-    """Configuration of the kernel whose programs own rows of the output.
+    """Configuration of `rows_kernel`, whose programs make tiles of the output's rows.
 
     Attributes:
         block_m: Rows of a tile.
         block_n: Columns of a tile.
         block_k: Contracted elements a step.
-        band: Tiles of rows that are gone down before the next column.
-        flatten: Whether the loops over tiles and over steps become one, so that a tile's first copies are under way
-            while the last one is stored.
+        band: Tiles of rows that run before the next column of tiles: their rows of lhs stay in L2.
+        flatten: Whether the loops over tiles and over steps become one, so that a tile's first copies are in flight
+            while the epilogue stores the tile before.
         num_programs: Programs that share the tiles.
         num_warps: Warps a program.
-        num_stages: Pipeline stages: steps whose operands are copied ahead.
+        num_stages: Pipeline stages of the copies of operands.
     """
 
     block_m: int
@@ -70,8 +70,8 @@ FACES = {
 """Fields of the public configuration and what they set here."""
 
 
-class Tile(NamedTuple):
-    """Tile, step, warps and stages of a kernel."""
+class TileChoice(NamedTuple):
+    """Tile m by n, contracted elements k a step, warps and stages of a kernel."""
 
     m: int
     n: int
@@ -82,53 +82,53 @@ class Tile(NamedTuple):
 
 
 BAND = 8
-"""Tiles of rows that are gone down before the next column: their rows stay in the second-level cache."""
+"""Tiles of rows that run before the next column of tiles: their rows of lhs stay in L2."""
 
-LARGE = (
-    Tile(128, 256, 64, 8, 3),
-    Tile(128, 256, 64, 8, 4),
-    Tile(128, 128, 64, 4, 3),
-    Tile(256, 128, 64, 8, 3),
-    Tile(128, 256, 64, 8, 3, True),
+LARGE_TILES = (
+    TileChoice(128, 256, 64, 8, 3),
+    TileChoice(128, 256, 64, 8, 4),
+    TileChoice(128, 128, 64, 4, 3),
+    TileChoice(256, 128, 64, 8, 3),
+    TileChoice(128, 256, 64, 8, 3, True),
 )
-"""Of 16-bit operands where groups have many rows, on chips with Hopper's matrix unit; the best first.
+"""Tiles of 16-bit operands where groups have many rows, on Hopper and Blackwell; the best first.
 
 On an H200, M65536 K2048 N1536 G128: 577, 556, 511, 424 and 382 TFLOP/s (`benchmarks/grouped_matmul_gpu.py`).
 """
-TRANSPOSED = (Tile(128, 256, 64, 8, 3, True), *LARGE[:-1])
-"""Likewise of the gradient of lhs, where flat loops are faster: both gradients at 500 TFLOP/s instead of 452."""
-BESIDE = (Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3))
-"""Where the epilogue adds something, for which larger tiles and flat loops have no registers."""
-OF_MATRICES = (
-    Tile(128, 256, 64, 8, 3),
-    Tile(128, 256, 64, 8, 4),
-    Tile(128, 128, 64, 4, 3),
-    Tile(256, 128, 64, 8, 3),
+LHS_GRADIENT_TILES = (TileChoice(128, 256, 64, 8, 3, True), *LARGE_TILES[:-1])
+"""Tiles of the gradient of lhs, where flat loops are faster: both gradients at 500 TFLOP/s instead of 452."""
+EPILOGUE_TILES = (TileChoice(128, 128, 64, 8, 4), TileChoice(128, 256, 64, 8, 3))
+"""Tiles where the epilogue adds bias or existing_out: with larger tiles or flat loops it spills registers."""
+MATRIX_TILES = (
+    TileChoice(128, 256, 64, 8, 3),
+    TileChoice(128, 256, 64, 8, 4),
+    TileChoice(128, 128, 64, 4, 3),
+    TileChoice(256, 128, 64, 8, 3),
 )
-"""Of the kernel that owns matrices."""
-OF_BYTES = (
-    Tile(128, 128, 128, 8, 4),
-    Tile(128, 128, 128, 8, 3),
-    Tile(128, 128, 64, 8, 4),
-    Tile(64, 128, 128, 4, 4),
+"""Tiles of `matrices_kernel`."""
+FLOAT8_TILES = (
+    TileChoice(128, 128, 128, 8, 4),
+    TileChoice(128, 128, 128, 8, 3),
+    TileChoice(128, 128, 64, 8, 4),
+    TileChoice(64, 128, 128, 4, 4),
 )
-"""Of rows and matrices of 8 bits, with float32 sums of every step, for which larger tiles have no registers."""
-BYTES_IN_BLOCKS = (Tile(64, 128, 128, 8, 4), Tile(128, 64, 128, 8, 4))
-"""With scales of every step, where the matrix unit has other layouts than Hopper's."""
-QUICK_BYTES = (
-    Tile(128, 256, 128, 8, 3),
-    Tile(128, 256, 128, 8, 4),
-    Tile(128, 128, 128, 4, 3),
-    Tile(256, 128, 128, 8, 4),
-    Tile(128, 256, 64, 8, 5),
+"""Tiles of 8-bit operands with a float32 sum of every step, which needs a second accumulator in registers."""
+BLOCK_SCALE_TILES = (TileChoice(64, 128, 128, 8, 4), TileChoice(128, 64, 128, 8, 4))
+"""Tiles of 8-bit operands with scales of every step, where MMA has other layouts than WGMMA."""
+FAST_FLOAT8_TILES = (
+    TileChoice(128, 256, 128, 8, 3),
+    TileChoice(128, 256, 128, 8, 4),
+    TileChoice(128, 128, 128, 4, 3),
+    TileChoice(256, 128, 128, 8, 4),
+    TileChoice(128, 256, 64, 8, 5),
 )
-"""Likewise, with sums left to the matrix unit."""
-SMALL = {
-    64: (Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(64, 128, 64, 4, 4, True)),
-    32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 64, 4, 5), Tile(32, 64, 128, 4, 4)),
-    16: (Tile(16, 128, 128, 4, 4), Tile(16, 128, 64, 4, 5), Tile(16, 64, 128, 4, 5)),
+"""Tiles of 8-bit operands whose sums stay in the tensor cores' accumulators, at about 14 bits."""
+SMALL_TILES = {
+    64: (TileChoice(64, 128, 64, 4, 4), TileChoice(64, 256, 64, 8, 4), TileChoice(64, 128, 64, 4, 4, True)),
+    32: (TileChoice(32, 128, 128, 4, 4), TileChoice(32, 128, 64, 4, 5), TileChoice(32, 64, 128, 4, 4)),
+    16: (TileChoice(16, 128, 128, 4, 4), TileChoice(16, 128, 64, 4, 5), TileChoice(16, 64, 128, 4, 5)),
 }
-"""By rows of a tile, where groups have few: then reading the matrices takes the time."""
+"""Tiles by their rows, where groups have few rows: reading the matrices from HBM then bounds the time."""
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> GroupedForward:
@@ -139,47 +139,47 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:
     """Tile sizes worth measuring for a record on a device, the best first."""
     chip = chip_of(device)
-    step = step_of_bytes(record) if direction == "forward" else 0
-    tiles = _byte_tiles(record, step, chip) if step else _row_tiles(widened(record), chip, direction)
+    step = float8_step(record) if direction == "forward" else 0
+    tiles = _float8_tiles(record, step, chip) if step else _row_tiles(scaled_rows(record), chip, direction)
     if interpreting():
-        tiles = (Tile(32, 32, 32, 4, 1),)
+        tiles = (TileChoice(32, 32, 32, 4, 1),)
     found = [_forward(tile, chip) for tile in tiles]
     if direction == "forward":
         return tuple(found)
-    others = (Tile(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(widened(record), chip)
-    pairs = [(found[0], tile) for tile in others] + [(own, others[0]) for own in found[1:]]
-    return tuple(_backward(own, tile) for own, tile in pairs)
+    others = (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(scaled_rows(record), chip)
+    pairs = [(found[0], tile) for tile in others] + [(forward, others[0]) for forward in found[1:]]
+    return tuple(_backward(forward, tile) for forward, tile in pairs)
 
 
-def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple[Tile, ...]:
-    """Tiles of the kernel that owns rows."""
+def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple[TileChoice, ...]:
+    """Tiles of `rows_kernel` for operands of 16 and 32 bits."""
     adds = record.existing_out is not None or record.rhs_bias is not None
     adds = direction == "forward" and (adds or (_is_wide_output(record) and chip.architecture != "hopper"))
     height = _height(record)
     if _wide(record, direction):
-        tiles = tuple(Tile(min(height, 64), n, 32, _warps(record), s) for n, s in ((64, 3), (128, 3)))
+        tiles = tuple(TileChoice(min(height, 64), n, 32, _warps(record), s) for n, s in ((64, 3), (128, 3)))
     elif height < 128:
-        tiles = SMALL[height]
+        tiles = SMALL_TILES[height]
     elif record.rhs.dtype.itemsize == 1 or record.rhs_scale is not None:
-        # Converted in registers on their way to the matrix unit.
-        tiles = (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4))
+        # Matrices of 8 bits are converted in registers before the product, which takes registers of larger tiles.
+        tiles = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 64, 64, 4, 4))
     elif chip.architecture not in ("hopper", "blackwell"):
-        tiles = (Tile(128, 128, 32, 8 if adds else 4, 4), Tile(128, 128, 64, 8, 3))
+        tiles = (TileChoice(128, 128, 32, 8 if adds else 4, 4), TileChoice(128, 128, 64, 8, 3))
     else:
-        tiles = TRANSPOSED if direction == "backward" else BESIDE if adds else LARGE
+        tiles = LHS_GRADIENT_TILES if direction == "backward" else EPILOGUE_TILES if adds else LARGE_TILES
     shrunk = tuple(_shrunk(tile, chip) for tile in tiles)
     return tuple(tile for tile in shrunk if tile.stages > 2) or shrunk
 
 
-def _byte_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[Tile, ...]:
-    """Tiles of the forward kernel where rows and matrices of 8 bits meet as they are."""
+def _float8_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[TileChoice, ...]:
+    """Tiles of the forward kernel where tensor cores multiply 8-bit operands."""
     height = _height(record)
     if height < 128:
-        tiles = tuple(tile._replace(k=128) for tile in SMALL[height])
+        tiles = tuple(tile._replace(k=128) for tile in SMALL_TILES[height])
     else:
-        tiles = QUICK_BYTES if record.precision == lax.Precision.DEFAULT else OF_BYTES
+        tiles = FAST_FLOAT8_TILES if record.precision == lax.Precision.DEFAULT else FLOAT8_TILES
         if max(blocks_of_scales(record)) > 1:
-            tiles = OF_BYTES if chip.architecture == "hopper" else BYTES_IN_BLOCKS
+            tiles = FLOAT8_TILES if chip.architecture == "hopper" else BLOCK_SCALE_TILES
     return tuple(dict.fromkeys(_shrunk(tile._replace(k=min(tile.k, step)), chip, 1) for tile in tiles))
 
 
@@ -193,7 +193,7 @@ def _wide(record: GroupedMatmul, direction: Direction) -> bool:
     """Whether operands are multiplied in float32."""
     others = () if record.rhs_scale is None else (jnp.float32,)
     others += (record.out_dtype,) if direction == "backward" else ()  # the dtype of the cotangent
-    return operand_of(record, *others).itemsize > 2
+    return operand_dtype(record, *others).itemsize > 2
 
 
 def _is_wide_output(record: GroupedMatmul) -> bool:
@@ -201,31 +201,31 @@ def _is_wide_output(record: GroupedMatmul) -> bool:
 
 
 def _warps(record: GroupedMatmul) -> int:
-    """Of float32 tiles: products without tensor cores keep operands in registers, too."""
+    """Warps for float32 tiles: products without tensor cores keep operands in registers as well, so they take more."""
     return 8 if record.precision == lax.Precision.HIGHEST else 4
 
 
-def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[Tile, ...]:
-    """Tiles of the kernel that owns matrices."""
+def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
+    """Tiles of `matrices_kernel`."""
     if _wide(record, "backward"):
-        tiles = (Tile(64, 64, 32, _warps(record), 3), Tile(64, 128, 32, 8, 3))
+        tiles = (TileChoice(64, 64, 32, _warps(record), 3), TileChoice(64, 128, 32, 8, 3))
     elif chip.architecture not in ("hopper", "blackwell"):
-        tiles = (Tile(128, 128, 32, 8, 4), Tile(128, 64, 32, 4, 4))
+        tiles = (TileChoice(128, 128, 32, 8, 4), TileChoice(128, 64, 32, 4, 4))
     else:
-        tiles = OF_MATRICES
+        tiles = MATRIX_TILES
     return tuple(_shrunk(tile, chip) for tile in tiles)
 
 
-def _shrunk(tile: Tile, chip: Chip, size: int = 2) -> Tile:
+def _shrunk(tile: TileChoice, chip: Chip, size: int = 2) -> TileChoice:
     """A tile with as few stages as the chip's shared memory holds, at `size` bytes an element; AMD's have two."""
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
-    # Operands that are converted on their way take one more tile of columns.
+    # Operands that are converted before the product take one more tile of columns in shared memory.
     while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > chip.shared_memory - 2 * KIBI:
         stages -= 1
     return tile._replace(stages=stages)
 
 
-def _forward(tile: Tile, chip: Chip) -> GroupedForward:
+def _forward(tile: TileChoice, chip: Chip) -> GroupedForward:
     bytes_of_stages = tile.stages * (tile.m + tile.n) * tile.k * 2
     resident = max(1, min(chip.shared_memory // max(1, bytes_of_stages), 16 // tile.warps))
     return GroupedForward(
@@ -241,9 +241,9 @@ def _forward(tile: Tile, chip: Chip) -> GroupedForward:
     )
 
 
-def _backward(own: GroupedForward, tile: Tile) -> GroupedBackward:
+def _backward(forward: GroupedForward, tile: TileChoice) -> GroupedBackward:
     return GroupedBackward(
-        **dataclasses.asdict(own),
+        **dataclasses.asdict(forward),
         rhs_block_m=tile.m,
         rhs_block_n=tile.n,
         rhs_block_k=tile.k,

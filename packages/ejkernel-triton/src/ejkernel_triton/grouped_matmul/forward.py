@@ -11,13 +11,13 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.planning.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.grouped_matmul.config import GroupedForward
 from ejkernel_triton.grouped_matmul.spec import (
-    RowsSpec,
+    GroupedRowsSpec,
     as_row,
     blocks_of_scales,
-    operand_of,
-    precision_of,
-    step_of_bytes,
-    widened,
+    dot_precision,
+    float8_step,
+    operand_dtype,
+    scaled_rows,
     widens,
 )
 from ejkernel_triton.launch import Shape, launch
@@ -36,19 +36,19 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
-    if step_of_bytes(record):
-        return _bytes(record, config), ()
-    record = widened(record)
+    if float8_step(record):
+        return _float8_product(record, config), ()
+    record = scaled_rows(record)
     spread = () if record.rhs_scale is None else (jnp.float32,)
-    spec = _spec(record, config, operand_of(record, *spread))
+    spec = _spec(record, config, operand_dtype(record, *spread))
     if record.rhs_scale is not None and record.rhs_scale.shape[1] == 1:
         spec = dataclasses.replace(spec, SCALES="columns")
     return multiply(record, record.lhs, spec, config, record.out_dtype), ()
 
 
-def _bytes(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
-    """The output of rows and matrices of 8 bits, which meet as they are."""
-    step, (lhs_blocks, rhs_blocks) = step_of_bytes(record), blocks_of_scales(record)
+def _float8_product(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
+    """The output of 8-bit rows and matrices, multiplied by tensor cores without conversion."""
+    step, (lhs_blocks, rhs_blocks) = float8_step(record), blocks_of_scales(record)
     if step % config.block_k:
         raise ValueError(f"cfg: got block_k={config.block_k}, wants a divisor of {step}, which share a scale")
     spec = dataclasses.replace(
@@ -83,11 +83,11 @@ def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: Grouped
     return multiply(record, cotangent, spec, config, record.lhs.dtype)
 
 
-def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> RowsSpec:
+def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> GroupedRowsSpec:
     """The constants of the forward kernel."""
     (rows, contracted), width, scale = record.lhs.shape, columns(record), record.rhs_scale
     blocks = 1 if scale is None else scale.shape[1]
-    return RowsSpec(
+    return GroupedRowsSpec(
         ROWS=rows,
         CONTRACTED=contracted,
         COLUMNS=width,
@@ -109,21 +109,23 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> RowsSp
         BIAS=record.rhs_bias is not None,
         EXISTING=record.existing_out is not None,
         OPERAND=jnp.dtype(operand).name,
-        PRECISION=precision_of(record),
+        PRECISION=dot_precision(record),
         WIDEN=widens(operand),
         IMPRECISE=None,
     )
 
 
-def multiply(record: GroupedMatmul, rows: jax.Array, spec: RowsSpec, config: GroupedForward, dtype: Any) -> jax.Array:
+def multiply(
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedRowsSpec, config: GroupedForward, dtype: Any
+) -> jax.Array:
     """The rows times the matrices of their groups, as a spec has them.
 
     Args:
-        record: Whose groups and matrices they are.
+        record: The record with the groups and matrices.
         rows: [M, C].
         spec: The kernel's constants.
         config: Warps and stages.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         [M, COLUMNS].

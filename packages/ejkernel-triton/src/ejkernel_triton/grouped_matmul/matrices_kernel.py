@@ -2,9 +2,12 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """Sums over the rows of each group: the gradients of the matrices and of the biases.
 
-A program owns a tile of one matrix's gradient and takes the rows of the matrix's group in order, so sums have one order
-and two runs give the same bits. An empty group's programs store zeros. Programs are not persistent: groups differ in
-length, and the hardware gives a multiprocessor the next program as soon as one ends.
+    program: one tile [BLOCK_P, BLOCK_Q] of one matrix
+    rows of the group, BLOCK_K a step:  left^T [BLOCK_P, BLOCK_K] x right [BLOCK_K, BLOCK_Q]  ->  acc  ->  output
+
+A program adds the rows of its group in order, so sums have one order and every run gives the same bits. An empty
+group's programs store zeros. Programs are not persistent: groups differ in length, and the hardware gives a
+multiprocessor the next program as soon as one ends.
 """
 
 import triton
@@ -15,7 +18,7 @@ from ejkernel_triton.grouped_matmul.operands import bounded
 
 
 @triton.jit
-def rows_of(bounds, matrix):
+def group_bounds(bounds, matrix):
     """First row of a matrix's group and the row after its last."""
     return tl.load(bounds + matrix * 2), tl.load(bounds + matrix * 2 + 1)
 
@@ -37,7 +40,7 @@ def matrices_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.con
     bounds = at_batch(bounds, batch, per.BOUNDS, spec.MATRICES * 2)
     output += batch * spec.MATRICES * spec.HEIGHT * spec.WIDTH
     output += tl.cast(matrix, tl.int64) * (spec.HEIGHT * spec.WIDTH)
-    first, end = rows_of(bounds, matrix)
+    first, end = group_bounds(bounds, matrix)
     p, in_p = bounded(tile_p * BLOCK_P, BLOCK_P, spec.HEIGHT)
     q, in_q = bounded(tile_q * BLOCK_Q, BLOCK_Q, spec.WIDTH)
     k = tl.arange(0, spec.BLOCK_K)
@@ -45,11 +48,11 @@ def matrices_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.con
     right += tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
     acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
     for start in tl.range(first, end, spec.BLOCK_K):
-        # Rows after the group's last become zeros in both operands: 0 times a NaN of another group is NaN.
-        there = (k < end - start)[:, None]
-        a = tl.load(left, mask=there & in_p[None, :], other=0.0)
-        b = tl.load(right, mask=there & in_q[None, :], other=0.0)
-        acc = add_dot(acc, tl.trans(a), b, spec)
+        # Mask both operands behind the group's last row: zeros in one alone would meet NaN of another group.
+        in_group = (k < end - start)[:, None]
+        left_tile = tl.load(left, mask=in_group & in_p[None, :], other=0.0)
+        right_tile = tl.load(right, mask=in_group & in_q[None, :], other=0.0)
+        acc = add_dot(acc, tl.trans(left_tile), right_tile, spec)
         left += spec.BLOCK_K * spec.HEIGHT
         right += spec.BLOCK_K * spec.WIDTH
     at = output + (p[:, None] * spec.WIDTH + q[None, :])
@@ -66,7 +69,7 @@ def bias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.constexpr
     cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.ROWS * spec.WIDTH)
     bounds = at_batch(bounds, batch, per.BOUNDS, spec.MATRICES * 2)
     output += batch * spec.MATRICES * spec.WIDTH
-    first, end = rows_of(bounds, matrix)
+    first, end = group_bounds(bounds, matrix)
     q, in_q = bounded((program % across) * spec.BLOCK_Q, spec.BLOCK_Q, spec.WIDTH)
     k = tl.arange(0, spec.BLOCK_K)
     BLOCK_K: tl.constexpr = spec.BLOCK_K
@@ -74,7 +77,7 @@ def bias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.constexpr
     acc = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
     at = cotangent + tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
     for start in tl.range(first, end, spec.BLOCK_K):
-        there = (k < end - start)[:, None] & in_q[None, :]
-        acc += tl.load(at, mask=there, other=0.0).to(tl.float32)
+        in_group = (k < end - start)[:, None] & in_q[None, :]
+        acc += tl.load(at, mask=in_group, other=0.0).to(tl.float32)
         at += spec.BLOCK_K * spec.WIDTH
     tl.store(output + matrix * spec.WIDTH + q, tl.sum(acc, 0), mask=in_q)

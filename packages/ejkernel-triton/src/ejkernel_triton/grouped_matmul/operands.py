@@ -1,6 +1,6 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""What the grouped-matmul kernels share: entries of the tile list, and operands in the dtype in which they meet."""
+"""What the grouped-matmul kernels share: fields of the tile list, and conversion of operands to the product's dtype."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ FIELDS = tl.constexpr(4)
 
 @triton.jit
 def operand(x, spec: tl.constexpr):
-    """A tile in the dtype in which rows meet matrices: integers and 8 bits are exact in it."""
+    """A tile in the operands' dtype of the product; 8-bit integers and floats are exact in it."""
     if x.dtype.primitive_bitwidth == 8:
         # Triton's interpreter converts integers to bfloat16 as the integers that hold its bits.
         x = x.to(tl.float32)

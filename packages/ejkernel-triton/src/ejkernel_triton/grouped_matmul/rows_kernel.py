@@ -9,9 +9,13 @@
              ...
     the next band of tiles of rows
 
-A program is persistent: it takes tile p, then p + PROGRAMS, and so on until the list ends, whose length is read from
-memory. Rows after a tile's group are multiplied too, and not stored: another tile owns them, and a row of a product is
-of no other row, so whatever they hold, NaN too, does no harm. So the main loop has no masks.
+Programs are persistent: program p multiplies tiles p, p + PROGRAMS, ... to the end of the list, whose length is read
+from memory. A tile may reach into the rows of the next group. Those are multiplied too and not stored, since another
+tile stores them. A row of a product depends on no other row, so NaN there does no harm, and the main loop has no masks.
+
+    prologue            main loop over the contracted axis              epilogue
+    tile p -> entry  -> lhs tile, rhs tile -> registers -> acc      ->  scales, bias, existing_out -> rows of the group
+                        (num_stages copies in flight)                   (FLATTEN: the next tile's copies start here)
 
 Source: Gale et al. 2022, arXiv:2211.15841 (block-sparse products of a dropless mixture of experts).
 """
@@ -24,8 +28,8 @@ from ejkernel_triton.grouped_matmul.operands import END, FIELDS, MATRIX, ROW, bo
 
 
 @triton.jit
-def scaled(tile, scale, matrix, c, n, spec: tl.constexpr):
-    """A tile of a matrix as it is multiplied with; each element has its scale where scales differ over C."""
+def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
+    """A tile of a matrix as an operand of the product, times its scales where these differ along C."""
     if spec.SCALES == "elements":
         at = (c // spec.PER_SCALE[0])[:, None] * spec.SCALE_STRIDES[0]
         n = tl.minimum(n, spec.COLUMNS - 1)
@@ -37,19 +41,21 @@ def scaled(tile, scale, matrix, c, n, spec: tl.constexpr):
 
 
 @triton.jit
-def add_bytes(acc, a, b, lhs_scale, rhs_scale, step, spec: tl.constexpr):
-    """acc + a b of 8 bits, which meet as they are; a step has one scale for each row, and one for each column."""
+def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec: tl.constexpr):
+    """acc + a b, with operands of 8 bits; a step has one scale for each row, and one for each column."""
     if spec.WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
     if spec.LHS_SCALES == "steps" or spec.SCALES == "steps":
-        part = tl.dot(a, b)
+        step_product = tl.dot(lhs_tile, rhs_tile)
         if spec.LHS_SCALES == "steps":
-            part *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_BLOCKS // spec.CONTRACTED)[:, None]
+            step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_BLOCKS // spec.CONTRACTED)[:, None]
         if spec.SCALES == "steps":
-            part *= tl.load(rhs_scale + step * spec.BLOCK_K // spec.PER_SCALE[0] * spec.SCALE_STRIDES[0])[None, :]
-        return acc + part
+            step_product *= tl.load(rhs_scale + step * spec.BLOCK_K // spec.PER_SCALE[0] * spec.SCALE_STRIDES[0])[
+                None, :
+            ]
+        return acc + step_product
     else:
-        return tl.dot(a, b, acc, max_num_imprecise_acc=spec.IMPRECISE)
+        return tl.dot(lhs_tile, rhs_tile, acc, max_num_imprecise_acc=spec.IMPRECISE)
 
 
 @triton.jit
@@ -59,41 +65,43 @@ def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr)
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
-    # The rows of the last tile that lhs does not have are its last row again: nothing is read behind the array.
+    # Rows behind the end of lhs repeat its last row, so that loads without masks stay inside the array.
     m = tl.minimum(tl.arange(0, BLOCK_M), spec.ROWS - 1 - row)
     n, in_columns = bounded(column, BLOCK_N, spec.COLUMNS)
     k = tl.arange(0, BLOCK_K)
-    # 64 bits for where the operands begin, 32 for where an element is in a tile: 64-bit offsets take registers.
-    left = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
-    right = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
-    right += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
+    # 64-bit pointers to the operands' tiles and 32-bit offsets inside of them: 64-bit offsets take registers.
+    lhs_at = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
+    rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
+    rhs_at += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
     if spec.LHS_SCALES != "no":
-        of_rows = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_BLOCKS
-        of_columns = scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + tl.minimum(n, spec.COLUMNS - 1)
+        row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_BLOCKS
+        column_scales = scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + tl.minimum(n, spec.COLUMNS - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    steps: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
-    for step in tl.range(0, steps):
+    step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(0, step_count):
         if EVEN:
-            a = tl.load(left)
-            b = tl.load(right, mask=in_columns[None, :], other=0.0) if spec.COLUMNS % BLOCK_N else tl.load(right)
+            lhs_tile = tl.load(lhs_at)
+            rhs_tile = (
+                tl.load(rhs_at, mask=in_columns[None, :], other=0.0) if spec.COLUMNS % BLOCK_N else tl.load(rhs_at)
+            )
             c = step * BLOCK_K + k
         else:
-            there = k < spec.CONTRACTED - step * BLOCK_K
-            a = tl.load(left, mask=there[None, :], other=0.0)
-            b = tl.load(right, mask=there[:, None] & in_columns[None, :], other=0.0)
+            in_k = k < spec.CONTRACTED - step * BLOCK_K
+            lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
+            rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
             c = tl.minimum(step * BLOCK_K + k, spec.CONTRACTED - 1)
         if spec.LHS_SCALES == "no":
-            acc = add_dot(acc, operand(a, spec), scaled(b, scale, matrix, c, n, spec), spec)
+            acc = add_dot(acc, operand(lhs_tile, spec), dequantized(rhs_tile, scale, matrix, c, n, spec), spec)
         else:
-            acc = add_bytes(acc, a, b, of_rows, of_columns, step, spec)
-        left += BLOCK_K
-        right += BLOCK_K * spec.RHS_STRIDES[0]
+            acc = add_float8_product(acc, lhs_tile, rhs_tile, row_scales, column_scales, step, spec)
+        lhs_at += BLOCK_K
+        rhs_at += BLOCK_K * spec.RHS_STRIDES[0]
     return acc
 
 
 @triton.jit
 def store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec: tl.constexpr):
-    """The epilogue: scales of rows and columns, bias, `existing_out`; stores the rows of the tile's own group."""
+    """The epilogue: scales of rows and columns, bias and `existing_out`; stores the rows of the tile's group alone."""
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     matrix = tl.cast(matrix, tl.int64)
     if spec.LHS_SCALES == "rows":
@@ -111,30 +119,32 @@ def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
     m = tl.arange(0, spec.BLOCK_M)
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
-    keep = (m < end - row)[:, None] & in_columns[None, :]
+    mask = (m < end - row)[:, None] & in_columns[None, :]
     if spec.EXISTING:
-        acc += tl.load(existing + at, mask=keep, other=0.0).to(tl.float32)
-    tl.store(output + at, acc.to(output.dtype.element_ty), mask=keep)
+        acc += tl.load(existing + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + at, acc.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def fill(existing, output, tiles, program, before, count, total, spec: tl.constexpr):
-    """Rows of no group, whose entries are the first `before` and the last ones: `existing_out`, or 0."""
+def fill(existing, output, tiles, program, leading, count, total, spec: tl.constexpr):
+    """Stores rows of no group, `existing_out` or 0; their entries are the first `leading` and the last ones."""
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in tl.range(program, (total - count) * columns, spec.PROGRAMS):
         entry = tile // columns
-        own = tiles + (entry + tl.where(entry < before, 0, count)) * FIELDS
-        row, end = tl.load(own + ROW), tl.load(own + END)
+        entry_at = tiles + (entry + tl.where(entry < leading, 0, count)) * FIELDS
+        row, end = tl.load(entry_at + ROW), tl.load(entry_at + END)
         add_and_store(zeros, existing, output, row, end, (tile % columns) * spec.BLOCK_N, spec)
 
 
 @triton.jit
 def rows_kernel(lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec: tl.constexpr, per: tl.constexpr):
-    """A program multiplies every PROGRAMS-th tile; `tiles` holds the entries, and then how many have no matrix and come
-    first, how many have one, and how many there are."""
+    """A program multiplies every PROGRAMS-th tile.
+
+    `tiles` holds the entries, then three counts: leading entries without a matrix, entries with one, all entries.
+    """
     program = tl.program_id(0)
     batch = tl.cast(program // spec.PROGRAMS, tl.int64)
     program = program % spec.PROGRAMS
@@ -151,13 +161,13 @@ def rows_kernel(lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec:
     tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
     ends = tiles + spec.ENTRIES * FIELDS
-    before, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
-    fill(existing, output, tiles, program, before, count, total, spec)
+    leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+    fill(existing, output, tiles, program, leading, count, total, spec)
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     for tile in tl.range(program, count * columns, spec.PROGRAMS, flatten=spec.FLATTEN):
         entry, column = grouped_tile(tile, count, columns, spec.BAND)
-        own = tiles + (before + entry) * FIELDS
-        matrix, row, end = tl.load(own + MATRIX), tl.load(own + ROW), tl.load(own + END)
+        entry_at = tiles + (leading + entry) * FIELDS
+        matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
         column *= spec.BLOCK_N
         acc = product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec)
         store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec)

@@ -16,8 +16,8 @@ from ejkernel_triton.launch import interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowsSpec:
-    """Constants of the kernel whose programs own rows of the result: M rows, C contracted, N columns.
+class GroupedRowsSpec:
+    """Constants of `rows_kernel`: M rows, C contracted elements, N columns.
 
     Attributes:
         ROWS: M.
@@ -28,11 +28,11 @@ class RowsSpec:
         BLOCK_M: Rows of a tile.
         BLOCK_N: Columns of a tile.
         BLOCK_K: Contracted elements a step.
-        FLATTEN: Whether the loops over tiles and over steps become one, so that a tile's first copies are under way
-            while the last one is stored.
+        FLATTEN: Whether the loops over tiles and over steps become one, so that a tile's first copies are in flight
+            while the epilogue stores the tile before.
         ENTRIES: Entries of the tile list.
         PROGRAMS: Programs that share the tiles.
-        BAND: Tiles of rows that are gone down before the next column.
+        BAND: Tiles of rows that run before the next column of tiles.
         SCALES: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the matrix, or to
             the product of each of the `"steps"`.
         SCALE_STRIDES: Elements from one contracted element's scale, and from one column's, to the next.
@@ -43,8 +43,8 @@ class RowsSpec:
         LHS_BLOCKS: Scales of a row.
         BIAS: Whether there is a bias.
         EXISTING: Whether there is an `existing_out`.
-        OPERAND: Dtype in which rows meet matrices.
-        PRECISION: Of products of float32.
+        OPERAND: Dtype of the product's operands.
+        PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
         IMPRECISE: Contracted elements whose products of 8 bits Hopper's matrix unit may sum by itself, which keeps
             about 14 bits, before float32 takes over; None for all.
@@ -77,7 +77,7 @@ class RowsSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MatricesSpec:
+class GroupedMatricesSpec:
     """Constants of the kernels that sum over the rows of each group: [M, P]^T [M, Q] for every matrix, [P, Q].
 
     Attributes:
@@ -88,9 +88,9 @@ class MatricesSpec:
         BLOCK_Q: Columns of a tile of the result.
         BLOCK_K: Rows of the operands a step.
         MATRICES: E.
-        BAND: Tiles of rows that are gone down before the next column.
-        PRECISION: Of products of float32.
-        WIDEN: As in `RowsSpec`.
+        BAND: Tiles of rows that run before the next column of tiles.
+        PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
+        WIDEN: As in `GroupedRowsSpec`.
     """
 
     ROWS: int
@@ -105,11 +105,11 @@ class MatricesSpec:
     WIDEN: bool
 
 
-EIGHT_BITS = "float8_e4m3fn"
-"""Dtype of rows and matrices that meet as they are."""
-LONGEST = 128
+FLOAT8 = "float8_e4m3fn"
+"""Dtype of rows and matrices that tensor cores multiply without conversion."""
+MAX_STEP = 128
 """Contracted elements of the longest step."""
-SHORTEST = 32
+MIN_STEP = 32
 """Contracted elements of the matrix unit's products of 8 bits, and so of a step."""
 
 
@@ -119,26 +119,26 @@ def blocks_of_scales(record: GroupedMatmul) -> tuple[int, int]:
     return left, right
 
 
-def step_of_bytes(record: GroupedMatmul) -> int:
-    """The longest step in which rows and matrices of 8 bits meet as they are, as it has one scale; 0 if they cannot."""
+def float8_step(record: GroupedMatmul) -> int:
+    """The longest step with one scale whose 8-bit operands tensor cores multiply; 0 where the chip or dtypes cannot."""
     if record.lhs_scale is None or record.rhs_scale is None:
         return 0
     chip = chip_of(current_device())
     able = interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
-    if not able or not str(record.lhs.dtype) == str(record.rhs.dtype) == EIGHT_BITS:
+    if not able or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8:
         return 0
     depth = record.lhs.shape[1]
     lengths = [depth // blocks for blocks in blocks_of_scales(record) if blocks > 1]
-    common = math.gcd(*lengths) if lengths else LONGEST
-    step = min(common & -common, LONGEST)
-    return step if step >= SHORTEST else 0
+    common = math.gcd(*lengths) if lengths else MAX_STEP
+    step = min(common & -common, MAX_STEP)
+    return step if step >= MIN_STEP else 0
 
 
-def widened(record: GroupedMatmul) -> GroupedMatmul:
-    """A record whose rows have no scales: they are multiplied in, and rows of 8 bits are float32 then."""
+def scaled_rows(record: GroupedMatmul) -> GroupedMatmul:
+    """A record whose rows are multiplied with their scales; rows of 8 bits become float32."""
     if record.lhs_scale is None:
         return record
-    dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_of(record, jnp.float32)
+    dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_dtype(record, jnp.float32)
     given: Any = record.lhs
     if isinstance(given, jax.Array):
         lhs = rows(record, given, record.lhs_scale).astype(dtype)
@@ -147,8 +147,8 @@ def widened(record: GroupedMatmul) -> GroupedMatmul:
     return dataclasses.replace(record, lhs=lhs, lhs_scale=None)
 
 
-def operand_of(record: GroupedMatmul, *others: Any) -> Any:
-    """The dtype in which operands meet: lhs's, or float32 where the call asks for all digits of an operand with more.
+def operand_dtype(record: GroupedMatmul, *others: Any) -> Any:
+    """The dtype of the product's operands: lhs's, or float32 where the call asks for all digits of a wider operand.
 
     Args:
         record: The record.
@@ -160,7 +160,7 @@ def operand_of(record: GroupedMatmul, *others: Any) -> Any:
     return jnp.dtype(jnp.float32) if exact and wider else record.lhs.dtype
 
 
-def precision_of(record: GroupedMatmul) -> str:
+def dot_precision(record: GroupedMatmul) -> str:
     """How tensor cores multiply float32: in three products that keep its digits unless the call asks otherwise."""
     if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
         return "ieee"

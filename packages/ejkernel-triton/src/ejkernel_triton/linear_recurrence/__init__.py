@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.linear_recurrence import config
+from ejkernel_triton.linear_recurrence import config, decode_config
 from ejkernel_triton.requirements import triton_requires
 
 HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
@@ -13,6 +13,9 @@ HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequ
 
 DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision"}) | {"beta"}
 """Those of the delta rule's."""
+
+DECODE_HANDLES = HANDLES | {"beta", "value_decay", "segment_ids"}
+"""Those of the decode step's: all that there are."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
 DELTA_GRADIENTS = (GRADIENTS - {"dt", "skip"}) | {"beta"}
@@ -37,6 +40,20 @@ def _delta_pair_reasons(record: Any) -> Iterable[str]:
         yield "beta is not given: that is served by 'triton'"
     if record.decay is not None and record.decay.shape[3] > 1 and not interpreting():
         yield "decay: gates of channels in a delta rule gave other numbers in each run on a chip"
+    yield from _reasons(record)
+
+
+STEP = 8
+"""Most tokens a sequence of the decode step; of packed sequences, on average."""
+
+
+def _decode_reasons(record: Any) -> Iterable[str]:
+    tokens, sequences = record.query.shape[1], 1
+    if record.cu_seqlens is not None:
+        sequences = record.cu_seqlens.shape[0] - 1
+    if tokens > STEP * sequences:
+        several = f" of {sequences} packed sequences" if record.cu_seqlens is not None else ""
+        yield f"query: {tokens} tokens{several} are more than a step of {STEP} tokens a sequence has"
     yield from _reasons(record)
 
 
@@ -85,7 +102,7 @@ def implementations() -> tuple[Implementation, ...]:
             name="triton_delta_pair",
             platform="triton",
             backend="gpu",
-            forward="ejkernel_triton.linear_recurrence.delta:keeping",
+            forward="ejkernel_triton.linear_recurrence.delta:forward_with_pocket",
             backward="ejkernel_triton.linear_recurrence.delta:backward",
             gradients=DELTA_GRADIENTS,
             paired=True,
@@ -98,5 +115,23 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             priority=-10,
             tuned="ejkernel_triton:tuned",
+        ),
+        # No chip has confirmed it: only platform="triton" takes it, for what the others refuse.
+        Implementation(
+            family="linear_recurrence",
+            name="triton_decode",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.linear_recurrence.decode:forward",
+            requires=triton_requires(head_dims=range(1, 257), handles=DECODE_HANDLES, extra=_decode_reasons),
+            config=ConfigSpace(
+                forward=decode_config.DecodeTile,
+                faces=decode_config.FACES,
+                heuristic=decode_config.heuristic,
+                candidates=decode_config.candidates,
+            ),
+            priority=-20,
+            tuned="ejkernel_triton:tuned",
+            cases="ejkernel_triton.linear_recurrence.decode_cases:step_cases",
         ),
     )

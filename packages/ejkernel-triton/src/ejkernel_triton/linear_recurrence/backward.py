@@ -16,7 +16,7 @@ from ejkernel.planning import packing
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
 from ejkernel_triton.linear_recurrence.forward import boundaries, segment_starts
-from ejkernel_triton.linear_recurrence.spec import Call, canonical, state_dtype
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, canonical, state_dtype
 
 Gradients = dict[str, jax.Array]
 OF_VALUES = frozenset({"value", "dt", "skip"})
@@ -48,12 +48,12 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         made = stages.key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, wanted))
         gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
     if record.cu_seqlens is not None:
-        gradients = owned(record, gradients)
+        gradients = zero_outside_sequences(record, gradients)
     return {name: reduced(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
 
 
 def _state_gradients(
-    record: LinearRecurrence, call: Call, cotangent: jax.Array, final: jax.Array
+    record: LinearRecurrence, call: RecurrenceCall, cotangent: jax.Array, final: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of the states after all chunks, [B, H, CHUNKS, K, V], and of those before the first ones."""
     packed = record.cu_seqlens is not None
@@ -74,7 +74,7 @@ def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
     return record.decay.dtype if whole else jnp.float32
 
 
-def owned(record: LinearRecurrence, gradients: Gradients) -> Gradients:
+def zero_outside_sequences(record: LinearRecurrence, gradients: Gradients) -> Gradients:
     """Gradients with zeros for tokens of no packed sequence, which no chunk has."""
     assert record.cu_seqlens is not None
     tokens = record.query.shape[1]

@@ -10,8 +10,8 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
-LEAST = 16
-"""What a matrix product takes."""
+MIN_TILE = 16
+"""Smallest side of a tile that `tl.dot` takes, in tokens or channels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ChunkPasses:
         state_block_k: Key channels of a tile of the state that a program passes from chunk to chunk.
         state_block_v: Value channels of it.
         state_warps: Warps of such a program.
-        state_stages: Pipeline stages: chunks that are copied ahead.
+        state_stages: Pipeline stages: chunks whose copies are in flight, plus one.
         score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
         score_warps: Warps of a program there.
         score_stages: Its pipeline stages.
@@ -66,7 +66,7 @@ class ChunkPasses:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if "_block_" in field.name and (value < LEAST or value & (value - 1)):
+            if "_block_" in field.name and (value < MIN_TILE or value & (value - 1)):
                 raise ValueError(f"{field.name}: got {value}, wants a power of two from {LEAST} on")
 
 
@@ -105,7 +105,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     """Configurations worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
-        return (default, dataclasses.replace(default, chunk=LEAST, keep_states=False, splits=1))
+        return (default, dataclasses.replace(default, chunk=MIN_TILE, keep_states=False, splits=1))
     made = [default, dataclasses.replace(default, keep_states=False)]
     if not _by_channel(record):
         made += [dataclasses.replace(default, chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
@@ -141,10 +141,10 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     keys, values = (_padded(x.shape[3]) for x in (record.query, record.value))
     most = 16 if interpreting() else 64
     short = wide or (chip.architecture == "ada" and _by_channel(record))  # half as many registers hold the pairs
-    chunk = max(LEAST, min(chunk, 32 if short else chunk, _padded(record.query.shape[1])))
+    chunk = max(MIN_TILE, min(chunk, 32 if short else chunk, _padded(record.query.shape[1])))
     backward_chunk = chunk
     if interpreting():
-        chunk, backward_chunk = (LEAST if _by_channel(record) else 2 * LEAST), LEAST
+        chunk, backward_chunk = (MIN_TILE if _by_channel(record) else 2 * MIN_TILE), MIN_TILE
     half = 32 if small else most
     warps = 8 if backward_chunk > 64 else 4
     gradient_block_k, gradient_warps = _gradient_tile(record, warps)
@@ -160,7 +160,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
         score_warps=4,
         score_stages=1,
-        output_block_t=LEAST if interpreting() else 64,
+        output_block_t=MIN_TILE if interpreting() else 64,
         output_block_k=min(keys, half, most),
         output_block_v=min(values, 2 * most if _by_channel(record) and not small else most),
         output_warps=warps,
@@ -178,7 +178,7 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     walks, block = record.query.shape[0] * head_count(record), made.state_block_v
     # A walk has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
     columns, enough = record.value.shape[3], 3 * chip_of(device).multiprocessors // 4
-    while not interpreting() and block > LEAST and walks * -(-columns // block) < enough:
+    while not interpreting() and block > MIN_TILE and walks * -(-columns // block) < enough:
         block //= 2
     return dataclasses.replace(
         made,
@@ -202,7 +202,7 @@ def delta_pair_heuristic(record: LinearRecurrence, device: DeviceInfo, direction
         "state_block_v": block,
         "state_stages": 1 if channels and small else made.state_stages,
         "gradient_block_k": min(made.gradient_block_k, most),
-        "gradient_block_v": min(made.gradient_block_v, LEAST if small else 64),
+        "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
     }
     return DeltaPasses(**fields, walk_block_v=block, walk_warps=8 if channels else 4, walk_stages=1 if small else 2)
 
@@ -262,4 +262,4 @@ def _by_channel(record: LinearRecurrence) -> bool:
 
 
 def _padded(size: int) -> int:
-    return max(LEAST, 1 << (size - 1).bit_length())
+    return max(MIN_TILE, 1 << (size - 1).bit_length())

@@ -11,10 +11,10 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import packing
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
-from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, owned, reduced
+from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
 from ejkernel_triton.linear_recurrence.config import ChunkPasses, DeltaPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states
-from ejkernel_triton.linear_recurrence.spec import Call, state_dtype
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
 
 class Corrections(NamedTuple):
@@ -32,29 +32,29 @@ class Corrections(NamedTuple):
     inverse: jax.Array
 
 
-class Pocket(NamedTuple):
+class DeltaPocket(NamedTuple):
     """What the backward pass need not make again; None where it has other chunks, or memory is to be spared.
 
     Attributes:
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates; None without gates.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels; None with others.
-        walked: What the walk along the chunks left.
+        chunk_states: What state passing left.
     """
 
     gates: jax.Array | None
     scores: jax.Array | None
-    walked: "Walked | None"
+    chunk_states: "ChunkStates | None"
 
 
-class Walked(NamedTuple):
-    """What the walk along the chunks leaves.
+class ChunkStates(NamedTuple):
+    """What state passing from chunk to chunk leaves.
 
     Attributes:
-        states: [B, H, CHUNKS, K, V], those before the chunks.
+        states: [B, H, CHUNKS, K, V], the states before the chunks.
         final: [B, SEQUENCES, H, K, V] float32.
         value: [B, T, H, V], what tokens write: U - W S.
         correction: W [B, T, H, K].
-        inverse: As of `Corrections`.
+        inverse: (I + L)^-1, as in `Corrections`.
     """
 
     states: jax.Array
@@ -74,12 +74,14 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
     Returns:
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals.
     """
-    output, residuals, _ = keeping(record, dataclasses.replace(config, keep_states=False))
+    output, residuals, _ = forward_with_pocket(record, dataclasses.replace(config, keep_states=False))
     return output, residuals
 
 
-def keeping(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()], Pocket]:
-    """Output and final states of a record with beta, and what its gradients need.
+def forward_with_pocket(
+    record: LinearRecurrence, config: ChunkPasses
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaPocket]:
+    """Output and final states of a record with beta, and the pocket for its gradients.
 
     Args:
         record: The canonical arguments.
@@ -91,9 +93,9 @@ def keeping(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
     """
     call = _call(record, config, config.chunk)
     kept = config.keep_states and config.backward_chunk == config.chunk
-    made = _walked(record, call, keep=kept)
+    made = _chunk_states(record, call, keep=kept)
     output = stages.make_outputs(dataclasses.replace(call, value=made.value), made.states)
-    pocket = Pocket(call.gates, call.scores, made) if kept else Pocket(None, None, None)
+    pocket = DeltaPocket(call.gates, call.scores, made) if kept else DeltaPocket(None, None, None)
     if record.cu_seqlens is None:
         return (output, made.final[:, -1]), (), pocket
     real = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
@@ -112,35 +114,40 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     """
     record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
     call = _call(record, config, config.backward_chunk, pocket)
-    made = pocket.walked or _walked(record, call, keep=True)
+    made = pocket.chunk_states or _chunk_states(record, call, keep=True)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     gates = gate_dtype(record, wanted)
     gradients = _gradients(record, call, made, cotangent, pullback.cotangent[1], gates)
     if record.cu_seqlens is not None:
-        gradients = owned(record, gradients)
+        gradients = zero_outside_sequences(record, gradients)
     return {name: reduced(gradients[name], getattr(record, name)) for name in sorted(wanted)}
 
 
 def _gradients(
-    record: LinearRecurrence, call: Call, made: Walked, cotangent: jax.Array, final: jax.Array, gates: Any
+    record: LinearRecurrence,
+    call: RecurrenceCall,
+    made: ChunkStates,
+    cotangent: jax.Array,
+    final: jax.Array,
+    gates: Any,
 ) -> Gradients:
     """The gradients of all fields; that of the gates is of no use where `gates` is None."""
     assert record.beta is not None  # `Requires` saw to it
     packed = record.cu_seqlens is not None
-    walk = delta_gradients.walk(
+    state_gradients = delta_gradients.pass_state_gradients(
         call,
         made.correction,
         cotangent,
-        delta_gradients.local(call, cotangent),
+        delta_gradients.intra_chunk(call, cotangent),
         final[None] if packed else final[:, None],
         state_dtype(record),
     )
-    dvalue, solved, dbeta = delta_gradients.solve(call, record.beta, made.inverse, walk.dwritten)
+    dvalue, dy, dbeta = delta_gradients.inverse_gradients(call, record.beta, made.inverse, state_gradients.dwritten)
     written = dataclasses.replace(call, value=made.value)
-    dquery, dkey, dgates, more = delta_gradients.keys(
-        written, record.beta, cotangent, solved, (made.states, walk.dstates), gates=gates
+    dquery, dkey, dgates, more = delta_gradients.key_gradients(
+        written, record.beta, cotangent, dy, (made.states, state_gradients.dstates), gates=gates
     )
-    first = walk.first[0] if packed else walk.first[:, 0]
+    first = state_gradients.first[0] if packed else state_gradients.first[:, 0]
     return {
         "query": dquery,
         "key": dkey,
@@ -152,7 +159,9 @@ def _gradients(
     }
 
 
-def _call(record: LinearRecurrence, config: ChunkPasses, chunk: int, pocket: Pocket | None = None) -> Call:
+def _call(
+    record: LinearRecurrence, config: ChunkPasses, chunk: int, pocket: DeltaPocket | None = None
+) -> RecurrenceCall:
     # A correction is no decay: what a segment does to its first state is a matrix, so rows are not split.
     config = dataclasses.replace(config, splits=1)
     gates, scores = (None, None) if pocket is None else (pocket.gates, pocket.scores)
@@ -160,7 +169,7 @@ def _call(record: LinearRecurrence, config: ChunkPasses, chunk: int, pocket: Poc
     return call if scores is not None else dataclasses.replace(call, scores=stages.channel_scores(call))
 
 
-def _walked(record: LinearRecurrence, call: Call, *, keep: bool) -> Walked:
+def _chunk_states(record: LinearRecurrence, call: RecurrenceCall, *, keep: bool) -> ChunkStates:
     assert record.beta is not None
     inside = corrections(call, record.beta, keep=keep)
     states, final, value = stages.pass_states(
@@ -171,10 +180,10 @@ def _walked(record: LinearRecurrence, call: Call, *, keep: bool) -> Walked:
         dtype=state_dtype(record),
         correction=inside.correction,
     )
-    return Walked(states, final, value, inside.correction, inside.inverse)
+    return ChunkStates(states, final, value, inside.correction, inside.inverse)
 
 
-def corrections(call: Call, beta: jax.Array, *, keep: bool) -> Corrections:
+def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Corrections:
     """What tokens write apart from what the state before their chunk answers, and what takes that from it.
 
     Args:

@@ -9,17 +9,17 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import DeltaPasses
-from ejkernel_triton.linear_recurrence.spec import Call
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall
 from ejkernel_triton.linear_recurrence.stages import over_groups
 
 
-class Walk(NamedTuple):
-    """What the walk from the last chunk to the first leaves.
+class StateGradients(NamedTuple):
+    """Gradients that state passing from the last chunk to the first makes.
 
     Attributes:
         dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
-        first: [B, SEQUENCES, H, K, V] float32, of the states before the first chunks.
-        dwritten: [B, T, H, V], of what tokens write.
+        first: [B, SEQUENCES, H, K, V] float32, gradients of the states before the first chunks.
+        dwritten: [B, T, H, V], gradients of what tokens write.
     """
 
     dstates: jax.Array
@@ -27,13 +27,13 @@ class Walk(NamedTuple):
     dwritten: jax.Array
 
 
-def local(call: Call, cotangent: jax.Array) -> jax.Array:
-    """The part of `Walk.dwritten` that tokens of the same chunk read, [B, T, H, V] in the cotangent's dtype."""
-    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import local_kernel
+def intra_chunk(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
+    """The intra-chunk part of `StateGradients.dwritten`, [B, T, H, V] in the cotangent's dtype."""
+    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import intra_chunk_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     (made,) = launch(
-        local_kernel,
+        intra_chunk_kernel,
         (call.query, call.key, call.gates, call.scores, cotangent, *call.spans),
         [Shape((batch, spec.T, spec.H, spec.V), cotangent.dtype)],
         batch=batch,
@@ -45,24 +45,24 @@ def local(call: Call, cotangent: jax.Array) -> jax.Array:
     return made
 
 
-def walk(
-    call: Call, correction: jax.Array, cotangent: jax.Array, within: jax.Array, final: jax.Array, dtype: Any
-) -> Walk:
+def pass_state_gradients(
+    call: RecurrenceCall, correction: jax.Array, cotangent: jax.Array, within: jax.Array, final: jax.Array, dtype: Any
+) -> StateGradients:
     """The gradients of the states between chunks.
 
     Args:
         call: What the stages share.
         correction: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
-        within: Of `local`.
-        final: [B, SEQUENCES, H, K, V], of the final states.
-        dtype: Of the gradients of states.
+        within: [B, T, H, V] from `intra_chunk`.
+        final: [B, SEQUENCES, H, K, V], gradients of the final states.
+        dtype: Dtype of the gradients of states.
     """
-    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import walk_kernel
+    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import state_gradients_kernel
 
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
     made = launch(
-        walk_kernel,
+        state_gradients_kernel,
         (call.query, call.key, call.gates, correction, cotangent, within, final, *call.spans[:2]),
         [
             Shape((batch, spec.H, spec.CHUNKS, spec.K, spec.V), dtype),
@@ -72,54 +72,54 @@ def walk(
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.walk_block_v),
         num_warps=config.walk_warps,
-        num_stages=_walk_stages(call),
+        num_stages=_state_gradient_stages(call),
         constants={
             "spec": spec,
             "BLOCK_K": max(16, 1 << (spec.K - 1).bit_length()),
             "BLOCK_V": config.walk_block_v,
         },
     )
-    return Walk(*made)
+    return StateGradients(*made)
 
 
-def delta_config(call: Call) -> DeltaPasses:
+def delta_config(call: RecurrenceCall) -> DeltaPasses:
     """The configuration of a call whose gradients are made."""
     assert isinstance(call.config, DeltaPasses)  # the type that the implementation declares
     return call.config
 
 
-def _walk_stages(call: Call) -> int:
+def _state_gradient_stages(call: RecurrenceCall) -> int:
     """Pipeline stages of the walk: as many chunks as shared memory has room for, at most the configuration's."""
     spec, config = call.spec, delta_config(call)
-    keys = max(16, 1 << (spec.K - 1).bit_length())
-    bytes_of_chunk = spec.CHUNK * (3 * keys + 2 * config.walk_block_v) * call.query.dtype.itemsize
+    key_gradients = max(16, 1 << (spec.K - 1).bit_length())
+    bytes_of_chunk = spec.CHUNK * (3 * key_gradients + 2 * config.walk_block_v) * call.query.dtype.itemsize
     if spec.WIDTH > 1:
-        bytes_of_chunk += 4 * spec.CHUNK * keys
+        bytes_of_chunk += 4 * spec.CHUNK * key_gradients
     room = chip_of(current_device()).shared_memory * 4 // 5
     return max(1, min(config.walk_stages, room // bytes_of_chunk))
 
 
-def solve(
-    call: Call, beta: jax.Array, inverse: jax.Array, dwritten: jax.Array
+def inverse_gradients(
+    call: RecurrenceCall, beta: jax.Array, inverse: jax.Array, dwritten: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients through the inverse.
 
     Args:
         call: What the stages share.
         beta: [B, T, H].
-        inverse: Of `delta.Corrections`.
-        dwritten: Of `Walk`.
+        inverse: (I + L)^-1, from `delta.Corrections`.
+        dwritten: Gradients of what tokens write, from `StateGradients`.
 
     Returns:
-        Gradient of value in its shape and dtype; dy [B, T, H, V], which is it without beta; [B, T, H] float32, the part
-        of beta's that values make.
+        Gradient of value in its shape and dtype; dy [B, T, H, V], that gradient without its factor beta; [B, T, H]
+        float32, the part of beta's gradient that values make.
     """
-    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import solve_kernel
+    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import inverse_gradients_kernel
 
     spec, config, batch, value = call.spec, call.config, call.query.shape[0], call.value
     tokens = (batch, spec.T, spec.H, spec.V)
-    solved, dvalue, dbeta = launch(
-        solve_kernel,
+    dy, dvalue, dbeta = launch(
+        inverse_gradients_kernel,
         (value, beta, inverse, dwritten, *call.spans),
         [
             Shape(tokens, dwritten.dtype),
@@ -132,14 +132,14 @@ def solve(
         num_stages=config.output_stages,
         constants={"spec": spec, "BLOCK_V": config.output_block_v},
     )
-    return over_groups(dvalue, value), solved, dbeta
+    return over_groups(dvalue, value), dy, dbeta
 
 
-def keys(
-    call: Call,
+def key_gradients(
+    call: RecurrenceCall,
     beta: jax.Array,
     cotangent: jax.Array,
-    solved: jax.Array,
+    dy: jax.Array,
     states: tuple[jax.Array, jax.Array],
     *,
     gates: Any,
@@ -150,14 +150,14 @@ def keys(
         call: What the stages share, with what tokens write in place of their values.
         beta: [B, T, H].
         cotangent: [B, T, H, V] of the output.
-        solved: dy of `solve`.
+        dy: [B, T, H, V] from `inverse_gradients`.
         states: [B, H, CHUNKS, K, V], those before the chunks, and the gradients of those after them.
         gates: Dtype of the gradient of the gates; None if it is not wanted.
 
     Returns:
         [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, [B, T, H, WIDTH] of the log gates, and [B, T, H].
     """
-    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import keys_kernel
+    from ejkernel_triton.linear_recurrence.delta_gradients_kernels import delta_key_gradients_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     tiles = -(-spec.K // config.gradient_block_k)
@@ -165,8 +165,8 @@ def keys(
     whole = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
     gate_shape = (batch,) if gates is None else tokens if spec.WIDTH > 1 else numbers
     dquery, dkey, dgates, dbeta = launch(
-        keys_kernel,
-        (call.query, call.key, call.value, call.gates, beta, cotangent, solved, *states, *call.spans),
+        delta_key_gradients_kernel,
+        (call.query, call.key, call.value, call.gates, beta, cotangent, dy, *states, *call.spans),
         [
             *(Shape(tokens, dtype) for dtype in whole),
             Shape(gate_shape, jnp.float32 if gates is None else gates),

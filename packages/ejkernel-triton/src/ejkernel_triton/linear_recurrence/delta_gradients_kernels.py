@@ -6,19 +6,19 @@ A token reads twice: o_i with its query, and what the state answers to its key w
 the gradients of a query and those of a key. With A the scores, S the state before a chunk and dS the gradient of the
 one after it:
 
-    do        -> A^T do                          local_kernel      all chunks at the same time
-    dS        <- dS, q, do, W, k, A^T do         walk_kernel       from the last chunk to the first; makes dx
+    intra_chunk_kernel           all chunks at the same time        do -> A^T do
+    state_gradients_kernel       from the last chunk to the first   dS, q, do, W, k, A^T do -> dx, dS
                  dx = A^T do + (k exp2(G_T - G)) dS
                  dS = exp2(G_T) dS + scale (q exp2(G))^T do - W^T dx
-    dx        -> dy = (I + L)^-T dx, dv = beta dy    solve_kernel      all chunks at the same time
-    dy, do, x -> dq, dk, dG, dbeta               keys_kernel       likewise; a program has BLOCK_K key channels
+    inverse_gradients_kernel     all chunks at the same time        dx -> dy = (I + L)^-T dx, dv = beta dy
+    delta_key_gradients_kernel   all chunks, BLOCK_K key channels   dy, do, x -> dq, dk, dG, dbeta
                  r_i    = -(exp2(G_i) S dy_i + sum_{j < i} w_ij <dy_i, x_j> k_j)     k_i as a query, without beta
                  dk_i   = beta_i r_i + (its part as a key of both reads)
                  dbeta  = <dy, v> + <r, k>
                  dG_t   = q_t dq_t + k_t beta_t r_t - k_t (its part as a key)
 
-No gradient is divided by beta, which may be 0. Nothing is added up in memory: programs that have a part each write
-their parts, which are added in a fixed order.
+No gradient is divided by beta, which may be 0. No atomic additions: programs that each have a part of a gradient store
+their parts, which are added in a fixed order, so every run gives the same bits.
 """
 
 import triton
@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.gradients_kernels import (
-    STRONG,
+    NO_GRADIENT_BELOW,
     channel_gradients,
     store_tokens,
     through_states,
@@ -52,16 +52,16 @@ from ejkernel_triton.linear_recurrence.tile import (
 
 
 @triton.jit
-def local_kernel(
+def intra_chunk_kernel(
     query,
     key,
     gates,
     scores,
     cotangent,
     bounds,
-    firsts,
-    owners,
-    local,
+    first_chunks,
+    chunk_sequences,
+    intra_chunk,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -74,7 +74,7 @@ def local_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     rows = tl.arange(0, C)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
@@ -83,33 +83,33 @@ def local_kernel(
         pairs = tl.load(scores_at(scores, row, head, chunk, spec)).to(tl.float32)
     else:
         pairs = tl.zeros([C, C], tl.float32)
-        for k in tl.range(0, spec.K, BLOCK_K):
-            q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
-            a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
-            pairs = add_dot(pairs, q, tl.trans(a), spec)
+        for k_start in tl.range(0, spec.K, BLOCK_K):
+            q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
+            k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
+            pairs = add_dot(pairs, q, tl.trans(k), spec)
     if spec.WIDTH == 1:
         pairs *= pair_weights(tl.load(g_base + rows))
     if spec.WIDTH == 0:
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     pairs *= spec.SCALE
     o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
-    to = chunk_base(local, row, start, head, spec.T, spec.H, spec.V)
-    for v in tl.range(0, spec.V, BLOCK_V):
-        do = load_rows(o_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
-        store_rows(to, dot(tl.trans(pairs.to(do.dtype)), do, spec), start, end, v, spec.H, spec.V, spec)
+    to = chunk_base(intra_chunk, row, start, head, spec.T, spec.H, spec.V)
+    for v_start in tl.range(0, spec.V, BLOCK_V):
+        do = load_rows(o_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
+        store_rows(to, dot(tl.trans(pairs.to(do.dtype)), do, spec), start, end, v_start, spec.H, spec.V, spec)
 
 
 @triton.jit
-def walk_kernel(
+def state_gradients_kernel(
     query,
     key,
     gates,
     correction,
     cotangent,
-    local,
+    intra_chunk,
     final,
     bounds,
-    firsts,
+    first_chunks,
     dstates,
     first_gradient,
     dwritten,
@@ -118,87 +118,88 @@ def walk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Walks from the last chunk of a sequence to the first with BLOCK_V columns of the gradient of one head's state.
+    """Passes BLOCK_V columns of the gradient of one head's state from the last chunk of a sequence to the first.
 
-    A program owns all key channels, BLOCK_K of them with what pads them: dx sums over them.
+    A program holds all key channels, padded to BLOCK_K, since dx is a sum over them.
     """
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
-    v = (program % V_TILES) * BLOCK_V
+    v_start = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
     head = program % spec.H
     program = program // spec.H
     sequence = program % spec.SEQUENCES
     row = program // spec.SEQUENCES
     if spec.PER_SEQUENCE == 0:
-        first = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence)
-        last = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence + 1)
-        begin = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
+        first = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence)
+        last = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence + 1)
+        sequence_start = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
         end = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence + 1)
     else:
         first = sequence * spec.PER_SEQUENCE
         last = tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS)
-        begin = first * C
+        sequence_start = first * C
         end = first * 0 + spec.T
     rows = tl.arange(0, C)
-    place = ((tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
-    acc = load_state(final + place, 0, v, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+    final_row = tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence
+    state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
+    acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step
-        start = begin + (chunk - first) * C
-        store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v, spec)
+        start = sequence_start + (chunk - first) * C
+        store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
         k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
         w_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
         o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
-        x_base = chunk_base(local, row // per.LOCAL, start, head, spec.T, spec.H, spec.V)
+        x_base = chunk_base(intra_chunk, row // per.INTRA_CHUNK, start, head, spec.T, spec.H, spec.V)
         g_base = gates_base(gates, row, head, chunk, spec, per)
         q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
-        a = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
+        k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
         w = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
-        do = load_rows(o_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
-        dx = load_rows(x_base, start, end, v, spec.H, spec.V, BLOCK_V, spec).to(tl.float32)
+        do = load_rows(o_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
+        dx = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec).to(tl.float32)
         # With a gate a head, products are scaled by rows instead of queries and keys, which stay in shared memory.
-        since = spec.SCALE
+        decay_since = spec.SCALE
         if spec.WIDTH == 1:
             g = tl.load(g_base + rows)
             total = tl.load(g_base + (C - 1))
-            dx += tl.exp2(total - g)[:, None] * dot(a, acc.to(a.dtype), spec)
-            since = (tl.exp2(g) * spec.SCALE)[:, None]
+            dx += tl.exp2(total - g)[:, None] * dot(k, acc.to(k.dtype), spec)
+            decay_since = (tl.exp2(g) * spec.SCALE)[:, None]
             acc *= tl.exp2(total)
         elif spec.WIDTH > 1:
             g = load_gates(g_base, 0, BLOCK_K, spec)
             total = load_last_gates(g_base, 0, BLOCK_K, spec)
-            until = (a.to(tl.float32) * tl.exp2(total[None, :] - g)).to(a.dtype)
-            dx = add_dot(dx, until, acc.to(a.dtype), spec)
-            # Read again: registers have no room for gates beside the first product.
+            decayed_k = (k.to(tl.float32) * tl.exp2(total[None, :] - g)).to(k.dtype)
+            dx = add_dot(dx, decayed_k, acc.to(k.dtype), spec)
+            # Reloaded: the gates beside the first product's tiles would spill registers. step >> 30 is an opaque 0.
             g = load_gates(g_base + (step >> 30), 0, BLOCK_K, spec)
             q = (q.to(tl.float32) * tl.exp2(g)).to(q.dtype)
             acc *= tl.exp2(total)[:, None]
         else:
-            dx = add_dot(dx, a, acc.to(a.dtype), spec)
+            dx = add_dot(dx, k, acc.to(k.dtype), spec)
         low = dx.to(dwritten.dtype.element_ty)
         to = chunk_base(dwritten, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(to, low, start, end, v, spec.H, spec.V, spec)
-        acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * since).to(do.dtype), spec)
+        store_rows(to, low, start, end, v_start, spec.H, spec.V, spec)
+        acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * decay_since).to(do.dtype), spec)
         acc = add_dot(acc, tl.trans(w), -low, spec)
-    place = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
-    store_state(first_gradient + place, acc, 0, v, spec)
+    state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    store_state(first_gradient + state_offset, acc, 0, v_start, spec)
 
 
 @triton.jit
-def solve_kernel(
+def inverse_gradients_kernel(
     value,
     beta,
     inverse,
     dwritten,
     bounds,
-    firsts,
-    owners,
-    solved,
+    first_chunks,
+    chunk_sequences,
+    dy,
     dvalue,
     dbeta,
     spec: tl.constexpr,
@@ -212,43 +213,43 @@ def solve_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
     x_base = chunk_base(dwritten, row // per.DWRITTEN, start, head, spec.T, spec.H, spec.V)
-    strength = load_dt(beta, row // per.BETA, start, end, head, spec)
+    betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     t = tl.load(scores_at(inverse, row, head, chunk, spec))
     sums = tl.zeros([C], tl.float32)
-    for v in tl.range(0, spec.V, BLOCK_V):
-        dx = load_rows(x_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
-        b = load_rows(v_base, start, end, v, spec.HV, spec.V, BLOCK_V, spec)
-        dy = dot(tl.trans(t.to(dx.dtype)), dx, spec)
-        sums += tl.sum(dy * b.to(tl.float32), 1)
-        to = chunk_base(solved, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(to, dy, start, end, v, spec.H, spec.V, spec)
+    for v_start in tl.range(0, spec.V, BLOCK_V):
+        dx = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
+        v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
+        dy_tile = dot(tl.trans(t.to(dx.dtype)), dx, spec)
+        sums += tl.sum(dy_tile * v.to(tl.float32), 1)
+        to = chunk_base(dy, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(to, dy_tile, start, end, v_start, spec.H, spec.V, spec)
         to = chunk_base(dvalue, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(to, dy * strength[:, None], start, end, v, spec.H, spec.V, spec)
+        store_rows(to, dy_tile * betas[:, None], start, end, v_start, spec.H, spec.V, spec)
     store_tokens(dbeta, sums, row, start, end, 0, 1, head, spec)
 
 
 @triton.jit
-def load_key_again(a_base, start, end, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Keys and cumulative gates of a chunk, from where they lie and no sooner than they are needed."""
-    none = level >> 5  # 0, which the compiler cannot fold
-    k = load_rows(a_base + none, start, end, column, spec.HK, spec.K, COLUMNS, spec)
-    return k.to(tl.float32), load_gates(base + none, column, COLUMNS, spec)
+def reload_key_tiles(k_base, start, end, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Loads keys and cumulative gates of a chunk once more; see `reload_tiles`."""
+    opaque_zero = level >> 5  # 0, which the compiler cannot fold
+    k = load_rows(k_base + opaque_zero, start, end, column, spec.HK, spec.K, COLUMNS, spec)
+    return k.to(tl.float32), load_gates(base + opaque_zero, column, COLUMNS, spec)
 
 
 @triton.jit
 def answer_gradients(
     dr,
     dk,
-    pairs,
+    dpairs,
     key,
-    strength,
+    betas,
     gates,
     base,
     column,
-    rows_of,
+    tile_bases,
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
@@ -256,22 +257,22 @@ def answer_gradients(
 
     `gradients_kernels.channel_gradients` for keys that read keys before them; pairs are 0 for j >= i.
     """
-    a_base, start, end = rows_of
-    apart, weak = from_middle(gates, base, column, COLUMNS, spec)
+    k_base, start, end = tile_bases
+    relative, weak = from_middle(gates, base, column, COLUMNS, spec)
     if weak:
         k = key.to(tl.float32)
-        own = pairs.to(key.dtype)
-        since, until = tl.exp2(apart), tl.exp2(-apart)
-        dr += since * dot(own, (k * until).to(key.dtype), spec)
-        dk += until * dot(tl.trans(own), (k * since * strength[:, None]).to(key.dtype), spec)
+        dscores = dpairs.to(key.dtype)
+        decay_since, decay_until = tl.exp2(relative), tl.exp2(-relative)
+        dr += decay_since * dot(dscores, (k * decay_until).to(key.dtype), spec)
+        dk += decay_until * dot(tl.trans(dscores), (k * decay_since * betas[:, None]).to(key.dtype), spec)
     else:
         LEVELS: tl.constexpr = spec.LEVELS
         for level in tl.range(0, LEVELS, num_stages=1):
-            k, g = load_key_again(a_base, start, end, base, column, level, COLUMNS, spec)
+            k, g = reload_key_tiles(k_base, start, end, base, column, level, COLUMNS, spec)
             weights = cut_weights(g, base, column, level, COLUMNS, spec)
-            own = tl.where(pairs_of(level, spec), pairs, 0.0).to(key.dtype)
-            dr += weights * dot(own, (k * weights).to(key.dtype), spec)
-            dk += weights * dot(tl.trans(own), (k * weights * strength[:, None]).to(key.dtype), spec)
+            dscores = tl.where(pairs_of(level, spec), dpairs, 0.0).to(key.dtype)
+            dr += weights * dot(dscores, (k * weights).to(key.dtype), spec)
+            dk += weights * dot(tl.trans(dscores), (k * weights * betas[:, None]).to(key.dtype), spec)
     return dr, dk
 
 
@@ -282,7 +283,7 @@ def read_gradients(
     s_base,
     start,
     end,
-    k,
+    k_start,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     spec: tl.constexpr,
@@ -290,30 +291,30 @@ def read_gradients(
     """<c_i, x_j> [CHUNK, CHUNK] of cotangents c and writes x, and S c_i [CHUNK, BLOCK_K]."""
     C: tl.constexpr = spec.CHUNK
     pairs = tl.zeros([C, C], tl.float32)
-    through = tl.zeros([C, BLOCK_K], tl.float32)
-    for v in tl.range(0, spec.V, BLOCK_V):
-        c = load_rows(c_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
-        x = load_rows(x_base, start, end, v, spec.H, spec.V, BLOCK_V, spec)
-        s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
+    through_state = tl.zeros([C, BLOCK_K], tl.float32)
+    for v_start in tl.range(0, spec.V, BLOCK_V):
+        c = load_rows(c_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
+        x = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
+        s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
         pairs = add_dot(pairs, c, tl.trans(x), spec)
-        through = add_dot(through, c.to(s.dtype), tl.trans(s), spec)
-    return pairs, through
+        through_state = add_dot(through_state, c.to(s.dtype), tl.trans(s), spec)
+    return pairs, through_state
 
 
 @triton.jit
-def keys_kernel(
+def delta_key_gradients_kernel(
     query,
     key,
     written,
     gates,
     beta,
     cotangent,
-    solved,
+    dy,
     states,
     dstates,
     bounds,
-    firsts,
-    owners,
+    first_chunks,
+    chunk_sequences,
     dquery,
     dkey,
     dgates,
@@ -329,62 +330,62 @@ def keys_kernel(
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     tile = program % K_TILES
-    k = tile * BLOCK_K
+    k_start = tile * BLOCK_K
     program = program // K_TILES
     head = program % spec.H
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     rows = tl.arange(0, C)
     x_base = chunk_base(written, row // per.WRITTEN, start, head, spec.T, spec.H, spec.V)
     o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
-    y_base = chunk_base(solved, row // per.SOLVED, start, head, spec.T, spec.H, spec.V)
+    y_base = chunk_base(dy, row // per.DY, start, head, spec.T, spec.H, spec.V)
     s_base = state_base(states, row, head, chunk, spec)
     d_base = state_base(dstates, row, head, chunk, spec)
     g_base = gates_base(gates, row, head, chunk, spec, per)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
-    a_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
-    strength = load_dt(beta, row // per.BETA, start, end, head, spec)
+    k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+    betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     values = (x_base, s_base, d_base, start, end)
-    before = rows[:, None] > rows[None, :]
+    strictly_earlier = rows[:, None] > rows[None, :]
 
-    # Queries first, then keys as queries, then keys: registers have no room for all of it.
-    pairs, dq = read_gradients(o_base, x_base, s_base, start, end, k, BLOCK_K, BLOCK_V, spec)
-    q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
-    a = load_rows(a_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+    # Order by register pressure: queries first, then keys read as queries, then keys; each is stored before the next.
+    pairs, dq = read_gradients(o_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
+    q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
+    k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
     dq *= spec.SCALE
     pairs *= spec.SCALE
     to_q = chunk_base(dquery, row, start, head, spec.T, spec.H, spec.K)
     to_k = chunk_base(dkey, row, start, head, spec.T, spec.H, spec.K)
     if spec.WIDTH > 1:
-        dk, kept = through_states(values, k, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
-        g = load_gates(g_base, k, BLOCK_K, spec)
-        last = load_last_gates(g_base, k, BLOCK_K, spec)
+        dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
+        g = load_gates(g_base, k_start, BLOCK_K, spec)
+        last = load_last_gates(g_base, k_start, BLOCK_K, spec)
         dq *= tl.exp2(g)
         dk *= tl.exp2(last[None, :] - g)
-        kept = kept * tl.exp2(last) + tl.sum(dk * a.to(tl.float32), 0)
+        state_product = state_product * tl.exp2(last) + tl.sum(dk * k.to(tl.float32), 0)
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
-        dq, dk = channel_gradients(dq, dk, pairs, q, a, g, g_base, k, (q_base, a_base, start, end), BLOCK_K, spec)
-        store_rows(to_q, dq, start, end, k, spec.H, spec.K, spec)
-        change = dq * q.to(tl.float32)
-        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k, BLOCK_K, BLOCK_V, spec)
+        dq, dk = channel_gradients(dq, dk, pairs, q, k, g, g_base, k_start, (q_base, k_base, start, end), BLOCK_K, spec)
+        store_rows(to_q, dq, start, end, k_start, spec.H, spec.K, spec)
+        dgate = dq * q.to(tl.float32)
+        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
         dr *= -tl.exp2(g)
-        pairs = tl.where(before, -pairs, 0.0)
-        dr, dk = answer_gradients(dr, dk, pairs, a, strength, g, g_base, k, (a_base, start, end), BLOCK_K, spec)
-        store_tokens(dbeta, tl.sum(dr * a.to(tl.float32), 1), row, start, end, tile, K_TILES, head, spec)
-        dr *= strength[:, None]
-        store_rows(to_k, dk + dr, start, end, k, spec.H, spec.K, spec)
+        pairs = tl.where(strictly_earlier, -pairs, 0.0)
+        dr, dk = answer_gradients(dr, dk, pairs, k, betas, g, g_base, k_start, (k_base, start, end), BLOCK_K, spec)
+        store_tokens(dbeta, tl.sum(dr * k.to(tl.float32), 1), row, start, end, tile, K_TILES, head, spec)
+        dr *= betas[:, None]
+        store_rows(to_k, dk + dr, start, end, k_start, spec.H, spec.K, spec)
         if GATES:
-            change += (dr - dk) * a.to(tl.float32)
-            # From each token to the chunk's end: all but what is before it.
-            change = (tl.sum(change, 0) + kept)[None, :] - (tl.cumsum(change, 0) - change)
-            columns = k + tl.arange(0, BLOCK_K)
+            dgate += (dr - dk) * k.to(tl.float32)
+            # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
+            dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
+            columns = k_start + tl.arange(0, BLOCK_K)
             valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
-            earlier = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
-            change = tl.where(g - earlier < STRONG, 0.0, change)
+            previous = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
+            dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)
             to = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
-            store_rows(to, change, start, end, k, spec.H, spec.K, spec)
+            store_rows(to, dgate, start, end, k_start, spec.H, spec.K, spec)
     else:
         if spec.WIDTH == 1:
             g = tl.load(g_base + rows)
@@ -393,32 +394,32 @@ def keys_kernel(
         else:
             pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
         read = pairs.to(q.dtype)
-        dq = add_dot(dq, read, a, spec)
-        store_rows(to_q, dq, start, end, k, spec.H, spec.K, spec)
-        change = tl.sum(dq * q.to(tl.float32), 1)
-        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k, BLOCK_K, BLOCK_V, spec)
+        dq = add_dot(dq, read, k, spec)
+        store_rows(to_q, dq, start, end, k_start, spec.H, spec.K, spec)
+        dgate = tl.sum(dq * q.to(tl.float32), 1)
+        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
         if spec.WIDTH == 1:
             dr *= tl.exp2(g)[:, None]
             pairs *= pair_weights(g)
-        pairs = tl.where(before, pairs, 0.0)
-        dr = add_dot(dr, pairs.to(a.dtype), a, spec)
-        along = -tl.sum(dr * a.to(tl.float32), 1)
+        pairs = tl.where(strictly_earlier, pairs, 0.0)
+        dr = add_dot(dr, pairs.to(k.dtype), k, spec)
+        along = -tl.sum(dr * k.to(tl.float32), 1)
         store_tokens(dbeta, along, row, start, end, tile, K_TILES, head, spec)
-        change += along * strength
-        answered = (pairs * -strength[:, None]).to(a.dtype)
-        dk, kept = through_states(values, k, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
+        dgate += along * betas
+        answered = (pairs * -betas[:, None]).to(k.dtype)
+        dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
         if spec.WIDTH == 1:
             last = tl.load(g_base + (C - 1))
             dk *= tl.exp2(last - g)[:, None]
-            kept *= tl.exp2(last)
+            state_product *= tl.exp2(last)
         if GATES:
-            kept_sum = tl.sum(kept, 0) + tl.sum(tl.sum(dk * a.to(tl.float32), 1), 0)
+            last_dgate = tl.sum(state_product, 0) + tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0)
         dk = add_dot(dk, tl.trans(read), q, spec)
-        dk = add_dot(dk, tl.trans(answered), a, spec)
-        store_rows(to_k, dk - dr * strength[:, None], start, end, k, spec.H, spec.K, spec)
+        dk = add_dot(dk, tl.trans(answered), k, spec)
+        store_rows(to_k, dk - dr * betas[:, None], start, end, k_start, spec.H, spec.K, spec)
         if GATES:
-            change -= tl.sum(dk * a.to(tl.float32), 1)
-            change = tl.sum(change, 0) + kept_sum - (tl.cumsum(change, 0) - change)
-            earlier = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
-            change = tl.where(g - earlier < STRONG, 0.0, change)
-            store_tokens(dgates, change, row, start, end, tile, K_TILES, head, spec)
+            dgate -= tl.sum(dk * k.to(tl.float32), 1)
+            dgate = tl.sum(dgate, 0) + last_dgate - (tl.cumsum(dgate, 0) - dgate)
+            previous = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
+            dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)
+            store_tokens(dgates, dgate, row, start, end, tile, K_TILES, head, spec)

@@ -34,8 +34,8 @@ from ejkernel_triton.linear_recurrence.tile import (
     store_rows,
 )
 
-SIDE = tl.constexpr(16)
-"""Rows of a diagonal block: those that are solved one after the other."""
+DIAGONAL = tl.constexpr(16)
+"""Rows of a diagonal block, which are substituted one after the other: the least that an MMA takes for the rest."""
 
 
 @triton.jit
@@ -46,19 +46,22 @@ def diagonal_inverses(lower, spec: tl.constexpr):
     matrix in it, which grow beyond all digits where keys repeat.
     """
     C: tl.constexpr = spec.CHUNK
-    BLOCKS: tl.constexpr = C // SIDE
+    BLOCKS: tl.constexpr = C // DIAGONAL
     rows = tl.arange(0, C)
-    own = (rows // SIDE)[:, None] == (rows // SIDE)[None, :]
-    blocks = tl.sum(tl.reshape(tl.where(own, lower, 0.0), [BLOCKS, SIDE, BLOCKS, SIDE]), 2)
-    side = tl.arange(0, SIDE)
-    made = tl.zeros([BLOCKS, SIDE, SIDE], tl.float32) + (side[:, None] == side[None, :]).to(tl.float32)[None, :, :]
-    for n in tl.range(1, SIDE):
-        at = (side == n)[None, :, None]
+    same_block = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
+    blocks = tl.sum(tl.reshape(tl.where(same_block, lower, 0.0), [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), 2)
+    position = tl.arange(0, DIAGONAL)
+    inverse = (
+        tl.zeros([BLOCKS, DIAGONAL, DIAGONAL], tl.float32)
+        + (position[:, None] == position[None, :]).to(tl.float32)[None, :, :]
+    )
+    for n in tl.range(1, DIAGONAL):
+        at = (position == n)[None, :, None]
         row = tl.sum(tl.where(at, blocks, 0.0), 1)
-        change = tl.sum(row[:, :, None] * made, 1)
-        made = tl.where(at, made - change[:, None, :], made)
-    whole = tl.reshape(tl.broadcast_to(made[:, :, None, :], [BLOCKS, SIDE, BLOCKS, SIDE]), [C, C])
-    return tl.where(own, whole, 0.0)
+        change = tl.sum(row[:, :, None] * inverse, 1)
+        inverse = tl.where(at, inverse - change[:, None, :], inverse)
+    whole = tl.reshape(tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), [C, C])
+    return tl.where(same_block, whole, 0.0)
 
 
 @triton.jit
@@ -69,18 +72,18 @@ def unit_inverse(lower, spec: tl.constexpr):
     beyond the number of blocks, so (I + X)^-1 = (I - X)(I + X^2)(I + X^4), of which a chunk of 64 needs two factors.
     """
     C: tl.constexpr = spec.CHUNK
-    made = diagonal_inverses(lower, spec)
-    if C > SIDE:
+    inverse = diagonal_inverses(lower, spec)
+    if C > DIAGONAL:
         rows = tl.arange(0, C)
-        below = tl.where((rows // SIDE)[:, None] > (rows // SIDE)[None, :], lower, 0.0)
-        power = dot(made, below, spec)
-        if C > 2 * SIDE:
+        below = tl.where((rows // DIAGONAL)[:, None] > (rows // DIAGONAL)[None, :], lower, 0.0)
+        power = dot(inverse, below, spec)
+        if C > 2 * DIAGONAL:
             square = dot(power, power, spec)
-            if C > 4 * SIDE:
-                made += dot(dot(square, square, spec), made, spec)
-            made += dot(square, made, spec)
-        made -= dot(power, made, spec)
-    return made
+            if C > 4 * DIAGONAL:
+                inverse += dot(dot(square, square, spec), inverse, spec)
+            inverse += dot(square, inverse, spec)
+        inverse -= dot(power, inverse, spec)
+    return inverse
 
 
 @triton.jit
@@ -90,8 +93,8 @@ def corrections_kernel(
     gates,
     beta,
     bounds,
-    firsts,
-    owners,
+    first_chunks,
+    chunk_sequences,
     written,
     correction,
     inverse,
@@ -108,38 +111,40 @@ def corrections_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     rows = tl.arange(0, C)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
     g_base = gates_base(gates, row, head, chunk, spec, per)
-    strength = load_dt(beta, row // per.BETA, start, end, head, spec)
+    betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     pairs = tl.zeros([C, C], tl.float32)
-    for k in tl.range(0, spec.K, BLOCK_K):
-        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+    for k_start in tl.range(0, spec.K, BLOCK_K):
+        k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
         if spec.WIDTH > 1:
-            pairs = channel_scores(pairs, a, a, load_gates(g_base, k, BLOCK_K, spec), g_base, k, BLOCK_K, spec)
+            pairs = channel_scores(
+                pairs, k, k, load_gates(g_base, k_start, BLOCK_K, spec), g_base, k_start, BLOCK_K, spec
+            )
         else:
-            pairs = add_dot(pairs, a, tl.trans(a), spec)
+            pairs = add_dot(pairs, k, tl.trans(k), spec)
     g = 0.0
     if spec.WIDTH == 1:
         g = tl.load(g_base + rows)
         pairs *= pair_weights(g)
-    lower = tl.where(rows[:, None] > rows[None, :], pairs * strength[:, None], 0.0)
-    made = unit_inverse(lower, spec)
+    lower = tl.where(rows[:, None] > rows[None, :], pairs * betas[:, None], 0.0)
+    unit_inverted = unit_inverse(lower, spec)
     if KEEP:
-        tl.store(scores_at(inverse, row, head, chunk, spec), made.to(inverse.dtype.element_ty))
-    solved = made * strength[None, :]
-    for v in tl.range(0, spec.V, BLOCK_V):
-        b = load_rows(v_base, start, end, v, spec.HV, spec.V, BLOCK_V, spec)
+        tl.store(scores_at(inverse, row, head, chunk, spec), unit_inverted.to(inverse.dtype.element_ty))
+    ut = unit_inverted * betas[None, :]
+    for v_start in tl.range(0, spec.V, BLOCK_V):
+        v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
         to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(to, dot(solved.to(b.dtype), b, spec), start, end, v, spec.H, spec.V, spec)
-    since = solved
+        store_rows(to, dot(ut.to(v.dtype), v, spec), start, end, v_start, spec.H, spec.V, spec)
+    decayed_ut = ut
     if spec.WIDTH == 1:
-        since = solved * tl.exp2(g)[None, :]
-    for k in tl.range(0, spec.K, BLOCK_K):
-        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
+        decayed_ut = ut * tl.exp2(g)[None, :]
+    for k_start in tl.range(0, spec.K, BLOCK_K):
+        k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
         if spec.WIDTH > 1:
-            a = (a.to(tl.float32) * tl.exp2(load_gates(g_base, k, BLOCK_K, spec))).to(a.dtype)
+            k = (k.to(tl.float32) * tl.exp2(load_gates(g_base, k_start, BLOCK_K, spec))).to(k.dtype)
         to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
-        store_rows(to, dot(since.to(a.dtype), a, spec), start, end, k, spec.H, spec.K, spec)
+        store_rows(to, dot(decayed_ut.to(k.dtype), k, spec), start, end, k_start, spec.H, spec.K, spec)

@@ -10,16 +10,16 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning import packing
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, canonical, state_dtype
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, canonical, state_dtype
 
 
-class Pocket(NamedTuple):
-    """What the backward pass need not make again; what is None it makes.
+class RecurrencePocket(NamedTuple):
+    """What the backward pass need not compute again. It computes what is None.
 
     Attributes:
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
-        scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels.
-        states: [B, H, CHUNKS, K, V], those before the chunks.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], scores of pairs of tokens with gates of channels.
+        states: [B, H, CHUNKS, K, V], the states before the chunks.
     """
 
     gates: jax.Array | None
@@ -27,7 +27,9 @@ class Pocket(NamedTuple):
     states: jax.Array | None
 
 
-def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()], Pocket]:
+def forward(
+    record: LinearRecurrence, config: ChunkPasses
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()], RecurrencePocket]:
     """Output and final states of a record.
 
     Args:
@@ -44,15 +46,15 @@ def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Ar
     states, final = boundaries(record, call)
     output = stages.make_outputs(call, states)
     if record.cu_seqlens is not None:
-        owned = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
-        output = jnp.where(owned[None, :, None, None], output, 0)
+        in_sequence = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
+        output = jnp.where(in_sequence[None, :, None, None], output, 0)
     if config.backward_chunk != config.chunk:
-        return (output.astype(dtype), final), (), Pocket(None, None, None)
+        return (output.astype(dtype), final), (), RecurrencePocket(None, None, None)
     kept = states if config.keep_states else None
-    return (output.astype(dtype), final), (), Pocket(call.gates, call.scores, kept)
+    return (output.astype(dtype), final), (), RecurrencePocket(call.gates, call.scores, kept)
 
 
-def boundaries(record: LinearRecurrence, call: Call) -> tuple[jax.Array, jax.Array]:
+def boundaries(record: LinearRecurrence, call: RecurrenceCall) -> tuple[jax.Array, jax.Array]:
     """The states before all chunks, [B, H, CHUNKS, K, V], and the final ones, as the record has them."""
     initial = initial_states(record)
     if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
@@ -69,7 +71,7 @@ def initial_states(record: LinearRecurrence) -> jax.Array | None:
 
 
 def segment_starts(
-    call: Call, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
+    call: RecurrenceCall, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
 ) -> jax.Array:
     """Where the walks through the segments of a row begin, [B, SEQUENCES, H, K, V] float32.
 
@@ -78,8 +80,8 @@ def segment_starts(
 
     Args:
         call: What the stages share.
-        left: As of `stages.pass_states`.
-        right: Likewise.
+        left: [B, T, heads, K] keys or queries, as `stages.pass_states` takes them.
+        right: [B, T, heads, V] values or the output's cotangent, as `stages.pass_states` takes them.
         initial: [B, 1, H, K, V], where the first walk begins; None is zeros.
         reverse: Whether to walk from the last chunk to the first.
     """

@@ -36,8 +36,8 @@ def scores_kernel(
     key,
     gates,
     bounds,
-    firsts,
-    owners,
+    first_chunks,
+    chunk_sequences,
     scores,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -50,17 +50,17 @@ def scores_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     g_base = gates_base(gates, row, head, chunk, spec, per)
-    made = tl.zeros([C, C], tl.float32)
-    for k in tl.range(0, spec.K, BLOCK_K):
-        q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec)
-        a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec)
-        g = load_gates(g_base, k, BLOCK_K, spec)
-        made = channel_scores(made, q, a, g, g_base, k, BLOCK_K, spec)
-    tl.store(scores_at(scores, row, head, chunk, spec), made.to(scores.dtype.element_ty))
+    acc = tl.zeros([C, C], tl.float32)
+    for k_start in tl.range(0, spec.K, BLOCK_K):
+        q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
+        k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
+        g = load_gates(g_base, k_start, BLOCK_K, spec)
+        acc = channel_scores(acc, q, k, g, g_base, k_start, BLOCK_K, spec)
+    tl.store(scores_at(scores, row, head, chunk, spec), acc.to(scores.dtype.element_ty))
 
 
 @triton.jit
@@ -74,8 +74,8 @@ def outputs_kernel(
     skip,
     states,
     bounds,
-    firsts,
-    owners,
+    first_chunks,
+    chunk_sequences,
     output,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -88,7 +88,7 @@ def outputs_kernel(
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = spec.CHUNK // BLOCK_T
     program = tl.program_id(0)
-    v = (program % V_TILES) * BLOCK_V
+    v_start = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
     # Blocks of a chunk and heads run next to each other: what they share they find in L2.
     block = program % BLOCKS
@@ -97,7 +97,7 @@ def outputs_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    first, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    first, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     start = first + block * BLOCK_T
     rows = tl.arange(0, BLOCK_T)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
@@ -108,14 +108,16 @@ def outputs_kernel(
     g_base = gates_base(gates, row, head, chunk, spec, per)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-    for k in tl.range(0, spec.K, BLOCK_K):
-        q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
-        s = load_state(s_base, k, v, BLOCK_K, BLOCK_V, spec)
+    for k_start in tl.range(0, spec.K, BLOCK_K):
+        q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
+        s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
         if spec.WIDTH > 1:
-            acc = add_dot(acc, (q.to(tl.float32) * tl.exp2(load_gates(g_base, k, BLOCK_K, spec))).to(s.dtype), s, spec)
+            acc = add_dot(
+                acc, (q.to(tl.float32) * tl.exp2(load_gates(g_base, k_start, BLOCK_K, spec))).to(s.dtype), s, spec
+            )
         else:
-            a = load_rows(k_base, start, end, k, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
-            pairs = add_dot(pairs, q, tl.trans(a), spec)
+            k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
+            pairs = add_dot(pairs, q, tl.trans(k), spec)
             acc = add_dot(acc, q.to(s.dtype), s, spec)
     g = 0.0
     if spec.WIDTH > 1:
@@ -128,35 +130,37 @@ def outputs_kernel(
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     if spec.DT:
         pairs = pairs.to(tl.float32) * load_dt(dt, row // per.DT, start, end, head, spec, BLOCK_T)[None, :]
-    b = load_rows(v_base, start, end, v, VALUE_HEADS, spec.V, BLOCK_V, spec, BLOCK_T)
-    acc = add_dot(acc, pairs.to(b.dtype), b, spec)
+    v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec, BLOCK_T)
+    acc = add_dot(acc, pairs.to(v.dtype), v, spec)
     if BLOCKS > 1:
-        for back in tl.range(0, block):
+        for earlier_block in tl.range(0, block):
             # Tokens of an earlier block of the chunk: all pairs count.
-            behind = (block - back) * BLOCK_T
-            k_earlier = k_base - behind * (spec.HK * spec.K)
+            distance = (block - earlier_block) * BLOCK_T
+            k_earlier = k_base - distance * (spec.HK * spec.K)
             pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-            for k in tl.range(0, spec.K, BLOCK_K):
-                q = load_rows(q_base, start, end, k, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
-                a = load_rows(k_earlier, start - behind, end, k, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
-                pairs = add_dot(pairs, q, tl.trans(a), spec)
+            for k_start in tl.range(0, spec.K, BLOCK_K):
+                q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
+                k = load_rows(k_earlier, start - distance, end, k_start, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
+                pairs = add_dot(pairs, q, tl.trans(k), spec)
             if spec.WIDTH == 1:
-                pairs *= tl.exp2(g[:, None] - tl.load(g_base + back * BLOCK_T + rows)[None, :])
+                pairs *= tl.exp2(g[:, None] - tl.load(g_base + earlier_block * BLOCK_T + rows)[None, :])
             if spec.DT:
-                pairs *= load_dt(dt, row // per.DT, start - behind, end, head, spec, BLOCK_T)[None, :]
-            c = load_rows(
-                v_base - behind * (VALUE_HEADS * spec.V),
-                start - behind,
+                pairs *= load_dt(dt, row // per.DT, start - distance, end, head, spec, BLOCK_T)[None, :]
+            v_earlier = load_rows(
+                v_base - distance * (VALUE_HEADS * spec.V),
+                start - distance,
                 end,
-                v,
+                v_start,
                 VALUE_HEADS,
                 spec.V,
                 BLOCK_V,
                 spec,
                 BLOCK_T,
             )
-            acc = add_dot(acc, pairs.to(c.dtype), c, spec)
+            acc = add_dot(acc, pairs.to(v_earlier.dtype), v_earlier, spec)
     acc *= spec.SCALE
     if spec.SKIP:
-        acc += b.to(tl.float32) * tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
-    store_rows(chunk_base(output, row, start, head, spec.T, spec.H, spec.V), acc, start, end, v, spec.H, spec.V, spec)
+        acc += v.to(tl.float32) * tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
+    store_rows(
+        chunk_base(output, row, start, head, spec.T, spec.H, spec.V), acc, start, end, v_start, spec.H, spec.V, spec
+    )

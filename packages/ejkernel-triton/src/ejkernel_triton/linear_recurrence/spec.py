@@ -10,7 +10,7 @@ from jax import lax
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.linear_recurrence.config import LEAST, ChunkPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class RecurrenceSpec:
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
-        STEEP: Powers of two on either side of a chunk's middle up to which its pairs with gates of channels are one
-            product: those that the dtype has, and that leave digits to what is multiplied with them.
-        WHOLE: Whether every token of every chunk is one of its sequence.
-        PRECISION: Of products of float32.
+        MAX_EXPONENT: Powers of two on either side of a chunk's middle up to which its pairs with gates of channels are
+            one product: those that the dtype has, and that leave digits to what is multiplied with them.
+        FULL_CHUNKS: Whether every token of every chunk is one of its sequence.
+        PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
@@ -58,8 +58,8 @@ class RecurrenceSpec:
     DT: bool
     SKIP: bool
     SCALE: float
-    STEEP: float
-    WHOLE: bool
+    MAX_EXPONENT: float
+    FULL_CHUNKS: bool
     PRECISION: str
     WIDEN: bool
 
@@ -69,13 +69,13 @@ class Spans(NamedTuple):
 
     Attributes:
         bounds: int32 [1, N + 2], cumulative lengths, the last twice.
-        firsts: int32 [1, N + 1], chunks before each sequence, and all chunks.
-        owners: int32 [1, CHUNKS], the sequence of each chunk; N for those behind the last.
+        first_chunks: int32 [1, N + 1], chunks before each sequence, and all chunks.
+        chunk_sequences: int32 [1, CHUNKS], the sequence of each chunk; N for those behind the last.
     """
 
     bounds: jax.Array | None
-    firsts: jax.Array | None
-    owners: jax.Array | None
+    first_chunks: jax.Array | None
+    chunk_sequences: jax.Array | None
 
 
 def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> RecurrenceSpec:
@@ -87,7 +87,7 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         splits: Segments that a row which is not packed is split into, each walked by programs of its own.
     """
     tokens, packed = record.query.shape[1], record.cu_seqlens is not None
-    chunk = max(LEAST, 1 << (chunk.bit_length() - 1))
+    chunk = max(MIN_TILE, 1 << (chunk.bit_length() - 1))
     chunks = -(-tokens // chunk)
     sequences = max(1, min(splits, chunks))
     per_sequence = -(-chunks // sequences)
@@ -112,23 +112,23 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
-        STEEP=8.0 if record.query.dtype == jnp.float16 else 40.0,
-        WHOLE=not packed and tokens % chunk == 0,
+        MAX_EXPONENT=8.0 if record.query.dtype == jnp.float16 else 40.0,
+        FULL_CHUNKS=not packed and tokens % chunk == 0,
         PRECISION=_precision(record),
         WIDEN=interpreting(),
     )
 
 
 def make_spans(record: LinearRecurrence, spec: RecurrenceSpec) -> Spans:
-    """Where the chunks of packed sequences lie: each sequence is cut from its own first token on."""
+    """Where the chunks of packed sequences lie: each sequence is cut into chunks from its first token on."""
     if record.cu_seqlens is None:
         return Spans(None, None, None)
     bounds = record.cu_seqlens.astype(jnp.int32)
     counts = -(-jnp.diff(bounds) // spec.CHUNK)
-    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
-    owners = jnp.searchsorted(firsts[1:], chunk, side="right", method="compare_all").astype(jnp.int32)
-    return Spans(jnp.append(bounds, bounds[-1])[None], firsts[None], owners[None])
+    chunk_sequences = jnp.searchsorted(first_chunks[1:], chunk, side="right", method="compare_all").astype(jnp.int32)
+    return Spans(jnp.append(bounds, bounds[-1])[None], first_chunks[None], chunk_sequences[None])
 
 
 def state_dtype(record: LinearRecurrence) -> Any:
@@ -152,7 +152,7 @@ def _precision(record: LinearRecurrence) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class RecurrenceCall:
     """What the stages of one call share. B rows; the letters are those of `RecurrenceSpec`.
 
     Attributes:
@@ -165,7 +165,7 @@ class Call:
         scores: [B, H, CHUNKS * CHUNK, CHUNK], from `stages.channel_scores`; None without gates of channels.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.
-        spans: Of packed sequences.
+        spans: Where the chunks of packed sequences lie.
     """
 
     spec: RecurrenceSpec

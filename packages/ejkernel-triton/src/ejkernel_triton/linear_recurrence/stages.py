@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.spec import Call, RecurrenceSpec, Spans, make_spans, make_spec
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, Spans, make_spans, make_spec
 
 GATE_COLUMNS = 64
 """Gates of a token that a program sums up."""
 
-MOST_SHARED = 8
+MAX_SHARED_HEADS = 8
 """Heads that share queries, keys or values and whose gradients one program adds up."""
 
 
@@ -23,19 +23,19 @@ def make_call(
     chunk: int,
     gates: jax.Array | None = None,
     scores: jax.Array | None = None,
-) -> Call:
+) -> RecurrenceCall:
     """The call of a record.
 
     Args:
         record: The canonical arguments.
         config: Chunks and tiles.
         chunk: Tokens a chunk, which of the two lengths.
-        gates: Cumulative gates, where they were made before.
-        scores: Those of pairs of tokens, likewise.
+        gates: Cumulative gates, where the forward pass kept them.
+        scores: Scores of pairs of tokens with gates of channels, where the forward pass kept them.
     """
     spec = make_spec(record, chunk, config.splits)
     spans = make_spans(record, spec)
-    return Call(
+    return RecurrenceCall(
         spec=spec,
         config=config,
         query=record.query,
@@ -55,11 +55,10 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans
     Args:
         decay: [B|1, T|1, H, WIDTH], or None.
         spec: Constants.
-        spans: Of packed sequences.
+        spans: Where the chunks of packed sequences lie.
 
     Returns:
-        [B|1, H, CHUNKS * CHUNK, WIDTH] float32, where places behind a chunk's last token repeat its sum; None without
-        gates.
+        [B|1, H, CHUNKS * CHUNK, WIDTH] float32; rows behind a chunk's last token repeat its sum. None without gates.
     """
     from ejkernel_triton.linear_recurrence.states_kernels import gates_kernel
 
@@ -81,7 +80,7 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans
 
 
 def pass_states(
-    call: Call,
+    call: RecurrenceCall,
     left: jax.Array,
     right: jax.Array,
     initial: jax.Array | None,
@@ -93,17 +92,17 @@ def pass_states(
     """The states between chunks, or their gradients.
 
     Forwards, S = exp2(G_T) S + sum_j (exp2(G_T - G_j) dt_j left_j) right_j^T from chunk to chunk. In reverse,
-    S = exp2(G_T) S + scale sum_i (exp2(G_i) left_i) right_i^T, without dt. What is written of each chunk is the state
-    that the walk comes to it with: the one before it, or the gradient of the one after it.
+    S = exp2(G_T) S + scale sum_i (exp2(G_i) left_i) right_i^T, without dt. The state is stored as a program arrives at
+    a chunk: forwards the state before it, in reverse the gradient of the state after it.
 
     Args:
         call: What the stages share.
         left: [B, T, heads, K] keys, or queries.
         right: [B, T, heads, V] values, or the output's cotangent.
         initial: [B, SEQUENCES, H, K, V], where each walk begins; None is zeros.
-        dtype: Of the states that are written; None writes none.
-        correction: w, [B, T, H, K]: right_j - S^T w_j takes the place of right_j, with S the state before the chunk,
-            and is written too. A program then owns all key channels.
+        dtype: Dtype of the states that are stored; None stores none.
+        correction: w, [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is
+            stored too. A program then holds all key channels, since S^T w_j is a sum over them.
         reverse: Whether to walk from the last chunk to the first.
 
     Returns:
@@ -120,7 +119,7 @@ def pass_states(
     written = (batch, spec.T, spec.H, spec.V) if correction is not None else (batch,)
     made = launch(
         states_kernel,
-        (left, right, call.gates, call.dt, initial, correction, call.spans.bounds, call.spans.firsts),
+        (left, right, call.gates, call.dt, initial, correction, call.spans.bounds, call.spans.first_chunks),
         [
             Shape(states, jnp.float32 if dtype is None else dtype),
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
@@ -145,7 +144,7 @@ def pass_states(
     return made[0], made[1], made[2]
 
 
-def channel_scores(call: Call) -> jax.Array | None:
+def channel_scores(call: RecurrenceCall) -> jax.Array | None:
     """What each token reads of what each token of its chunk wrote, with gates of channels.
 
     Returns:
@@ -169,7 +168,7 @@ def channel_scores(call: Call) -> jax.Array | None:
     return scores
 
 
-def make_outputs(call: Call, states: jax.Array) -> jax.Array:
+def make_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
     """Outputs [B, T, H, V] from the states before the chunks; those of no packed sequence are undefined."""
     from ejkernel_triton.linear_recurrence.outputs_kernel import outputs_kernel
 
@@ -194,7 +193,9 @@ def make_outputs(call: Call, states: jax.Array) -> jax.Array:
     return output
 
 
-def value_gradients(call: Call, cotangent: jax.Array, dstates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def value_gradients(
+    call: RecurrenceCall, cotangent: jax.Array, dstates: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of value, dt and skip.
 
     Args:
@@ -203,8 +204,8 @@ def value_gradients(call: Call, cotangent: jax.Array, dstates: jax.Array) -> tup
         dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
 
     Returns:
-        [B, T, HV, V] in the value's dtype; [B, T, H] float32 twice, of the skip for each token. Those of what is not
-        there are of no use.
+        [B, T, HV, V] in the value's dtype; [B, T, H] float32 for dt, and for the skip's gradient at each token. The
+        arrays of arguments that the record does not have are undefined.
     """
     from ejkernel_triton.linear_recurrence.gradients_kernels import value_gradients_kernel
 
@@ -236,16 +237,16 @@ def value_gradients(call: Call, cotangent: jax.Array, dstates: jax.Array) -> tup
 
 
 def key_gradients(
-    call: Call, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: Any
+    call: RecurrenceCall, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and gates.
 
     Args:
         call: What the stages share.
         cotangent: [B, T, H, V] of the output.
-        states: [B, H, CHUNKS, K, V], those before the chunks.
-        dstates: Likewise, gradients of the states after the chunks.
-        gates: Dtype of those of the gates; None if they are not wanted.
+        states: [B, H, CHUNKS, K, V], the states before the chunks.
+        dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
+        gates: Dtype of the gradients of gates; None if they are not wanted.
 
     Returns:
         [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] of the log gates, which is of no use
@@ -290,7 +291,7 @@ def key_gradients(
 def shared_heads(heads: int, fields: int) -> int:
     """How many of the heads that share one of a field's heads a program adds up: a power of two that divides them."""
     group = heads // fields
-    return min(MOST_SHARED, group & -group)
+    return min(MAX_SHARED_HEADS, group & -group)
 
 
 def _added_up(spec: RecurrenceSpec) -> int:

@@ -7,8 +7,9 @@
     states     S0          S1          S2 ...              states_kernel: a program walks along a row's chunks with
                |___________|___________|____ final state   a tile of the state in its registers
 
-A program owns a tile [BLOCK_K, BLOCK_V] of one head's state, since no element of a state needs another's: tiles are
-walked at the same time. Copies of the next chunks' keys and values are in flight while one is multiplied.
+A program keeps a tile [BLOCK_K, BLOCK_V] of one head's state in registers. No element of a state needs another's, so
+programs pass all tiles at the same time. Copies of the next chunks' keys and values are in flight while the tensor
+cores multiply this chunk's (`state_stages` pipeline stages).
 
 The backward pass walks the other way, with queries instead of keys and the output's cotangent instead of values.
 """
@@ -31,15 +32,15 @@ from ejkernel_triton.linear_recurrence.tile import (
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-WEAKEST = tl.constexpr(-58.0)
+MIN_LOG2_GATE = tl.constexpr(-58.0)
 
 
 @triton.jit
 def gates_kernel(
     decay,
     bounds,
-    firsts,
-    owners,
+    first_chunks,
+    chunk_sequences,
     cumulative,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -59,7 +60,7 @@ def gates_kernel(
     program = program // TILES
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, firsts, owners, row, chunk, spec, per)
+    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, BLOCK)
     step = 0 if T == 1 else COLUMNS
@@ -67,7 +68,7 @@ def gates_kernel(
     first += tl.cast(start, tl.int64) * step
     valid = (start + rows < end)[:, None] & (columns < COLUMNS)[None, :]
     gates = tl.load(decay + first + (rows[:, None] * step + columns[None, :]), mask=valid, other=0.0)
-    gates = tl.maximum(gates.to(tl.float32) * LOG2E, WEAKEST)
+    gates = tl.maximum(gates.to(tl.float32) * LOG2E, MIN_LOG2_GATE)
     sums = tl.cumsum(gates, 0)
     head = columns // spec.WIDTH
     at = head[None, :] * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK + rows[:, None]
@@ -117,7 +118,7 @@ def states_kernel(
     initial,
     correction,
     bounds,
-    firsts,
+    first_chunks,
     states,
     final,
     written,
@@ -132,53 +133,55 @@ def states_kernel(
     WRITE: tl.constexpr,
     CORRECT: tl.constexpr,
 ):
-    """Walks along the chunks of a sequence, or segment, with a tile of one head's state; see `stages.pass_states`."""
+    """Passes a tile of one head's state along the chunks of a sequence or segment; see `stages.pass_states`."""
     K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
-    v = (program % V_TILES) * BLOCK_V
+    v_start = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
-    k = (program % K_TILES) * BLOCK_K
+    k_start = (program % K_TILES) * BLOCK_K
     program = program // K_TILES
     head = program % spec.H
     program = program // spec.H
     sequence = program % spec.SEQUENCES
     row = program // spec.SEQUENCES
     if spec.PER_SEQUENCE == 0:
-        first = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence)
-        last = tl.load(firsts + (row // per.FIRSTS) * (spec.SEQUENCES + 1) + sequence + 1)
-        begin = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
+        first = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence)
+        last = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence + 1)
+        sequence_start = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
         end = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence + 1)
     else:
         first = sequence * spec.PER_SEQUENCE
         last = tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS)
-        begin = first * C
+        sequence_start = first * C
         end = first * 0 + spec.T
-    place = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
         from_row = tl.cast(row // per.INITIAL, tl.int64) * spec.SEQUENCES + sequence
         at = initial + (from_row * spec.H + head) * (spec.K * spec.V)
-        acc = load_state(at, k, v, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+        acc = load_state(at, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
-        start = begin + (chunk - first) * C
+        start = sequence_start + (chunk - first) * C
         if WRITE:
-            store_state(state_base(states, row, head, chunk, spec), acc, k, v, spec)
-        a_base = chunk_base(left, row // per.LEFT, start, left_head, spec.T, LEFT_HEADS, spec.K)
-        b_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
-        a = load_columns(a_base, start, end, k, LEFT_HEADS, spec.K, BLOCK_K, spec)
-        b = load_rows(b_base, start, end, v, RIGHT_HEADS, spec.V, BLOCK_V, spec)
+            store_state(state_base(states, row, head, chunk, spec), acc, k_start, v_start, spec)
+        left_base = chunk_base(left, row // per.LEFT, start, left_head, spec.T, LEFT_HEADS, spec.K)
+        right_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
+        left_tile = load_columns(left_base, start, end, k_start, LEFT_HEADS, spec.K, BLOCK_K, spec)
+        right_tile = load_rows(right_base, start, end, v_start, RIGHT_HEADS, spec.V, BLOCK_V, spec)
         if CORRECT:
-            # The program owns all key channels: what the state already answers to the keys is a sum over them.
-            w_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
-            w = load_rows(w_base, start, end, k, spec.H, spec.K, BLOCK_K, spec)
-            b = (b.to(tl.float32) - dot(w, acc.to(w.dtype), spec)).to(b.dtype)
-            to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
-            store_rows(to, b, start, end, v, spec.H, spec.V, spec)
+            # The product sums over key channels, so BLOCK_K spans all of them (see `stages.pass_states`).
+            correction_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
+            correction_tile = load_rows(correction_base, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
+            right_tile = (right_tile.to(tl.float32) - dot(correction_tile, acc.to(correction_tile.dtype), spec)).to(
+                right_tile.dtype
+            )
+            target = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
+            store_rows(target, right_tile, start, end, v_start, spec.H, spec.V, spec)
         factors = 0.0
         if spec.DT and not REVERSE:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
@@ -191,13 +194,13 @@ def states_kernel(
                 g = tl.load(g_base + rows)
                 total = tl.load(g_base + (C - 1))
             else:
-                columns = k + tl.arange(0, BLOCK_K)
+                columns = k_start + tl.arange(0, BLOCK_K)
                 valid = columns < spec.K
                 g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
                 total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
-        acc, a = decayed(acc, a, g, total, factors, REVERSE, spec)
+        acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:
-            acc += dot(a, b, spec) * spec.SCALE
+            acc += dot(left_tile, right_tile, spec) * spec.SCALE
         else:
-            acc += dot(a, b, spec)
-    store_state(final + place, acc, k, v, spec)
+            acc += dot(left_tile, right_tile, spec)
+    store_state(final + state_offset, acc, k_start, v_start, spec)

@@ -9,13 +9,13 @@ from ejkernel_triton.blocks import dot
 
 
 @triton.jit
-def chunk_span(bounds, firsts, owners, row, chunk, spec: tl.constexpr, per: tl.constexpr):
+def chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec: tl.constexpr, per: tl.constexpr):
     """First token of a chunk, and the token after the last of its sequence."""
     if spec.PER_SEQUENCE == 0:
         bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2)
-        firsts += (row // per.FIRSTS) * (spec.SEQUENCES + 1)
-        sequence = tl.load(owners + (row // per.OWNERS) * spec.CHUNKS + chunk)
-        start = tl.load(bounds + sequence) + (chunk - tl.load(firsts + sequence)) * spec.CHUNK
+        first_chunks += (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1)
+        sequence = tl.load(chunk_sequences + (row // per.CHUNK_SEQUENCES) * spec.CHUNKS + chunk)
+        start = tl.load(bounds + sequence) + (chunk - tl.load(first_chunks + sequence)) * spec.CHUNK
         return start, tl.load(bounds + sequence + 1)
     else:
         return chunk * spec.CHUNK, chunk * 0 + spec.T
@@ -62,7 +62,7 @@ def load_rows(
     columns = column + tl.arange(0, COLUMNS)
     at = base + (rows[:, None] * (HEADS * WIDTH) + columns[None, :])
     valid = (start + rows < end)[:, None]
-    return masked_load(at, valid, (columns < WIDTH)[None, :], not spec.WHOLE, WIDTH % COLUMNS != 0)
+    return masked_load(at, valid, (columns < WIDTH)[None, :], not spec.FULL_CHUNKS, WIDTH % COLUMNS != 0)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def load_columns(
     columns = column + tl.arange(0, COLUMNS)
     at = base + (rows[None, :] * (HEADS * WIDTH) + columns[:, None])
     valid = (start + rows < end)[None, :]
-    return masked_load(at, valid, (columns < WIDTH)[:, None], not spec.WHOLE, WIDTH % COLUMNS != 0)
+    return masked_load(at, valid, (columns < WIDTH)[:, None], not spec.FULL_CHUNKS, WIDTH % COLUMNS != 0)
 
 
 @triton.jit
@@ -110,10 +110,10 @@ def state_base(states, row, head, chunk, spec: tl.constexpr):
 
 
 @triton.jit
-def load_state(base, k, v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+def load_state(base, k_start, v_start, ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """[ROWS, COLUMNS] of a state from key channel k and value channel v on."""
-    rows = k + tl.arange(0, ROWS)
-    columns = v + tl.arange(0, COLUMNS)
+    rows = k_start + tl.arange(0, ROWS)
+    columns = v_start + tl.arange(0, COLUMNS)
     at = base + (rows[:, None] * spec.V + columns[None, :])
     return masked_load(
         at, (rows < spec.K)[:, None], (columns < spec.V)[None, :], spec.K % ROWS != 0, spec.V % COLUMNS != 0
@@ -121,10 +121,10 @@ def load_state(base, k, v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.c
 
 
 @triton.jit
-def store_state(base, tile, k, v, spec: tl.constexpr):
+def store_state(base, tile, k_start, v_start, spec: tl.constexpr):
     """Writes a tile of a state."""
-    rows = k + tl.arange(0, tile.shape[0])
-    columns = v + tl.arange(0, tile.shape[1])
+    rows = k_start + tl.arange(0, tile.shape[0])
+    columns = v_start + tl.arange(0, tile.shape[1])
     at = base + (rows[:, None] * spec.V + columns[None, :])
     tl.store(at, tile.to(base.dtype.element_ty), mask=(rows < spec.K)[:, None] & (columns < spec.V)[None, :])
 
@@ -198,9 +198,9 @@ def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.cons
     cut = ((rows >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
     columns = column + tl.arange(0, COLUMNS)
     at = base + (cut[:, None] * spec.K + columns[None, :])
-    there = masked_load(at, cut[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
+    at_cut = masked_load(at, cut[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
     later = ((rows >> level) & 1) == 1
-    return tl.exp2(tl.where(later[:, None], gates - there, there - gates))
+    return tl.exp2(tl.where(later[:, None], gates - at_cut, at_cut - gates))
 
 
 @triton.jit
@@ -212,8 +212,8 @@ def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """
     columns = column + tl.arange(0, COLUMNS)
     middle = tl.load(base + (spec.CHUNK // 2 - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
-    apart = gates - middle[None, :]
-    return apart, tl.max(tl.max(tl.abs(apart), 1), 0) < spec.STEEP
+    relative = gates - middle[None, :]
+    return relative, tl.max(tl.max(tl.abs(relative), 1), 0) < spec.MAX_EXPONENT
 
 
 @triton.jit
@@ -266,10 +266,10 @@ def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexp
         base: Where the chunk's gates lie.
         column: First key channel.
     """
-    apart, weak = from_middle(gates, base, column, COLUMNS, spec)
+    relative, weak = from_middle(gates, base, column, COLUMNS, spec)
     if weak:
-        left = (query.to(tl.float32) * tl.exp2(apart)).to(query.dtype)
-        right = (key.to(tl.float32) * tl.exp2(-apart)).to(key.dtype)
+        left = (query.to(tl.float32) * tl.exp2(relative)).to(query.dtype)
+        right = (key.to(tl.float32) * tl.exp2(-relative)).to(key.dtype)
         scores += tl.where(causal(spec), dot(left, tl.trans(right), spec), 0.0)
     else:
         q, k = query.to(tl.float32), key.to(tl.float32)

@@ -56,7 +56,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def _latent_reasons(record: Any) -> Iterable[str]:
-    """Likewise, for the records of `mla_decode`."""
+    """Why a record of `mla_decode` is refused, where `Requires` has no word for it."""
     if not (record.query.size and record.key.size):
         yield "an array is empty"
     if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):

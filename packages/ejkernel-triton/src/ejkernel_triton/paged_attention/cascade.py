@@ -1,7 +1,7 @@
-"""A common prefix read once for the whole batch: two calls of the kernels, joined by their log-sum-exps.
+"""A common prefix read once for the whole batch: two calls of the kernels, merged by their log-sum-exps.
 
     prefix   0 ........... S        all query rows of the batch as those of one sequence: tiles of many rows
-    own                    S ... n  each sequence's rows against its own keys: tiles of few rows
+    suffix                 S ... n  each sequence's rows against the keys behind the prefix: tiles of few rows
 
 Source: Ye et al. 2025, arXiv:2501.01005 (FlashInfer: composable formats for shared prefixes).
 """
@@ -35,8 +35,8 @@ def split(record: PagedAttention) -> tuple[PagedAttention, PagedAttention]:
         causal=False,
         shared_prefix=None,
     )
-    own = dataclasses.replace(record, kv_starts=jnp.full(sequences, record.shared_prefix), shared_prefix=None)
-    return prefix, own
+    suffix = dataclasses.replace(record, kv_starts=jnp.full(sequences, record.shared_prefix), shared_prefix=None)
+    return prefix, suffix
 
 
 def many_rows(record: PagedAttention, config: PagedForward) -> PagedForward:
@@ -45,8 +45,8 @@ def many_rows(record: PagedAttention, config: PagedForward) -> PagedForward:
     return dataclasses.replace(config, block_q=1 << (max(1, wanted) - 1).bit_length())
 
 
-def joined(prefix: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def merged(prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Output [T, H, Dv] and lse [T, H] over the keys of both."""
-    parts = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, own)]
+    parts = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix)]
     output, lse = merge(*parts)
-    return output[0].astype(own[0].dtype), lse[0].T
+    return output[0].astype(suffix[0].dtype), lse[0].T

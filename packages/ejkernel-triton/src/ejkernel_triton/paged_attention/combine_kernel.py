@@ -1,6 +1,14 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""Merging the parts of items whose key tiles several programs had."""
+"""The combine of split-KV: merges the slots of items whose key tiles several programs had.
+
+    program p - 1             program p             program p + 1
+    slot 2p - 1: m, l, acc    slot 2p: m, l, acc    slot 2p + 2: m, l, acc     partial softmaxes of one item
+            \\____________________|____________________/
+                       m' = max m_i,  l = sum exp2(m_i - m') l_i,  output = sum exp2(m_i - m') acc_i / l
+
+A program merges one row of the item that its program p of `paged_kernel` was the second to work on; others return.
+"""
 
 import triton
 import triton.language as tl
@@ -44,10 +52,10 @@ def combine_kernel(
     row_sums = at_batch(row_sums, batch, per.ROW_SUMS, SLOT_ROWS)
     output, lse = output + batch * spec.ROWS * spec.H * spec.DV, lse + batch * spec.ROWS * spec.H
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
-    own = work + tl.load(shares + program * 2) * FIELDS
+    entry_at = work + tl.load(shares + program * 2) * FIELDS
     begin = tl.load(shares + program * 2 + 1)
-    start, tiles = tl.load(own + START), tl.maximum(tl.load(own + TILES), 1)
-    row, rows = tl.load(own + ROW), tl.load(own + ROWS)
+    start, tiles = tl.load(entry_at + START), tl.maximum(tl.load(entry_at + TILES), 1)
+    row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
     head = (begin - start) // tiles
     item = start + head * tiles
     before = begin - share
@@ -60,15 +68,15 @@ def combine_kernel(
         count = 1 + (item + tiles - begin + share - 1) // share
         for part in tl.range(0, count, PARTS):
             number = part + tl.arange(0, PARTS)
-            there = number < count
+            valid = number < count
             # The first part is in the second slot of its program, unless the program began with the item.
             second = tl.where((number == 0) & (before < item), 1, 0)
             slot = ((program - 1 + number) * spec.SPLITS + split) * 2 + second
             at = tl.cast(slot * spec.M + m, tl.int64)
-            maxima = tl.load(row_maxima + at, mask=there, other=float("-inf"))
-            sums = tl.load(row_sums + at, mask=there, other=0.0)
+            maxima = tl.load(row_maxima + at, mask=valid, other=float("-inf"))
+            sums = tl.load(row_sums + at, mask=valid, other=0.0)
             dv = tl.arange(0, BV)
-            accs = tl.load(parts + at[:, None] * PART + dv[None, :], mask=there[:, None], other=0.0)
+            accs = tl.load(parts + at[:, None] * PART + dv[None, :], mask=valid[:, None], other=0.0)
             new_max = tl.maximum(row_max, tl.max(maxima, 0))
             shift = finite(new_max)
             weights = tl.exp2(maxima - shift)
@@ -77,7 +85,7 @@ def combine_kernel(
             acc = acc * alpha[:, None] + tl.sum(accs * weights[:, None], 0)[None, :]
             if spec.TAIL:
                 r = BV + tl.arange(0, BR)
-                tails = tl.load(parts + at[:, None] * PART + r[None, :], mask=there[:, None], other=0.0)
+                tails = tl.load(parts + at[:, None] * PART + r[None, :], mask=valid[:, None], other=0.0)
                 tail = tail * alpha[:, None] + tl.sum(tails * weights[:, None], 0)[None, :]
             row_max = new_max
         q_head = head * spec.SPLITS + split

@@ -18,9 +18,9 @@ class PagedForward:
     Attributes:
         block_q: Query rows of one sequence a tile; with all query heads of a KV head they make a tile of scores.
         block_kv: Keys a tile.
-        num_programs: Programs that the key tiles of a call are dealt to.
+        num_programs: Persistent programs, each with an equal share of the key tiles of a call (stream-K).
         num_warps: Warps a program.
-        num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+        num_stages: Pipeline stages of the copies of key and value tiles.
         whole_pages: Whether a tile that lies in one page reads the page's number once, not for every key.
     """
 
@@ -42,13 +42,13 @@ FACES = {
 """Fields of the public configurations and what they set here."""
 
 SCORE_ROWS = 64
-"""Rows of a tile of scores where sequences have many query rows."""
+"""Most rows of a tile of scores in decoding and short prefills."""
 
-MANY_ROWS = 128
-"""Rows of a tile of scores where they have more, heads are at most 128 wide and numbers have 16 bits."""
+PREFILL_SCORE_ROWS = 128
+"""Rows of a tile of scores in prefill: long queries, heads of at most 128 columns, elements of 16 bits."""
 
 PREFILL = ((64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 2))
-"""Key tile, warps and stages for tiles of `MANY_ROWS`, the fastest on an H200 first."""
+"""Key tile, warps and stages for tiles of `PREFILL_SCORE_ROWS`, the fastest on an H200 first."""
 
 SMALL_LATENT = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
 LATENT_FEW = ((64, 4, 3, 1), *SMALL_LATENT)
@@ -58,14 +58,14 @@ LATENT_MANY = ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1), (64, 8, 1, 1), (16, 
 cache, the fastest on an H200 first."""
 
 PROGRAMS_PER_SM = 2
-"""As many as registers have room for."""
+"""Programs that a multiprocessor's registers hold at once."""
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
     """Tile sizes for a record on a device: many rows a tile where sequences have many, else as few as can be."""
     if record.latent is not None:
         return _latent_candidates(record, device)[0]
-    if _score_rows(record) == MANY_ROWS:
+    if _score_rows(record) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)[0]
     wide = _is_wide(record)
     block_kv = 32 if wide else 64
@@ -82,7 +82,7 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     """Tile sizes worth measuring for a record on a device."""
     if record.latent is not None:
         return _latent_candidates(record, device)
-    if _score_rows(record) == MANY_ROWS:
+    if _score_rows(record) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
     sized = [_sized(record, device, *option) for option in options]
@@ -109,7 +109,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Tile sizes for sequences with many query rows, the best guess first."""
     size = record.query.shape[-1] * record.query.dtype.itemsize
-    fits = lambda keys, stages: (MANY_ROWS + 2 * keys * stages) * size <= chip_of(device).shared_memory  # noqa: E731
+    fits = lambda keys, stages: (PREFILL_SCORE_ROWS + 2 * keys * stages) * size <= chip_of(device).shared_memory  # noqa: E731
     sized = [_sized(record, device, *x) for x in PREFILL if fits(x[0], x[2])] or [_sized(record, device, 32, 8, 1)]
     page = paged_cache.page_size(record)
     return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page % x.block_kv == 0) for x in sized))
@@ -120,7 +120,7 @@ def _is_wide(record: PagedAttention) -> bool:
     return record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
 
 
-def _average_rows(record: PagedAttention) -> int:
+def _average_query_rows(record: PagedAttention) -> int:
     """Query rows of a sequence."""
     return 1 if record.query_start is None else -(-record.query.shape[0] // max(1, record.kv_lens.shape[0]))
 
@@ -128,13 +128,13 @@ def _average_rows(record: PagedAttention) -> int:
 def _score_rows(record: PagedAttention) -> int:
     """Most rows of a tile of scores."""
     # Twice as many, so that batches of decoding sequences with a few long ones among them keep the smaller tiles.
-    many = _average_rows(record) * group_of(record) >= 2 * MANY_ROWS
-    return MANY_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
+    many = _average_query_rows(record) * group_of(record) >= 2 * PREFILL_SCORE_ROWS
+    return PREFILL_SCORE_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
 
 
 def _query_rows(record: PagedAttention) -> int:
     """Query rows of a tile."""
-    wanted = min(_average_rows(record), max(1, _score_rows(record) // group_of(record)))
+    wanted = min(_average_query_rows(record), max(1, _score_rows(record) // group_of(record)))
     return 1 << (wanted - 1).bit_length()
 
 

@@ -13,13 +13,13 @@ from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec, padded
 from ejkernel_triton.paged_attention.write import write
 
 FIELDS = 9
-"""Of an entry of the work list."""
+"""Fields of an entry of the work list; `paged_tile` names them."""
 
-PLANNED = 8192
+MAX_PLANNED = 8192
 """Entries or sequences that one program can plan; XLA plans more."""
 
-MERGED = 2048
-"""Numbers that a program of one warp merges at once, parts of a row times their values."""
+MERGED_NUMBERS = 2048
+"""Numbers that a program of one warp merges at once: slots of a row times their values."""
 
 
 def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Array, ...], None]:
@@ -34,14 +34,14 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
         residuals.
     """
     if record.shared_prefix is not None:
-        prefix, own = cascade.split(record)
-        parts = (attend_pages(prefix, cascade.many_rows(prefix, config), None), attend_pages(own, config, None))
-        return cascade.joined(*parts), None
+        prefix, suffix = cascade.split(record)
+        parts = (attend_pages(prefix, cascade.many_rows(prefix, config), None), attend_pages(suffix, config, None))
+        return cascade.merged(*parts), None
     rotary = rotary_of(record)
     spec = _spec(record, config, rotary)
     plan = _plan(record, spec, config)
     record, pages = write(record, plan[0], config.block_q)
-    output, lse = _owned(record, *_attend(record, rotary_of(record), spec, plan, config))
+    output, lse = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, plan, config))
     return (output, lse, *pages), None
 
 
@@ -54,7 +54,7 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
         rotary: Rotary columns of a latent record.
     """
     spec = _spec(record, config, rotary)
-    return _owned(record, *_attend(record, rotary, spec, _plan(record, spec, config), config))
+    return _zero_outside_sequences(record, *_attend(record, rotary, spec, _plan(record, spec, config), config))
 
 
 def _spec(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> PagedSpec:
@@ -63,23 +63,23 @@ def _spec(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -
     return make_spec(record, config, sequences if record.query_start is None else tiles, rotary)
 
 
-def _owned(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Output and lse with 0 and -inf in rows of no sequence, which are in no entry of the work list."""
     if record.query_start is None:
         return output, lse
     # Rows of sequences follow each other.
     live = record.kv_lens.shape[0] if record.num_seqs is None else record.num_seqs
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
-    owned = (token >= record.query_start[0]) & (token < record.query_start[live])
-    return jnp.where(owned[:, None, None], output, 0), jnp.where(owned[:, None], lse, -jnp.inf)
+    in_sequence = (token >= record.query_start[0]) & (token < record.query_start[live])
+    return jnp.where(in_sequence[:, None, None], output, 0), jnp.where(in_sequence[:, None], lse, -jnp.inf)
 
 
 def _plan(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
     """The work list as the kernels read it, [W, fields], and where programs begin, [P + 1, 2]; see `plan_kernel`."""
-    if max(spec.ENTRIES, spec.SEQUENCES) > PLANNED:
+    if max(spec.ENTRIES, spec.SEQUENCES) > MAX_PLANNED:
         work = find_work(record, config.block_q)
-        dealt = deal(work, config.block_kv, spec.HK, config.num_programs)
-        return _entries(work, dealt), _shares(dealt)
+        schedule = deal(work, config.block_kv, spec.HK, config.num_programs)
+        return _entries(work, schedule), _shares(schedule)
     from ejkernel_triton.paged_attention.plan_kernel import plan_kernel
 
     given = (record.kv_lens, record.query_start, record.kv_starts, record.num_seqs)
@@ -100,16 +100,16 @@ def _plan(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tupl
     return work[0], shares[0]
 
 
-def _entries(work: Work, dealt: Deal) -> jax.Array:
+def _entries(work: Work, schedule: Deal) -> jax.Array:
     """The work list, computed by XLA."""
     fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
-    return jnp.stack((*fields, dealt.start, dealt.tiles), axis=1)
+    return jnp.stack((*fields, schedule.start, schedule.tiles), axis=1)
 
 
-def _shares(dealt: Deal) -> jax.Array:
+def _shares(schedule: Deal) -> jax.Array:
     """Where programs begin and, last, the size of a share and of all."""
-    rows = jnp.stack((dealt.entry, dealt.begin), axis=1)
-    return jnp.concatenate((rows, jnp.stack((dealt.share, dealt.total))[None]))
+    rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
+    return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
 
 
 def _attend(
@@ -157,6 +157,6 @@ def _attend(
         grid=spec.PROGRAMS * spec.SPLITS * spec.M,
         num_warps=1,
         num_stages=1,
-        constants={"spec": spec, "PARTS": max(2, min(16, MERGED // spec.BV))},
+        constants={"spec": spec, "PARTS": max(2, min(16, MERGED_NUMBERS // spec.BV))},
     )
     return output[0], lse[0]

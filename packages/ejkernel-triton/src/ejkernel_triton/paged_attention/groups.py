@@ -4,8 +4,8 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.planning import paged_cache
 
 HEADS, LATENT_HEADS, FLOAT32_HEADS = 128, 64, 16
-"""Most query heads of one KV head in a tile. Accumulators of 128 latent outputs of 512 would be all registers of a
-multiprocessor; two programs have 64 heads each and read the same keys at about the same time, once from HBM."""
+"""Most query heads of one KV head in a tile. Accumulators of 128 heads and 512 latent columns would fill the registers
+of a multiprocessor. Two programs of 64 heads each read the same keys at about the same time, once from HBM."""
 
 
 def group_of(record: PagedAttention) -> int:

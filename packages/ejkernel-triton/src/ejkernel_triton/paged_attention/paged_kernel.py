@@ -1,15 +1,16 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""Paged softmax attention: programs with equal shares of all key tiles, and the merging of rows that they share.
+"""Paged softmax attention by persistent programs with equal shares of all key tiles (stream-K).
 
                  entry 0 (long)              entry 1   entry 2
     head 0          head 1          ...    h0 h1 ..   h0 h1 ..       key tiles of all entries and KV heads, in a line
     |t t t t t t t|t t t t t t t|  ...  |t t|t t| ... |t|t| ... |
     |-- program 0 --|-- program 1 --|-- program 2 --| ...            equal shares of the line: "stream-K"
 
-A program walks along its share. An item, one head of one entry, that it has all tiles of is finished at once. Of an
-item that others have tiles of, it stores the unnormalised accumulator, the row maximum and the denominator in one of
-its two slots: slot 2p if its share begins with the item, slot 2p + 1 if it ends with it. `combine_kernel` merges these.
+A program loops over its share. An item is one KV head of one entry. Where a program has all tiles of an item, it stores
+the output at once. Where other programs have some of them (split-KV), it stores the unnormalised accumulator, the row
+maximum and the denominator in one of its two slots: slot 2p if its share begins with the item, slot 2p + 1 if its share
+ends with it. `combine_kernel` merges the slots of an item.
 
 So the time of a call follows from the sum of the lengths and not from the longest, nothing is recompiled when lengths
 change, and the workspace holds two tiles a program whatever the lengths.
@@ -66,10 +67,10 @@ def attend_tile(
     tile,
     slopes,
     qq_bias,
-    CUT: tl.constexpr,
+    PARTIAL: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """One step of the online softmax: the keys and values of a tile. Without CUT, every row sees all keys there are."""
+    """One step of the online softmax over a tile of keys and values. PARTIAL tiles mask by window and causal order."""
     M: tl.constexpr = spec.M
     m = tl.arange(0, M)
     d = tl.arange(0, spec.BD)
@@ -78,16 +79,16 @@ def attend_tile(
     k_head = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
     v_head = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
     k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
-    # Pages outside of the sequence are never read: whatever lies there, NaN too, is not of this call.
-    page, there = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
-    k_tile = load_rows(k_head, page, tile, k, there, d, d < spec.D - spec.ROTARY, False, spec)
+    # Slots outside of the sequence are never read: they may hold other sequences' tokens, or NaN.
+    page, valid = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
+    k_tile = load_rows(k_head, page, tile, k, valid, d, d < spec.D - spec.ROTARY, False, spec)
     products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
     if spec.ROTARY > 0:
-        r_tile = load_rows(v_head, page, tile, k, there, r, r < spec.ROTARY, True, spec)
+        r_tile = load_rows(v_head, page, tile, k, valid, r, r < spec.ROTARY, True, spec)
         products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
     scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
-    allowed = there[None, :] & (m < spec.M)[:, None]
-    if CUT:
+    allowed = valid[None, :] & (m < spec.M)[:, None]
+    if PARTIAL:
         if spec.RIGHT is not None:
             allowed = allowed & (k[None, :] <= (position + m // spec.G + spec.RIGHT)[:, None])
         if spec.LEFT is not None:
@@ -99,10 +100,10 @@ def attend_tile(
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     if spec.LATENT > 0:
-        # The tile in shared memory is both operands: a latent vector is read once.
+        # One tile in shared memory is the operand of both products: a latent vector is read once from HBM.
         v_tile = value_operand(k_tile, spec)
     else:
-        v_tile = load_rows(v_head, page, tile, k, there, dv, dv < spec.DV, True, spec)
+        v_tile = load_rows(v_head, page, tile, k, valid, dv, dv < spec.DV, True, spec)
         v_tile = value_operand(v_tile, spec)
     acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
     if spec.TAIL:
@@ -128,8 +129,8 @@ def attend(
     """Online softmax of an item over `count` of its key tiles, from tile `first` on.
 
     Returns:
-        acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in powers of two. `tail` holds values
-        of rotary columns, if those are values.
+        acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in powers of two. `tail` accumulates
+        the rotary columns, where those are values too.
     """
     M: tl.constexpr = spec.M
     BV: tl.constexpr = spec.BV
@@ -140,28 +141,30 @@ def attend(
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
     tail = tl.zeros([M, BR], tl.float32)
-    begin = low // spec.BLOCK_KV + first
-    inside, outside = begin, begin
-    if spec.CLEAR:
-        # Tiles of which every row sees every key come first, without comparisons of rows and keys; the others, at the
-        # ends of the range, follow. The order of tiles is free.
-        from_all, to_all = low, high
+    first_tile = low // spec.BLOCK_KV + first
+    full_start, full_end = first_tile, first_tile
+    if spec.FULL_TILES:
+        # Full tiles first, in a loop without masks; then the partial tiles at both ends of the range. The online
+        # softmax gives the same result in any order of tiles.
+        full_low, full_high = low, high
         if spec.LEFT is not None:
-            from_all = tl.maximum(low, position + spec.BLOCK_Q - 1 - spec.LEFT)
+            full_low = tl.maximum(low, position + spec.BLOCK_Q - 1 - spec.LEFT)
         if spec.RIGHT is not None:
-            to_all = tl.minimum(high, position + spec.RIGHT + 1)
-        inside = tl.minimum(tl.maximum((from_all + spec.BLOCK_KV - 1) // spec.BLOCK_KV, begin), begin + count)
-        outside = tl.minimum(tl.maximum(to_all // spec.BLOCK_KV, inside), begin + count)
-        for tile in tl.range(inside, outside):
+            full_high = tl.minimum(high, position + spec.RIGHT + 1)
+        full_start = tl.minimum(
+            tl.maximum((full_low + spec.BLOCK_KV - 1) // spec.BLOCK_KV, first_tile), first_tile + count
+        )
+        full_end = tl.minimum(tl.maximum(full_high // spec.BLOCK_KV, full_start), first_tile + count)
+        for tile in tl.range(full_start, full_end):
             acc, tail, row_max, row_sum = attend_tile(
                 acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
                 low, high, head, tile, slopes, qq_bias,
                 False, spec,
             )  # fmt: skip
-    for number in tl.range(begin, begin + count - (outside - inside)):
-        tile = number
-        if spec.CLEAR:
-            tile = tl.where(number < inside, number, number + (outside - inside))
+    for step in tl.range(first_tile, first_tile + count - (full_end - full_start)):
+        tile = step
+        if spec.FULL_TILES:
+            tile = tl.where(step < full_start, step, step + (full_end - full_start))
         acc, tail, row_max, row_sum = attend_tile(
             acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
             low, high, head, tile, slopes, qq_bias,
@@ -213,13 +216,13 @@ def paged_kernel(
     parts, row_maxima, row_sums = parts + slots * spec.BV, row_maxima + slots, row_sums + slots
     m = tl.arange(0, spec.M)
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
-    entry, begin = tl.load(shares + program * 2), tl.load(shares + program * 2 + 1)
-    end = tl.minimum(begin + share, total)
-    at = begin
+    entry, first_tile = tl.load(shares + program * 2), tl.load(shares + program * 2 + 1)
+    end = tl.minimum(first_tile + share, total)
+    at = first_tile
     while at < end:
-        own = work + entry * FIELDS
-        start, tiles = tl.load(own + START), tl.load(own + TILES)
-        row, rows = tl.load(own + ROW), tl.load(own + ROWS)
+        entry_at = work + entry * FIELDS
+        start, tiles = tl.load(entry_at + START), tl.load(entry_at + TILES)
+        row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
         head = (at - start) // tiles
         first = (at - start) % tiles
         count = tl.minimum(tiles - first, end - at)
@@ -231,7 +234,7 @@ def paged_kernel(
             keys,
             values,
             tables,
-            own,
+            entry_at,
             head,
             first,
             count,
@@ -242,7 +245,7 @@ def paged_kernel(
         if count == tiles:
             store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, q_head, sinks, m, spec)
         else:
-            slot = ((program * spec.SPLITS + split) * 2 + tl.where(at == begin, 0, 1)).to(tl.int64) * spec.M + m
+            slot = ((program * spec.SPLITS + split) * 2 + tl.where(at == first_tile, 0, 1)).to(tl.int64) * spec.M + m
             tl.store(row_maxima + slot, row_max)
             tl.store(row_sums + slot, row_sum)
             store_part(parts, slot, acc, tail, spec)

@@ -1,6 +1,6 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""One tile of paged attention: its queries, where its keys lie, its scores, and what its rows end as."""
+"""Device helpers for one tile of paged attention: loading queries and pages, scores, and storing rows."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def rounded(x, spec: tl.constexpr):
 
 @triton.jit
 def key_operand(x, spec: tl.constexpr):
-    """A tile of queries or keys in the dtype in which they meet."""
+    """A tile of queries or keys in the dtype of their product."""
     x = rounded(x, spec)
     if spec.OPERAND == "float32":
         return x.to(tl.float32)
@@ -47,7 +47,7 @@ def key_operand(x, spec: tl.constexpr):
 
 @triton.jit
 def value_operand(x, spec: tl.constexpr):
-    """A tile of values in the dtype in which they meet weights."""
+    """A tile of values in the dtype of the product of weights and values."""
     x = rounded(x, spec)
     if spec.VALUE == "float32":
         return x.to(tl.float32)
@@ -62,38 +62,38 @@ def load_queries(query, row, rows, head, spec: tl.constexpr):
     """Queries of an entry's rows and one tile of heads; row m is query row m // G of head m % G.
 
     Returns:
-        [M, BD], all columns or those that meet a latent vector, and [M, BR], those that meet rotary columns.
+        [M, BD], all columns or those multiplied with a latent vector, and [M, BR], those of the rotary columns.
     """
     m = tl.arange(0, spec.M)
     d = tl.arange(0, spec.BD)
     r = tl.arange(0, spec.BR)
     at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)[:, None] * spec.D
-    keep = (m < rows * spec.G)[:, None]
-    q = tl.load(query + at + d[None, :], mask=keep & (d < spec.D - spec.ROTARY)[None, :], other=0.0)
-    rotary = tl.load(query + at + (spec.LATENT + r)[None, :], mask=keep & (r < spec.ROTARY)[None, :], other=0.0)
+    mask = (m < rows * spec.G)[:, None]
+    q = tl.load(query + at + d[None, :], mask=mask & (d < spec.D - spec.ROTARY)[None, :], other=0.0)
+    rotary = tl.load(query + at + (spec.LATENT + r)[None, :], mask=mask & (r < spec.ROTARY)[None, :], other=0.0)
     return q, rotary
 
 
 @triton.jit
-def pages_of(tables, sequence, tile, k, present, spec: tl.constexpr):
-    """Page of every key of a tile, or of all if WHOLE, and which keys are there.
+def pages_of(tables, sequence, tile, k, valid, spec: tl.constexpr):
+    """Page of every key of a tile, or one page for the tile if WHOLE, and the mask of keys that are in the sequence.
 
     A table entry that is no page of the cache is padding.
     """
     if spec.TABLE == 0:
-        return sequence, present & (k < spec.PAGE_SIZE)
+        return sequence, valid & (k < spec.PAGE_SIZE)
     elif spec.WHOLE:
         column = tile * spec.BLOCK_KV // spec.PAGE_SIZE
         page = tl.load(tables + sequence * spec.TABLE + column, mask=column < spec.TABLE, other=-1)
-        inside = (page >= 0) & (page < spec.PAGES)
+        in_range = (page >= 0) & (page < spec.PAGES)
         # Triton's interpreter makes integers of a vector of truth values and a single one.
-        return tl.where(inside, page, 0), present & (tl.zeros_like(k) + tl.where(inside, 1, 0) > 0)
+        return tl.where(in_range, page, 0), valid & (tl.zeros_like(k) + tl.where(in_range, 1, 0) > 0)
     else:
         column = k // spec.PAGE_SIZE
-        present = present & (column < spec.TABLE)
-        page = tl.load(tables + sequence * spec.TABLE + column, mask=present, other=-1)
-        present = present & (page >= 0) & (page < spec.PAGES)
-        return tl.where(present, page, 0), present
+        valid = valid & (column < spec.TABLE)
+        page = tl.load(tables + sequence * spec.TABLE + column, mask=valid, other=-1)
+        valid = valid & (page >= 0) & (page < spec.PAGES)
+        return tl.where(valid, page, 0), valid
 
 
 @triton.jit
@@ -102,27 +102,29 @@ def load_rows(
     page,
     tile,
     k,
-    there,
+    valid,
     columns,
-    wanted,
+    column_mask,
     VALUES: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """Columns of the rows of a tile's keys, one head's of keys or, if VALUES, of values; 0 where a key is not there."""
+    """Columns of a tile's rows of one head's keys or, if VALUES, of its values; 0 where `valid` is false."""
     per_page: tl.constexpr = spec.VALUE_STRIDES[0] if VALUES else spec.KEY_STRIDES[0]
     per_slot: tl.constexpr = spec.VALUE_STRIDES[1] if VALUES else spec.KEY_STRIDES[1]
     # 64 bits: a cache may have more than 2 ** 31 elements.
     page = tl.cast(page, tl.int64)
     if spec.WHOLE:
-        # Page numbers for each key would take a pipeline stage of their own, and registers for where they lead: with
-        # one a tile, all stages hold tiles.
+        # Page numbers for each key would take one pipeline stage, and registers for pointers. With one page number a
+        # tile, all stages hold tiles.
         slot = tile * spec.BLOCK_KV if spec.TABLE == 0 else tile * spec.BLOCK_KV % spec.PAGE_SIZE
         first = head_rows + page * per_page + tl.cast(slot, tl.int64) * per_slot
         rows = first + tl.arange(0, spec.BLOCK_KV) * per_slot
-        return tl.load(rows[:, None] + columns[None, :], mask=there[:, None] & wanted[None, :], other=0.0)
+        return tl.load(rows[:, None] + columns[None, :], mask=valid[:, None] & column_mask[None, :], other=0.0)
     else:
-        at = page * per_page + tl.where(there, k % spec.PAGE_SIZE, 0) * per_slot
-        return tl.load(head_rows + at[:, None] + columns[None, :], mask=there[:, None] & wanted[None, :], other=0.0)
+        at = page * per_page + tl.where(valid, k % spec.PAGE_SIZE, 0) * per_slot
+        return tl.load(
+            head_rows + at[:, None] + columns[None, :], mask=valid[:, None] & column_mask[None, :], other=0.0
+        )
 
 
 @triton.jit
@@ -137,8 +139,10 @@ def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.const
         if spec.QQ > 0:
             row = position + m // spec.G - context
             column = k - context
-            inside = ((row >= 0) & (row < spec.QQ))[:, None] & ((column >= 0) & (column < spec.QQ))[None, :]
-            scores += tl.load(qq_bias + row[:, None] * spec.QQ + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            in_range = ((row >= 0) & (row < spec.QQ))[:, None] & ((column >= 0) & (column < spec.QQ))[None, :]
+            scores += tl.load(qq_bias + row[:, None] * spec.QQ + column[None, :], mask=in_range, other=0.0).to(
+                tl.float32
+            )
         if spec.CAP is not None:
             scores = spec.CAP * tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
         return scores * LOG2E
@@ -157,11 +161,11 @@ def slopes_of(slopes, head, spec: tl.constexpr):
 
 @triton.jit
 def store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, head, sinks, m, spec: tl.constexpr):
-    """Takes the sink into the denominator, normalises, and stores rows m of an item's output and lse.
+    """The epilogue: adds the sink to the denominator, normalises, and stores rows m of an item's output and lse.
 
-    `tail` holds the values' columns behind those of `acc`, where there are any.
+    `tail` holds the value columns behind those of `acc`, where there are any.
     """
-    keep = m < rows * spec.G
+    mask = m < rows * spec.G
     base = finite(row_max)
     factor = tl.full(m.shape, 1.0, tl.float32)
     if spec.SINKS:
@@ -169,19 +173,19 @@ def store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, head, sinks,
         base = finite(tl.maximum(row_max, sink))
         factor = tl.exp2(row_max - base)
         row_sum = row_sum * factor + tl.exp2(sink - base)
-    some = tl.where(row_sum > 0.0, row_sum, 1.0)
+    denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
     at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)
-    tl.store(lse + at, tl.where(row_sum > 0.0, (tl.log2(some) + base) * LN2, float("-inf")), mask=keep)
-    factor = (factor * spec.VALUE_SCALE / some)[:, None]
+    tl.store(lse + at, tl.where(row_sum > 0.0, (tl.log2(denominator) + base) * LN2, float("-inf")), mask=mask)
+    factor = (factor * spec.VALUE_SCALE / denominator)[:, None]
     dv = tl.arange(0, spec.BV)
-    where = at[:, None] * spec.DV + dv[None, :]
+    offsets = at[:, None] * spec.DV + dv[None, :]
     width = spec.LATENT if spec.TAIL else spec.DV
-    tl.store(output + where, (acc * factor).to(output.dtype.element_ty), mask=keep[:, None] & (dv < width)[None, :])
+    tl.store(output + offsets, (acc * factor).to(output.dtype.element_ty), mask=mask[:, None] & (dv < width)[None, :])
     if spec.TAIL:
         r = tl.arange(0, spec.BR)
-        where = at[:, None] * spec.DV + (spec.LATENT + r)[None, :]
-        inside = keep[:, None] & (r < spec.ROTARY)[None, :]
-        tl.store(output + where, (tail * factor).to(output.dtype.element_ty), mask=inside)
+        offsets = at[:, None] * spec.DV + (spec.LATENT + r)[None, :]
+        in_range = mask[:, None] & (r < spec.ROTARY)[None, :]
+        tl.store(output + offsets, (tail * factor).to(output.dtype.element_ty), mask=in_range)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ a quarter of the time of decoding 64 sequences of 2048 tokens.
     entries     w    0  1  2  3     4  5  6       n is put where its first entry is; a running maximum fills the rest
     programs    p    0     1     2     3          w likewise, at the first program that begins in one of its key tiles
 
-A search becomes a scatter and a scan, so one program does it, whatever the lengths.
+A scatter and a scan replace the search, so one program does it, whatever the lengths. Barriers separate the scatter,
+the loads and the stores, since threads read what others wrote.
 """
 
 import triton
@@ -70,66 +71,66 @@ def plan_kernel(
     n = tl.arange(0, SEQUENCE_BLOCK)
     w = tl.arange(0, ENTRY_BLOCK)
     p = tl.arange(0, PROGRAM_BLOCK)
-    entry = w < spec.ENTRIES
-    own = work + w * FIELDS
+    is_entry = w < spec.ENTRIES
+    entry_at = work + w * FIELDS
     if spec.PACKED:
         query_start = at_batch(query_start, batch, per.QUERY_START, spec.SEQUENCES + 1)
-        live = n < spec.SEQUENCES
+        valid = n < spec.SEQUENCES
         if spec.COUNTED:
-            live = live & (n < tl.load(at_batch(num_seqs, batch, per.NUM_SEQS, 1)))
-        first_row = tl.load(query_start + n, mask=live, other=0)
-        rows_of = tl.maximum(tl.load(query_start + n + 1, mask=live, other=0) - first_row, 0)
+            valid = valid & (n < tl.load(at_batch(num_seqs, batch, per.NUM_SEQS, 1)))
+        first_row = tl.load(query_start + n, mask=valid, other=0)
+        rows_of = tl.maximum(tl.load(query_start + n + 1, mask=valid, other=0) - first_row, 0)
         tiles_of = (rows_of + spec.BLOCK_Q - 1) // spec.BLOCK_Q
         ends = tl.cumsum(tiles_of, 0)
         entries = tl.sum(tiles_of, 0)
-        tl.store(own + SEQUENCE, tl.zeros_like(w), mask=entry)
+        tl.store(entry_at + SEQUENCE, tl.zeros_like(w), mask=is_entry)
         tl.debug_barrier()
         tl.store(work + (ends - tiles_of) * FIELDS + SEQUENCE, n + 1, mask=tiles_of > 0)
         tl.debug_barrier()
-        mark = tl.load(own + SEQUENCE, mask=entry, other=0)
-        # No thread may overwrite marks that others have yet to read.
+        first_sequence = tl.load(entry_at + SEQUENCE, mask=is_entry, other=0)
+        # Barrier: stores below overwrite the marks, which other threads may not have read yet.
         tl.debug_barrier()
-        sequence = tl.maximum(tl.associative_scan(mark, 0, larger) - 1, 0)
-        skipped = (w - tl.associative_scan(tl.where(mark > 0, w, 0), 0, larger)) * spec.BLOCK_Q
-        row = tl.load(query_start + sequence, mask=entry, other=0)
-        length = tl.load(query_start + sequence + 1, mask=entry, other=0) - row
-        rows = tl.where(w < entries, tl.minimum(length - skipped, spec.BLOCK_Q), 0)
+        sequence = tl.maximum(tl.associative_scan(first_sequence, 0, larger) - 1, 0)
+        earlier_rows = (w - tl.associative_scan(tl.where(first_sequence > 0, w, 0), 0, larger)) * spec.BLOCK_Q
+        row = tl.load(query_start + sequence, mask=is_entry, other=0)
+        length = tl.load(query_start + sequence + 1, mask=is_entry, other=0) - row
+        rows = tl.where(w < entries, tl.minimum(length - earlier_rows, spec.BLOCK_Q), 0)
     else:
-        sequence, skipped, row, length = w, tl.zeros_like(w), w, tl.zeros_like(w) + 1
-        rows = tl.where(entry, 1, 0)
-    kv_len = tl.load(kv_lens + sequence, mask=entry, other=0)
-    position = kv_len - length + skipped
+        sequence, earlier_rows, row, length = w, tl.zeros_like(w), w, tl.zeros_like(w) + 1
+        rows = tl.where(is_entry, 1, 0)
+    kv_len = tl.load(kv_lens + sequence, mask=is_entry, other=0)
+    position = kv_len - length + earlier_rows
     low = tl.zeros_like(w)
     if spec.STARTED:
         kv_starts = at_batch(kv_starts, batch, per.KV_STARTS, spec.SEQUENCES)
-        low = tl.load(kv_starts + sequence, mask=entry, other=0)
+        low = tl.load(kv_starts + sequence, mask=is_entry, other=0)
     low, high = reach(low, position, rows, kv_len, spec)
     spanned = (high + spec.BLOCK_KV - 1) // spec.BLOCK_KV - low // spec.BLOCK_KV
-    # A tile without keys still has rows to write.
+    # An entry without keys gets one empty tile: its program stores the zeros of its output.
     tiles = tl.where(rows > 0, tl.maximum(tl.where(high > low, spanned, 0), 1), 0)
     after = tl.cumsum(tiles * spec.HK, 0)
     start = after - tiles * spec.HK
-    tl.store(own + SEQUENCE, sequence, mask=entry)
-    tl.store(own + ROW, row + skipped, mask=entry)
-    tl.store(own + ROWS, rows, mask=entry)
-    tl.store(own + POSITION, position, mask=entry)
-    tl.store(own + CONTEXT, position - skipped, mask=entry)
-    tl.store(own + LOW, low, mask=entry)
-    tl.store(own + HIGH, high, mask=entry)
-    tl.store(own + START, start, mask=entry)
-    tl.store(own + TILES, tiles, mask=entry)
+    tl.store(entry_at + SEQUENCE, sequence, mask=is_entry)
+    tl.store(entry_at + ROW, row + earlier_rows, mask=is_entry)
+    tl.store(entry_at + ROWS, rows, mask=is_entry)
+    tl.store(entry_at + POSITION, position, mask=is_entry)
+    tl.store(entry_at + CONTEXT, position - earlier_rows, mask=is_entry)
+    tl.store(entry_at + LOW, low, mask=is_entry)
+    tl.store(entry_at + HIGH, high, mask=is_entry)
+    tl.store(entry_at + START, start, mask=is_entry)
+    tl.store(entry_at + TILES, tiles, mask=is_entry)
     total = tl.sum(tiles * spec.HK, 0)
     share = tl.maximum((total + spec.PROGRAMS - 1) // spec.PROGRAMS, 1)
-    program = p < spec.PROGRAMS
-    tl.store(shares + p * 2, tl.zeros_like(p), mask=program)
+    is_program = p < spec.PROGRAMS
+    tl.store(shares + p * 2, tl.zeros_like(p), mask=is_program)
     tl.debug_barrier()
-    # The first program that begins in the entry, if one does.
-    beginner = (start + share - 1) // share
-    tl.store(shares + beginner * 2, w, mask=entry & (tiles > 0) & (beginner * share < after))
+    # The first program whose share starts in the entry, if one does.
+    first_program = (start + share - 1) // share
+    tl.store(shares + first_program * 2, w, mask=is_entry & (tiles > 0) & (first_program * share < after))
     tl.debug_barrier()
-    entry_of = tl.associative_scan(tl.load(shares + p * 2, mask=program, other=0), 0, larger)
+    entry_of = tl.associative_scan(tl.load(shares + p * 2, mask=is_program, other=0), 0, larger)
     tl.debug_barrier()
-    tl.store(shares + p * 2, entry_of, mask=program)
-    tl.store(shares + p * 2 + 1, tl.minimum(p * share, total), mask=program)
+    tl.store(shares + p * 2, entry_of, mask=is_program)
+    tl.store(shares + p * 2 + 1, tl.minimum(p * share, total), mask=is_program)
     tl.store(shares + spec.PROGRAMS * 2, share)
     tl.store(shares + spec.PROGRAMS * 2 + 1, total)

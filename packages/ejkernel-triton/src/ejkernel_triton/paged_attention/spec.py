@@ -12,7 +12,7 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel.planning.latent_pages import Rotary
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.paged_attention.config import MANY_ROWS, PagedForward
+from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward
 from ejkernel_triton.paged_attention.groups import group_of
 
 LOG2E = math.log2(math.e)
@@ -33,12 +33,12 @@ class PagedSpec:
         G: Query heads of such a tile.
         D: Head dimension of queries and keys.
         DV: Head dimension of values.
-        BD: Columns of a tile of keys: D or, in a latent cache, R, padded to what a matrix product takes.
+        BD: Columns of a tile of keys: D or, in a latent cache, R, padded to a power of two of at least 16.
         LATENT: R of a latent cache, whose tiles of keys are its tiles of values; 0 in others.
         ROTARY: Key columns beside those of the latent vector; they are where values are in other caches.
-        BR: ROTARY, padded to what a matrix product takes.
+        BR: ROTARY, padded to a power of two of at least 16.
         TAIL: Whether these columns are values too, behind those of the latent vector.
-        BV: DV, likewise.
+        BV: DV, padded to a power of two of at least 16.
         PAGES: Pages of the cache.
         PAGE_SIZE: Slots of a page.
         TABLE: Entries of a sequence's block table; 0 where each sequence has the page of its own number.
@@ -51,28 +51,28 @@ class PagedSpec:
         M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
         BLOCK_KV: Keys of a tile.
         WHOLE: Whether a tile lies in one page, of which it reads the number once.
-        CLEAR: Whether key tiles that every row of a tile sees have a loop of their own.
+        FULL_TILES: Whether full tiles, of which every pair attends, have a loop without masks.
         ENTRIES: Entries of the work list.
         CAPACITY: Tokens of the longest sequence that the tables describe.
         PACKED: Whether sequences have any number of query rows, not one each.
         COUNTED: Whether a number says how many sequences are live.
         STARTED: Whether sequences begin at keys of their own.
-        PROGRAMS: Programs the key tiles are dealt to.
+        PROGRAMS: Persistent programs that share the key tiles.
         FACTOR: softmax_scale, times log2(e) where nothing comes between the product and the exponential.
         CAP: Soft cap, or None.
-        FAST_TANH: Whether the device's approximate tanh is precise enough and there.
+        FAST_TANH: Whether the device has an approximate tanh and its precision is enough.
         LEFT: `p - LEFT <= k`; None is open.
         RIGHT: `k <= p + RIGHT`; None is open.
-        ALIBI: Whether there are slopes.
+        ALIBI: Whether there are ALiBi slopes.
         QQ: Size of `qq_bias`; 0 without it.
         SINKS: Whether there are sinks.
         PLAIN: Whether scores are products and a factor alone.
         VALUE_SCALE: Factor on the output.
         ROUND: Dtype that queries, keys and values are rounded to, or None.
-        BYTES: Of an element of the cache.
+        BYTES: Bytes of an element of the cache.
         OPERAND: Dtype in which queries meet keys.
         VALUE: Dtype in which weights meet values.
-        PRECISION: Of products of float32.
+        PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
@@ -102,7 +102,7 @@ class PagedSpec:
     M: int
     BLOCK_KV: int
     WHOLE: bool
-    CLEAR: bool
+    FULL_TILES: bool
     ENTRIES: int
     CAPACITY: int
     PACKED: bool
@@ -175,8 +175,8 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         M=padded(config.block_q * group),
         BLOCK_KV=config.block_kv,
         WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
-        # A tile of few rows waits for memory, whatever it compares.
-        CLEAR=config.block_q * group >= (16 if interpreting() else MANY_ROWS),
+        # Tiles of few rows are bound by memory, whatever masks they compute.
+        FULL_TILES=config.block_q * group >= (16 if interpreting() else PREFILL_SCORE_ROWS),
         ENTRIES=entries,
         CAPACITY=paged_cache.capacity(record),
         PACKED=record.query_start is not None,
@@ -203,7 +203,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
 
 
 def padded(size: int) -> int:
-    """The power of two, at least 16, that a matrix product takes for a size."""
+    """The power of two of at least 16 that `tl.dot` takes for a size."""
     return max(16, 1 << (size - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""New tokens into their pages by a kernel, which updates the caches in place and needs no search of its own."""
+"""Launches the kernel that writes new tokens into their pages, in place, by the call's work list."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class WriteSpec:
         LANES: Columns of a row of the cache.
         WIDTH: LANES, padded to a power of two.
         SPLIT: Columns of a token that come first in a row.
-        SECOND: Where the others begin in it.
+        SECOND: Column of a row of the cache at which a token's other columns begin.
         PAGES: Pages of the cache.
         PAGE_SIZE: Slots of a page.
         STRIDES: Elements from page to page, slot to slot and head to head.

@@ -1,6 +1,11 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""Writing new tokens into their pages, in place: one program a tile of query rows, head of the cache and component."""
+"""Writing new tokens into their pages, in place.
+
+    new keys, values [T, HK, D]  --block table-->  page, slot  -->  pages, aliased input and output
+
+A program writes one tile of query rows, for one head of the cache and one component (keys or values).
+"""
 
 import triton
 import triton.language as tl
@@ -20,10 +25,10 @@ def write_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Writes rows of `keys` or, as the second component, `values` to where the tables say.
+    """Writes rows of `keys` or, as the second component, of `values` to the slots that the block tables name.
 
-    `pages` is `so_far`: the same memory, of which only slots of new tokens are written. A row is as wide as the
-    cache's: lanes and heads that only pad it become 0, as a latent row's do between its two parts.
+    `pages` aliases `so_far`, and only slots of new tokens are written. A row is as wide as the cache's: lanes and heads
+    that pad the cache become 0, and so do the lanes between the two parts of a latent row.
     """
     W: tl.constexpr = spec.WIDTH
     BQ: tl.constexpr = spec.BLOCK_Q
@@ -36,23 +41,23 @@ def write_kernel(
     if spec.COMPONENTS == 2:
         values = at_batch(values, batch, per.VALUES, spec.TOKENS * spec.HK * spec.D)
     tables = at_batch(tables, batch, per.TABLES, spec.SEQUENCES * spec.TABLE)
-    own = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS) + entry * FIELDS
-    sequence, row, rows = tl.load(own + SEQUENCE), tl.load(own + ROW), tl.load(own + ROWS)
+    entry_at = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS) + entry * FIELDS
+    sequence, row, rows = tl.load(entry_at + SEQUENCE), tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
     r = tl.arange(0, BQ)
-    position = tl.load(own + POSITION) + r
+    position = tl.load(entry_at + POSITION) + r
     column = position // spec.PAGE_SIZE
-    present = (r < rows) & (position >= 0) & (column < spec.TABLE)
-    page = tl.load(tables + sequence * spec.TABLE + column, mask=present, other=-1)
-    present = present & (page >= 0) & (page < spec.PAGES)
+    valid = (r < rows) & (position >= 0) & (column < spec.TABLE)
+    page = tl.load(tables + sequence * spec.TABLE + column, mask=valid, other=-1)
+    valid = valid & (page >= 0) & (page < spec.PAGES)
     # 64 bits: a cache may have more than 2 ** 31 elements.
-    slot = tl.where(present, position % spec.PAGE_SIZE, 0)
-    at = tl.cast(tl.where(present, page, 0), tl.int64) * spec.STRIDES[0] + slot * spec.STRIDES[1]
+    slot = tl.where(valid, position % spec.PAGE_SIZE, 0)
+    at = tl.cast(tl.where(valid, page, 0), tl.int64) * spec.STRIDES[0] + slot * spec.STRIDES[1]
     c = tl.arange(0, W)
     # Columns up to SPLIT hold the token's first ones, those from SECOND on the rest.
     source = tl.where(c < spec.SECOND, c, c - spec.SECOND + spec.SPLIT)
-    held = ((c < spec.SPLIT) | (c >= spec.SECOND)) & (source < spec.D) & (tl.zeros_like(c) + head < spec.HK)
+    stored = ((c < spec.SPLIT) | (c >= spec.SECOND)) & (source < spec.D) & (tl.zeros_like(c) + head < spec.HK)
     token = tl.cast(row + r, tl.int64)[:, None] * (spec.HK * spec.D) + (head * spec.D + source)[None, :]
-    mask = present[:, None] & held[None, :]
+    mask = valid[:, None] & stored[None, :]
     if spec.COMPONENTS == 2:
         is_key = tl.zeros_like(c)[None, :] + component == 0
         from_values = tl.load(values + token, mask=mask & ~is_key, other=0.0)
@@ -60,4 +65,4 @@ def write_kernel(
     else:
         x = tl.load(keys + token, mask=mask, other=0.0)
     first = batch * spec.ELEMENTS + head * spec.STRIDES[2] + component * spec.LANES
-    tl.store(pages + first + at[:, None] + c[None, :], x, mask=present[:, None] & (c < spec.LANES)[None, :])
+    tl.store(pages + first + at[:, None] + c[None, :], x, mask=valid[:, None] & (c < spec.LANES)[None, :])

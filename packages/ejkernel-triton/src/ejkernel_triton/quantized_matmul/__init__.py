@@ -10,7 +10,7 @@ from ejkernel_triton.requirements import triton_requires
 MOST_ROWS = 256
 """Rows of x from which on one pass over the matrix at full width costs less than dequantising it for every tile."""
 LARGEST = 2**31 - 1
-"""Words of a matrix, which 32 bits count."""
+"""Most words of a matrix: offsets inside of one have 32 bits."""
 
 
 def _reasons(record: Any) -> Iterable[str]:

@@ -18,9 +18,9 @@ class QuantizedTiles:
         block_m: Rows a tile.
         block_r: Rows of packed weights a tile.
         block_w: Words of packed weights a tile.
-        splits: Parts of the contracted elements, each with a program of its own, which XLA adds up.
+        splits: Split-K: parts of the contracted axis, each in another program; XLA adds up the parts.
         num_warps: Warps a program.
-        num_stages: Tiles of words that are copied ahead.
+        num_stages: Pipeline stages of the copies of packed words.
     """
 
     block_m: int
@@ -37,8 +37,9 @@ FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)}
 OVER_ROWS = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
 """Rows, words, warps and stages of kernels that contract the rows of the packed matrix."""
 OVER_WORDS = ((32, 64, 4, 3), (64, 32, 4, 3), (128, 16, 4, 3), (32, 32, 4, 4))
-"""The same for kernels that contract what the words hold."""
+"""Rows, words, warps and stages of kernels that contract the codes inside of words."""
 PROGRAMS_PER_SM = 4
+"""Programs a multiprocessor that split-K aims at."""
 
 
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedTiles:
@@ -70,7 +71,7 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
 def _splits(
     record: QuantizedMatmul, device: DeviceInfo, over_rows: bool, blocks: tuple[int, int, int], per_sm: int
 ) -> int:
-    """As many parts as fill the device, each with four tiles or more."""
+    """Split-K: as many parts as fill the device, each with four tiles or more."""
     if interpreting():
         return 2
     block_m, block_r, block_w = blocks

@@ -26,15 +26,15 @@ class QuantizedSpec:
         PER: Codes of a word: 4 or 8.
         BITS: Bits of a code.
         AFFINE: Whether codes are integers with a zero.
-        TABLE: Whether codes are places in a table.
+        TABLE: Whether codes are indices into a table.
         EXPONENT: Whether scales are exponents in 8 bits.
         SCALE8: Whether scales are e4m3 in 8 bits.
         BLOCK_M: Rows of x a tile.
         BLOCK_R: Rows of the packed matrix a tile.
         BLOCK_W: Words a tile.
-        SPLITS: Parts of what is contracted.
-        OPERAND: Dtype in which products are taken.
-        PRECISION: Of products of float32.
+        SPLITS: Split-K: parts of the contracted axis.
+        OPERAND: Dtype of the product's operands.
+        PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN: Whether operands become float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
@@ -143,7 +143,7 @@ def _launched(
     extent: int,
     block: int,
 ) -> jax.Array:
-    """The sum of all parts' outputs, float32 of the given shape; `extent` is cut into blocks, one a program."""
+    """The sum of all splits' outputs, float32 of the given shape; `extent` is cut into blocks, one a program."""
     zeros = None if record.zeros is None else record.zeros[None]
     table = jnp.asarray(NF4, jnp.float32)[None] if spec.TABLE else None
     (parts,) = launch(

@@ -1,17 +1,20 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""Products with a packed matrix [R, C], C codes in W words of PER codes: codes become numbers in registers.
+"""Products with a packed matrix [R, C], C codes in W words of PER codes: codes are dequantised in registers.
 
     word j of a row:   | code 8j+7 | ... | code 8j+1 | code 8j |       4 bits a code, PER = 8
 
-Nothing ever puts codes next to each other again, which would move every number between threads. Code n of all words of
-a tile is a tile of its own, [BLOCK_R, BLOCK_W], one shift away from the words:
+No kernel restores the order of codes, which would move every element between threads. Code n of all words of a tile is
+a tile [BLOCK_R, BLOCK_W] by itself, one shift away from the words:
 
     over rows    out[:, 8j + n] += x[:, rows] tile_n            PER accumulators, one for each n
     over words   out[:, rows]   += x[:, 8j + n] tile_n^T        one accumulator, PER products; x arrives by n
 
-Both kernels split what they contract over programs and write float32 parts; XLA adds the parts in a fixed order, so a
-call gives the same bits every time.
+    pipeline: packed words, x (num_stages copies in flight) -> shift, mask, scale in registers -> MMA -> accumulators
+              scales, zeros (loaded one tile before their use)
+
+Both kernels are split-K: each program contracts a part of the axis and stores float32 sums, which XLA adds in a fixed
+order, so every run gives the same bits.
 """
 
 import triton
@@ -21,16 +24,16 @@ from ejkernel_triton.blocks import add_dot, at_batch, round_bfloat16
 
 
 @triton.jit
-def small_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr):
-    """float32 of a float of few bits, sign on top: its bits, moved, with another bias.
+def decode_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr):
+    """Converts a float of few bits, sign on top, to float32: shifts its bits and replaces the exponent's bias.
 
-    A subnormal is what its mantissa adds to the smallest power of two. float32 subnormals would be shorter, but
-    whether they count depends on the device's mode.
+    The value of a subnormal is what its mantissa adds to the smallest power of two. Float32 subnormals would take
+    fewer instructions, but devices may flush them to zero.
     """
-    moved = (bits & (SIGN - 1)) << (23 - MANTISSA)
-    normal = (moved + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    subnormal = (moved + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
-    value = tl.where(moved < (1 << 23), subnormal, normal)
+    shifted = (bits & (SIGN - 1)) << (23 - MANTISSA)
+    normal = (shifted + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    subnormal = (shifted + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
+    value = tl.where(shifted < (1 << 23), subnormal, normal)
     return tl.where((bits & SIGN) != 0, -value, value)
 
 
@@ -38,31 +41,31 @@ def small_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.const
 def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
     """What is stored of the scales of a tile of words, and of the zeros of affine codes: one number a group.
 
-    They are loaded a tile ahead: a load that is not of the pipeline, and waited for in every step, was the whole time
-    of a step.
+    They are loaded one tile before their use. A load outside of the pipeline that every step waits for took the whole
+    time of a step.
     """
-    HELD: tl.constexpr = spec.GROUP // spec.PER  # words of a group
-    COUNT: tl.constexpr = (spec.BLOCK_W + HELD - 1) // HELD
-    groups = tile * spec.BLOCK_W // HELD + tl.arange(0, COUNT)
-    keep = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
+    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words of a group
+    COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
+    groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
+    mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
     at = rows[:, None] * spec.GROUPS + groups[None, :]
-    stored = tl.load(scales + at, mask=keep, other=0)
+    stored = tl.load(scales + at, mask=mask, other=0)
     if spec.AFFINE:
-        return stored, tl.load(zeros + at, mask=keep, other=0)
+        return stored, tl.load(zeros + at, mask=mask, other=0)
     else:
         return stored, stored
 
 
 @triton.jit
-def spread(x, spec: tl.constexpr):
-    """Numbers of groups [BLOCK_R, groups], for every word of them [BLOCK_R, BLOCK_W]."""
-    HELD: tl.constexpr = spec.GROUP // spec.PER
+def spread_over_words(x, spec: tl.constexpr):
+    """Broadcasts values of groups [BLOCK_R, groups] to their words [BLOCK_R, BLOCK_W]."""
+    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER
     R: tl.constexpr = spec.BLOCK_R
     W: tl.constexpr = spec.BLOCK_W
-    if W <= HELD:
+    if W <= WORDS_PER_GROUP:
         return tl.broadcast_to(x, [R, W])
     else:
-        return tl.reshape(tl.broadcast_to(x[:, :, None], [R, W // HELD, HELD]), [R, W])
+        return tl.reshape(tl.broadcast_to(x[:, :, None], [R, W // WORDS_PER_GROUP, WORDS_PER_GROUP]), [R, W])
 
 
 @triton.jit
@@ -72,34 +75,34 @@ def factors(stored, zeros, spec: tl.constexpr):
         exponent = stored.to(tl.int8, bitcast=True).to(tl.int32)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     elif spec.SCALE8:
-        scale = small_float(stored.to(tl.int32), 7, 3, 128)
+        scale = decode_float(stored.to(tl.int32), 7, 3, 128)
     else:
         scale = stored.to(tl.float32)
     if spec.AFFINE:
         factor = scale * (1 << spec.BITS)
-        return spread(factor, spec), spread(factor + scale * zeros.to(tl.float32), spec)
+        return spread_over_words(factor, spec), spread_over_words(factor + scale * zeros.to(tl.float32), spec)
     else:
-        every = spread(scale, spec)
+        every = spread_over_words(scale, spec)
         return every, every
 
 
 @triton.jit
-def numbers(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr):
-    """Code number CODE of every word as a number, in the dtype of products."""
+def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr):
+    """Dequantises code number CODE of every word, to the dtype of the product's operands."""
     if spec.AFFINE:
-        # The code goes to the top of the mantissa of 1: f = 1 + q / 2 ** BITS, and one multiply-add makes the number.
-        # Conversions of integers run at a quarter of its rate.
+        # The code becomes the top of the mantissa of 1: f = 1 + q / 2 ** BITS, and one multiply-add dequantises it.
+        # Conversions of integers to floats run at a quarter of the rate of multiply-adds.
         SHIFT: tl.constexpr = 23 - (CODE + 1) * spec.BITS
         MASK: tl.constexpr = ((1 << spec.BITS) - 1) << (23 - spec.BITS)
-        moved = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
-        value = ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
+        shifted = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
+        value = ((shifted & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
     elif spec.TABLE:
         bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
         value = tl.load(table + bits) * scale
     elif spec.BITS == 4:
-        value = small_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
+        value = decode_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
     else:
-        value = small_float(packed >> (CODE * spec.BITS), 7, 3, 128) * scale
+        value = decode_float(packed >> (CODE * spec.BITS), 7, 3, 128) * scale
     if spec.OPERAND == "float32":
         return value
     elif spec.OPERAND == "bfloat16":
@@ -112,14 +115,17 @@ def numbers(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr
 
 @triton.jit
 def store_part(parts, acc, code, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """Writes a part's tile of outputs."""
+    """Stores a split's tile of outputs."""
     at = (code * spec.M + m)[:, None] * WIDTH + columns[None, :]
     tl.store(parts + at, acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
-def begin(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
-    """Batch row, part, tile of columns and tile of rows of a program; programs that share words come together."""
+def program_of(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
+    """Batch row, split, tile of columns and tile of rows of a program.
+
+    Programs that share words run next to each other, and find them in L2.
+    """
     ROW_TILES: tl.constexpr = (spec.M + spec.BLOCK_M - 1) // spec.BLOCK_M
     row = program % ROW_TILES
     column = program // ROW_TILES % COLUMN_TILES
@@ -135,7 +141,7 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
     SHARE: tl.constexpr = (TILES + spec.SPLITS - 1) // spec.SPLITS
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_W
-    batch, part, column, row = begin(tl.program_id(0), COLUMN_TILES, spec)
+    batch, part, column, row = program_of(tl.program_id(0), COLUMN_TILES, spec)
     x = at_batch(x, batch, per.X, spec.M * spec.R)
     packed = at_batch(packed, batch, per.PACKED, spec.R * spec.W)
     scales = at_batch(scales, batch, per.SCALES, spec.R * spec.GROUPS)
@@ -150,22 +156,24 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
     stored, stored_zeros = load_scales(scales, zeros, part * SHARE * spec.BLOCK_R + row_in_tile, column, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
         r = tile * spec.BLOCK_R + row_in_tile
-        keep = (r < spec.R)[:, None] & (words < spec.W)[None, :]
+        mask = (r < spec.R)[:, None] & (words < spec.W)[None, :]
         left = tl.load(
             x + m[:, None] * spec.R + r[None, :], mask=(m < spec.M)[:, None] & (r < spec.R)[None, :], other=0.0
         )
-        held = tl.load(packed + r[:, None] * spec.W + words[None, :], mask=keep, other=0).to(tl.int32, bitcast=True)
+        words_tile = tl.load(packed + r[:, None] * spec.W + words[None, :], mask=mask, other=0).to(
+            tl.int32, bitcast=True
+        )
         scale, offset = factors(stored, stored_zeros, spec)
         stored, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
-        acc0 = add_dot(acc0, left, numbers(held, scale, offset, table, 0, spec), spec)
-        acc1 = add_dot(acc1, left, numbers(held, scale, offset, table, 1, spec), spec)
-        acc2 = add_dot(acc2, left, numbers(held, scale, offset, table, 2, spec), spec)
-        acc3 = add_dot(acc3, left, numbers(held, scale, offset, table, 3, spec), spec)
+        acc0 = add_dot(acc0, left, dequantize(words_tile, scale, offset, table, 0, spec), spec)
+        acc1 = add_dot(acc1, left, dequantize(words_tile, scale, offset, table, 1, spec), spec)
+        acc2 = add_dot(acc2, left, dequantize(words_tile, scale, offset, table, 2, spec), spec)
+        acc3 = add_dot(acc3, left, dequantize(words_tile, scale, offset, table, 3, spec), spec)
         if spec.PER == 8:
-            acc4 = add_dot(acc4, left, numbers(held, scale, offset, table, 4, spec), spec)
-            acc5 = add_dot(acc5, left, numbers(held, scale, offset, table, 5, spec), spec)
-            acc6 = add_dot(acc6, left, numbers(held, scale, offset, table, 6, spec), spec)
-            acc7 = add_dot(acc7, left, numbers(held, scale, offset, table, 7, spec), spec)
+            acc4 = add_dot(acc4, left, dequantize(words_tile, scale, offset, table, 4, spec), spec)
+            acc5 = add_dot(acc5, left, dequantize(words_tile, scale, offset, table, 5, spec), spec)
+            acc6 = add_dot(acc6, left, dequantize(words_tile, scale, offset, table, 6, spec), spec)
+            acc7 = add_dot(acc7, left, dequantize(words_tile, scale, offset, table, 7, spec), spec)
     store_part(parts, acc0, 0, m, words, spec.W, spec)
     store_part(parts, acc1, 1, m, words, spec.W, spec)
     store_part(parts, acc2, 2, m, words, spec.W, spec)
@@ -186,7 +194,7 @@ def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_R
     PER: tl.constexpr = spec.PER
-    batch, part, column, row = begin(tl.program_id(0), COLUMN_TILES, spec)
+    batch, part, column, row = program_of(tl.program_id(0), COLUMN_TILES, spec)
     x = at_batch(x, batch, per.X, spec.PER * spec.M * spec.W)
     packed = at_batch(packed, batch, per.PACKED, spec.R * spec.W)
     scales = at_batch(scales, batch, per.SCALES, spec.R * spec.GROUPS)
@@ -199,12 +207,14 @@ def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr
     stored, stored_zeros = load_scales(scales, zeros, r, part * SHARE, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
         words = tile * spec.BLOCK_W + tl.arange(0, spec.BLOCK_W)
-        keep = (r < spec.R)[:, None] & (words < spec.W)[None, :]
-        held = tl.load(packed + r[:, None] * spec.W + words[None, :], mask=keep, other=0).to(tl.int32, bitcast=True)
+        mask = (r < spec.R)[:, None] & (words < spec.W)[None, :]
+        words_tile = tl.load(packed + r[:, None] * spec.W + words[None, :], mask=mask, other=0).to(
+            tl.int32, bitcast=True
+        )
         scale, offset = factors(stored, stored_zeros, spec)
         stored, stored_zeros = load_scales(scales, zeros, r, tile + 1, spec)
         for code in tl.static_range(PER):
             at = x + (code * spec.M + m)[:, None] * spec.W + words[None, :]
             left = tl.load(at, mask=(m < spec.M)[:, None] & (words < spec.W)[None, :], other=0.0)
-            acc = add_dot(acc, left, tl.trans(numbers(held, scale, offset, table, code, spec)), spec)
+            acc = add_dot(acc, left, tl.trans(dequantize(words_tile, scale, offset, table, code, spec)), spec)
     store_part(parts, acc, 0, m, r, spec.R, spec)

@@ -27,7 +27,7 @@ HANDLES = frozenset(
 """Optional fields that the kernels honour."""
 
 HEADS = 64
-"""Most query heads per KV head: those of one query are a tile."""
+"""Most query heads per KV head: the heads of one query are the rows of a tile of scores."""
 
 
 def _reasons(record: Any) -> Iterable[str]:

@@ -53,15 +53,15 @@ def selected_gradients(
     lse = branch.lse.swapaxes(1, 2) * LOG2E
     rows = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
     spec = make_spec(record)
-    made: Gradients = {}
+    gradients: Gradients = {}
     if "query" in wanted:
-        made["query"] = _of_query(record, rows, spec, config)
+        gradients["query"] = _query_gradients(record, rows, spec, config)
     if wanted & {"key", "value"}:
-        made["key"], made["value"] = _of_keys(record, rows, spec, config)
-    return made
+        gradients["key"], gradients["value"] = _key_gradients(record, rows, spec, config)
+    return gradients
 
 
-def _of_query(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward) -> jax.Array:
+def _query_gradients(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward) -> jax.Array:
     from ejkernel_triton.selected_attention.backward_kernels import queries_kernel
 
     (dquery,) = launch(
@@ -77,20 +77,20 @@ def _of_query(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config:
     return dquery
 
 
-def _of_keys(
+def _key_gradients(
     record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward
 ) -> tuple[jax.Array, jax.Array]:
     from ejkernel_triton.selected_attention.backward_kernels import keys_kernel
 
     readers, ends = find_readers(record, config.list_length), block_ends(record)
-    query, key, value, _, starts, own, q_ids, k_ids = operands(record)
+    query, key, value, _, starts, q_positions, q_ids, k_ids = operands(record)
     batch, parts = record.query.shape[0], readers.parts.shape[2]
-    tiles = -(-spec.SIZE // config.own_kv)
-    sums = [(batch, spec.HK, readers.slots, tiles, config.own_kv, width) for width in (spec.BD, spec.BV)]
+    tiles = -(-spec.SIZE // config.key_block_kv)
+    sums = [(batch, spec.HK, readers.slots, tiles, config.key_block_kv, width) for width in (spec.BD, spec.BV)]
     shapes = [Shape(record.key.shape, record.key.dtype), Shape(record.value.shape, record.value.dtype)]
-    made = launch(
+    gradients = launch(
         keys_kernel,
-        (query, key, value, readers.tokens, readers.parts, starts, ends, own, q_ids, k_ids, *rows),
+        (query, key, value, readers.tokens, readers.parts, starts, ends, q_positions, q_ids, k_ids, *rows),
         [*shapes, *(Shape(x, jnp.float32) for x in sums)],
         batch=batch,
         grid=tiles * parts * spec.HK * batch,
@@ -98,39 +98,39 @@ def _of_keys(
         num_stages=config.key_stages,
         constants={
             "spec": spec,
-            "BLOCK_KV": config.own_kv,
+            "BLOCK_KV": config.key_block_kv,
             "BLOCK_Q": config.block_q,
             "ROWS": padded(config.block_q * group_size(record)),
             "PARTS": parts,
             "SUMS": readers.slots,
         },
     )
-    dkey, dvalue = _merged(record, made, readers, (starts, ends), spec, config)
+    dkey, dvalue = _merge_split_lists(record, gradients, readers, (starts, ends), spec, config)
     ids = record.kv_segment_ids
     # Padding is in no block's list, and maybe in no block.
     return selected_branches.zero_padding(dkey, ids), selected_branches.zero_padding(dvalue, ids)
 
 
-def _merged(
+def _merge_split_lists(
     record: SelectedAttention,
-    made: tuple[jax.Array, ...],
+    gradients: tuple[jax.Array, ...],
     readers: Readers,
-    where: tuple[Any, Any],
+    block_bounds: tuple[Any, Any],
     spec: SelectedSpec,
     config: SelectedBackward,
 ) -> tuple[jax.Array, ...]:
     """Gradients of key and value with those of blocks whose lists were split."""
     from ejkernel_triton.selected_attention.backward_kernels import merge_kernel
 
-    dkey, dvalue, key_sums, value_sums = made
+    dkey, dvalue, key_sums, value_sums = gradients
     batch = record.query.shape[0]
     return launch(
         merge_kernel,
-        (key_sums, value_sums, readers.merges, *where, dkey, dvalue),
+        (key_sums, value_sums, readers.merges, *block_bounds, dkey, dvalue),
         (5, 6),
         batch=batch,
-        grid=-(-spec.SIZE // config.own_kv) * spec.M * spec.HK * batch,
+        grid=-(-spec.SIZE // config.key_block_kv) * spec.M * spec.HK * batch,
         num_warps=8,
         num_stages=1,
-        constants={"spec": spec, "BLOCK_KV": config.own_kv, "SUMS": readers.slots},
+        constants={"spec": spec, "BLOCK_KV": config.key_block_kv, "SUMS": readers.slots},
     )

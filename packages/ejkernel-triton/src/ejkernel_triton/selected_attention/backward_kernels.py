@@ -2,16 +2,16 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """The backward kernels, by recomputation of the scores: one for queries, one for keys and values, one that merges.
 
-    queries_kernel: owns q, do, lse, delta of one query     keys_kernel: owns K, V of one block
+    queries_kernel: q, do, lse, delta in registers          keys_kernel: K, V of one block in registers
     per key tile of every listed block:                      per tile of queries in the block's list, gathered:
       K tile --> s = q K^T --> p = exp2(s - lse), masked       q tile  --> s^T = K q^T --> p^T, masked
       V tile --> dp = do V^T,  ds = p (dp - delta)             do tile --> dv += p^T do
                  dq += ds K                                                dp^T = V do^T - delta
                                                                            dk += (p^T dp^T) q
 
-Every query may list the first block, so lists are cut: a program of keys_kernel walks one part of one list. Of a list
-with several parts it stores float32 sums in a slot, and `merge_kernel` adds the slots up in their order. Nothing is
-added atomically, so two runs agree to the bit.
+Every query may list the first block, so long lists are split: a program of keys_kernel loops over one part of one list.
+Where a list has several parts, each stores its float32 accumulators in a slot, and `merge_kernel` adds the slots up in
+their order. No atomic additions, so every run gives the same bits.
 """
 
 import triton
@@ -25,15 +25,15 @@ from ejkernel_triton.selected_attention.selected_tile import (
     load_heads,
     load_keys,
     load_numbers,
-    own_key,
+    query_position,
     slots_in_use,
     store_heads,
 )
 
 # Fields of a part of a list.
 BLOCK = tl.constexpr(0)
-BEGIN = tl.constexpr(1)
-END = tl.constexpr(2)
+FIRST_ENTRY = tl.constexpr(1)
+END_ENTRY = tl.constexpr(2)
 SLOT = tl.constexpr(3)
 PART_FIELDS = tl.constexpr(4)
 
@@ -45,7 +45,7 @@ def queries_kernel(
     value,
     listed,
     starts,
-    own,
+    q_positions,
     q_ids,
     k_ids,
     cotangent,
@@ -56,7 +56,7 @@ def queries_kernel(
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """A program owns one query and one KV head."""
+    """The gradient of one query, for all query heads of one KV head."""
     program = tl.program_id(0)
     token = program % spec.T
     head = (program // spec.T) % spec.HK
@@ -71,15 +71,15 @@ def queries_kernel(
     listed += tl.cast(token * spec.HK + head, tl.int64) * spec.SLOTS
     if spec.STARTS:
         starts = at_batch(starts, batch, per.STARTS, spec.M)
-    if spec.OWN:
-        own = at_batch(own, batch, per.OWN, spec.T)
+    if spec.POSITIONS:
+        q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
     count = slots_in_use(listed, spec)
     q_id = 0
     if spec.SEGMENTS:
         k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
         count = tl.where(q_id >= 0, count, 0)
-    own_at = own_key(own, token, spec)
+    q_position = query_position(q_positions, token, spec)
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
     BG: tl.constexpr = spec.BG
     BD: tl.constexpr = spec.BD
@@ -92,12 +92,12 @@ def queries_kernel(
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
         start = block_start(starts, block, spec)
-        there = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
-        k = load_keys(key, start, index, there, spec.D, BD, spec)
-        v = load_keys(value, start, index, there, spec.DV, spec.BV, spec)
-        keep = attending(k_ids, start + index, there, own_at, q_id, spec)
+        valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
+        k = load_keys(key, start, index, valid, spec.D, BD, spec)
+        v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
+        attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
         scores = dot(q, tl.trans(k), spec) * spec.FACTOR
-        weights = tl.where(keep[None, :], tl.exp2(scores - lse[:, None]), 0.0)
+        weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
         dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
         acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
@@ -105,12 +105,12 @@ def queries_kernel(
 
 
 @triton.jit
-def _gather(base, token, member, head, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[ROWS, COLUMNS]: the rows of a token and a head of the group each; 0 where they are not there."""
+def _gather(base, token, group_head, head, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[ROWS, COLUMNS], each row that of a token and a head of the group; 0 where `valid` is false."""
     d = tl.arange(0, COLUMNS)
-    # 64 bits: the tokens of a tile are anywhere.
-    row = tl.cast(token * spec.H + head * spec.G + member, tl.int64) * WIDTH
-    return tl.load(base + row[:, None] + d[None, :], mask=there[:, None] & (d < WIDTH)[None, :], other=0.0)
+    # 64-bit offsets for every row: the tokens of a tile come from a list and may lie anywhere in the array.
+    row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64) * WIDTH
+    return tl.load(base + row[:, None] + d[None, :], mask=valid[:, None] & (d < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def keys_kernel(
     parts,
     starts,
     ends,
-    own,
+    q_positions,
     q_ids,
     k_ids,
     cotangent,
@@ -140,7 +140,7 @@ def keys_kernel(
     PARTS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """A program owns BLOCK_KV keys of a block and one KV head, and walks one part of the list of the block's queries.
+    """Gradients of BLOCK_KV keys and values of one block and KV head, over one part of the list of the block's queries.
 
     A tile has ROWS rows: BLOCK_Q queries times the heads of the group, and what pads. There are PARTS parts, and SUMS
     slots for sums, of every KV head.
@@ -154,7 +154,7 @@ def keys_kernel(
     parts = at_batch(parts, batch, per.PARTS, spec.HK * PARTS * PART_FIELDS) + (head * PARTS + part) * PART_FIELDS
     block = tl.load(parts + BLOCK)
     if block >= 0:  # there may be fewer parts than there is room for
-        begin, end, slot = tl.load(parts + BEGIN), tl.load(parts + END), tl.load(parts + SLOT)
+        first_entry, end, slot = tl.load(parts + FIRST_ENTRY), tl.load(parts + END_ENTRY), tl.load(parts + SLOT)
         query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
         key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
         value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
@@ -165,39 +165,39 @@ def keys_kernel(
         readers += tl.cast(head, tl.int64) * (spec.T * spec.SLOTS)
         if spec.STARTS:
             starts = at_batch(starts, batch, per.STARTS, spec.M)
-        if spec.OWN:
-            own = at_batch(own, batch, per.OWN, spec.T)
+        if spec.POSITIONS:
+            q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
         BD: tl.constexpr = spec.BD
         BV: tl.constexpr = spec.BV
         start = block_start(starts, block, spec)
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        there = (index < spec.SIZE) & (start + index < spec.S)
+        valid = (index < spec.SIZE) & (start + index < spec.S)
         if spec.SEGMENTS:
             q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
-            k_id = tl.load(at_batch(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=there, other=-1)
-        k = load_keys(key, start, index, there, spec.D, BD, spec)
-        v = load_keys(value, start, index, there, spec.DV, BV, spec)
+            k_id = tl.load(at_batch(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
+        k = load_keys(key, start, index, valid, spec.D, BD, spec)
+        v = load_keys(value, start, index, valid, spec.DV, BV, spec)
         dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         row = tl.arange(0, ROWS)
-        member = row % spec.G
-        for at in tl.range(begin, end, BLOCK_Q):
+        group_head = row % spec.G
+        for at in tl.range(first_entry, end, BLOCK_Q):
             entry = at + row // spec.G
             listed = (row < BLOCK_Q * spec.G) & (entry < end)
             token = tl.load(readers + entry, mask=listed, other=0)
-            q = _gather(query, token, member, head, listed, spec.D, BD, spec)
-            do = _gather(cotangent, token, member, head, listed, spec.DV, BV, spec)
-            number = token * spec.H + head * spec.G + member
-            lse = tl.load(shift + number, mask=listed, other=0.0)
-            delta_row = tl.load(delta + number, mask=listed, other=0.0)
+            q = _gather(query, token, group_head, head, listed, spec.D, BD, spec)
+            do = _gather(cotangent, token, group_head, head, listed, spec.DV, BV, spec)
+            q_row = token * spec.H + head * spec.G + group_head
+            lse = tl.load(shift + q_row, mask=listed, other=0.0)
+            delta_row = tl.load(delta + q_row, mask=listed, other=0.0)
             last = token
-            if spec.OWN:
-                last = tl.load(own + token, mask=listed, other=-1)
-            keep = there[:, None] & listed[None, :] & ((start + index)[:, None] <= last[None, :])
+            if spec.POSITIONS:
+                last = tl.load(q_positions + token, mask=listed, other=-1)
+            attends = valid[:, None] & listed[None, :] & ((start + index)[:, None] <= last[None, :])
             if spec.SEGMENTS:
-                keep = keep & (k_id[:, None] == tl.load(q_ids + token, mask=listed, other=-1)[None, :])
+                attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=listed, other=-1)[None, :])
             scores = dot(k, tl.trans(q), spec) * spec.FACTOR
-            weights = tl.where(keep, tl.exp2(scores - lse[None, :]), 0.0)
+            weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
             dv = add_dot(dv, weights.to(do.dtype), do, spec)
             dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])
             dk = add_dot(dk, dscores.to(q.dtype), q, spec)
@@ -219,14 +219,14 @@ def _store_keys(base, start, index, end, tile, WIDTH: tl.constexpr, COLUMNS: tl.
     """Writes [keys, COLUMNS] to keys `start + index` before `end` of an array [S, HK, WIDTH]."""
     d = tl.arange(0, COLUMNS)
     at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])
-    keep = (start + index < end)[:, None] & (d < WIDTH)[None, :]
-    tl.store(at, tile.to(base.dtype.element_ty), mask=keep)
+    attends = (start + index < end)[:, None] & (d < WIDTH)[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=attends)
 
 
 @triton.jit
-def _store_sums(base, number, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Writes [ROWS, COLUMNS] as number `number` of an array of such tiles."""
-    at = base + number * (ROWS * COLUMNS)
+def _store_sums(base, q_row, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes [ROWS, COLUMNS] as number `q_row` of an array of such tiles."""
+    at = base + q_row * (ROWS * COLUMNS)
     tl.store(at + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile)
 
 
@@ -271,9 +271,9 @@ def merge_kernel(
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         row = tl.cast(batch // per.KEY_SUMS, tl.int64) * (spec.HK * SUMS) + head * SUMS + first
         for slot in tl.range(0, count):
-            number = (row + slot) * TILES + tile
-            dk += tl.load(key_sums + number * (BLOCK_KV * BD) + k_at)
-            dv += tl.load(value_sums + number * (BLOCK_KV * BV) + v_at)
+            q_row = (row + slot) * TILES + tile
+            dk += tl.load(key_sums + q_row * (BLOCK_KV * BD) + k_at)
+            dv += tl.load(value_sums + q_row * (BLOCK_KV * BV) + v_at)
         end = tl.load(at_batch(ends, batch, per.ENDS, spec.M) + block)
         dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
         dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV

@@ -8,8 +8,8 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
-LIST = 512
-"""Queries of a block's list that one program walks, at least."""
+MIN_LIST_LENGTH = 512
+"""Fewest queries of a block's list that one program loops over before the list is split."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class SelectedForward:
     Attributes:
         block_kv: Keys of a listed block a tile.
         num_warps: Warps a program.
-        num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+        num_stages: Pipeline stages of the copies of key and value tiles.
     """
 
     block_kv: int
@@ -29,23 +29,23 @@ class SelectedForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectedBackward:
-    """Configuration of the backward kernels: of programs that own a query, and of those that own a block of keys.
+    """Configuration of the two backward kernels, `queries_kernel` and `keys_kernel`.
 
     Attributes:
-        block_kv: Keys a tile that a program that owns a query visits.
-        num_warps: Warps of a program that owns a query.
-        num_stages: Its pipeline stages.
-        own_kv: Keys of a block that a program owns.
-        block_q: Queries a tile that it visits.
-        list_length: Queries of a block's list that one program walks; longer lists are split and merged.
-        key_warps: Its warps.
-        key_stages: Its pipeline stages.
+        block_kv: Keys a tile in the loop of `queries_kernel`.
+        num_warps: Warps of a program of `queries_kernel`.
+        num_stages: Pipeline stages of `queries_kernel`.
+        key_block_kv: Keys that a program of `keys_kernel` accumulates gradients for.
+        block_q: Queries a tile in the loop of `keys_kernel`.
+        list_length: Queries of a block's list that one program loops over; longer lists are split and merged.
+        key_warps: Warps of a program of `keys_kernel`.
+        key_stages: Pipeline stages of `keys_kernel`.
     """
 
     block_kv: int
     num_warps: int
     num_stages: int
-    own_kv: int
+    key_block_kv: int
     block_q: int
     list_length: int
     key_warps: int
@@ -57,7 +57,7 @@ FACES = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-"""Fields of the public configuration and what they set here: of the backward pass, the programs that own a query."""
+"""Fields of the public configuration and what they set here; in the backward pass they set `queries_kernel`."""
 
 
 def kind(record: SelectedAttention) -> str | None:
@@ -74,7 +74,7 @@ def kind(record: SelectedAttention) -> str | None:
 
 
 def padded(size: int) -> int:
-    """The power of two, at least 16, that a matrix product takes for a size."""
+    """The power of two of at least 16 that `tl.dot` takes for a size."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -100,22 +100,22 @@ def candidates(
 
 
 def _forward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
-    most, warps = _query_tile(record, "forward")
+    block_kv, warps = _query_tile(record, "forward")
     if interpreting():
-        return [SelectedForward(block_kv=most, num_warps=4, num_stages=2)]
-    tiles = ((most, warps, 2), *TILES)
-    return [SelectedForward(block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles if k <= most]
+        return [SelectedForward(block_kv=block_kv, num_warps=4, num_stages=2)]
+    tiles = ((block_kv, warps, 2), *TILES)
+    return [SelectedForward(block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles if k <= block_kv]
 
 
 def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
-    length = max(LIST, padded(record.query.shape[1] * slots(record) // 256))
-    most, warps = _query_tile(record, "backward")
-    own, rows, key_warps = _key_tile(record, device)
+    length = max(MIN_LIST_LENGTH, padded(record.query.shape[1] * slots(record) // 256))
+    block_kv, warps = _query_tile(record, "backward")
+    key_block_kv, rows, key_warps = _key_tile(record, device)
     made = SelectedBackward(
-        block_kv=most,
+        block_kv=block_kv,
         num_warps=warps,
         num_stages=2,
-        own_kv=own,
+        key_block_kv=key_block_kv,
         block_q=max(1, rows // group_size(record)),
         list_length=8 if interpreting() else length,
         key_warps=key_warps,
@@ -126,7 +126,7 @@ def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBac
     queries = [
         dataclasses.replace(made, block_kv=keys, num_warps=warps, num_stages=stages)
         for keys, warps, stages in TILES
-        if keys <= most
+        if keys <= block_kv
     ]
     keys = [
         dataclasses.replace(made, key_warps=key_warps, key_stages=stages, block_q=max(1, made.block_q // part))
@@ -137,11 +137,11 @@ def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBac
 
 
 TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
-"""Keys, warps and stages of programs that own a query: what is worth measuring."""
+"""Keys, warps and stages of programs of one query each that are worth measuring."""
 
 
 def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
-    """Keys and warps of programs that own a query: the fewest warps whose registers hold the tile."""
+    """Keys and warps of programs of one query each: the fewest warps whose registers hold the tile."""
     if interpreting():
         return min(padded(record.block_size), 16), 4
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
@@ -152,7 +152,7 @@ def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, i
 
 
 def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
-    """Keys, query rows and warps of programs that own keys: what registers hold."""
+    """Keys, query rows and warps of programs of `keys_kernel`: the largest accumulators that registers hold."""
     if interpreting():
         return min(padded(record.block_size), 16), 16, 4
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2

@@ -26,7 +26,7 @@ def forward(record: SelectedAttention, config: SelectedForward) -> tuple[jax.Arr
 
 
 def operands(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
-    """The first inputs of the kernels that own a query: query, key, value, lists, block starts, own keys, segments."""
+    """First inputs of kernels with a program a query: query, key, value, lists, block starts, positions, segments."""
     starts = None if record.block_starts is None else record.block_starts[None]
     ids = (record.q_segment_ids, record.kv_segment_ids)
     return (record.query, record.key, record.value, record.block_indices, starts, record.q_positions, *ids)

@@ -26,7 +26,7 @@ from ejkernel_triton.selected_attention.selected_tile import (
     block_start,
     load_heads,
     load_keys,
-    own_key,
+    query_position,
     slots_in_use,
     store_heads,
 )
@@ -39,7 +39,7 @@ def forward_kernel(
     value,
     listed,
     starts,
-    own,
+    q_positions,
     q_ids,
     k_ids,
     output,
@@ -48,7 +48,7 @@ def forward_kernel(
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """A program owns one query and one KV head; programs of a KV head follow each other and share its keys in L2."""
+    """A program has one query and one KV head. Programs of a KV head run next to each other: they share keys in L2."""
     program = tl.program_id(0)
     token = program % spec.T
     head = (program // spec.T) % spec.HK
@@ -60,15 +60,15 @@ def forward_kernel(
     listed += tl.cast(token * spec.HK + head, tl.int64) * spec.SLOTS
     if spec.STARTS:
         starts = at_batch(starts, batch, per.STARTS, spec.M)
-    if spec.OWN:
-        own = at_batch(own, batch, per.OWN, spec.T)
+    if spec.POSITIONS:
+        q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
     count = slots_in_use(listed, spec)
     q_id = 0
     if spec.SEGMENTS:
         k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
         count = tl.where(q_id >= 0, count, 0)  # padding attends to nothing
-    own_at = own_key(own, token, spec)
+    q_position = query_position(q_positions, token, spec)
     BG: tl.constexpr = spec.BG
     BV: tl.constexpr = spec.BV
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
@@ -80,27 +80,27 @@ def forward_kernel(
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
         start = block_start(starts, block, spec)
-        there = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
-        k = load_keys(key, start, index, there, spec.D, spec.BD, spec)
-        v = load_keys(value, start, index, there, spec.DV, BV, spec)
-        keep = attending(k_ids, start + index, there, own_at, q_id, spec)
-        row_max, row_sum, acc = _visit(q, k, v, keep, row_max, row_sum, acc, spec)
-    some = tl.where(row_sum > 0.0, row_sum, 1.0)
-    logs = tl.where(row_sum > 0.0, (tl.log2(some) + finite(row_max)) * LN2, float("-inf"))
+        valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
+        k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
+        v = load_keys(value, start, index, valid, spec.DV, BV, spec)
+        attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
+        row_max, row_sum, acc = softmax_step(q, k, v, attends, row_max, row_sum, acc, spec)
+    denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
+    lse_row = tl.where(row_sum > 0.0, (tl.log2(denominator) + finite(row_max)) * LN2, float("-inf"))
     g = tl.arange(0, BG)
     rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
-    tl.store(lse + rows, logs, mask=g < spec.G)
+    tl.store(lse + rows, lse_row, mask=g < spec.G)
     output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
-    store_heads(output, token, head, acc / some[:, None], spec.DV, BV, spec)
+    store_heads(output, token, head, acc / denominator[:, None], spec.DV, BV, spec)
 
 
 @triton.jit
-def _visit(q, k, v, keep, row_max, row_sum, acc, spec: tl.constexpr):
-    """Takes a tile of keys into the running softmax.
+def softmax_step(q, k, v, attends, row_max, row_sum, acc, spec: tl.constexpr):
+    """One step of the online softmax, over a tile of keys.
 
     q [BG, BD], k [K, BD], v [K, BV], keep [K], row_max and row_sum [BG], acc [BG, BV].
     """
-    scores = tl.where(keep[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
+    scores = tl.where(attends[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = finite(new_max)  # a tile may have nothing that attends
     weights = tl.exp2(scores - shift[:, None])

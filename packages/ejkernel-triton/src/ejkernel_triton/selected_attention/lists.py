@@ -1,4 +1,4 @@
-"""Turning lists around: from the blocks that a query lists to the queries that list a block.
+"""Inverting lists: from the blocks that a query lists to the queries that list a block.
 
     block_indices [T, N]  --sort by (block, query)-->  readers [T N]   | block 0 ........ | block 1 .. | ...
                                                        parts           | L | L | L | rest |     one    |
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.selected_attention import SelectedAttention, blocks, starts
 
-LARGEST = 2**32
+UINT32_RANGE = 2**32
 
 
 class Readers(NamedTuple):
@@ -43,43 +43,43 @@ def find_readers(record: SelectedAttention, length: int) -> Readers:
     tokens, bounds = _sorted(listed, count)
     entries = tokens.shape[2]
     sizes = jnp.diff(bounds)
-    several = jnp.maximum(-(-sizes // length), 1)
-    behind = jnp.cumsum(several, axis=-1)
-    first = behind - several
-    room = count + entries // length
-    part = jnp.arange(room, dtype=jnp.int32)
+    part_counts = jnp.maximum(-(-sizes // length), 1)
+    part_ends = jnp.cumsum(part_counts, axis=-1)
+    part_starts = part_ends - part_counts
+    max_parts = count + entries // length
+    part = jnp.arange(max_parts, dtype=jnp.int32)
     # How many blocks' parts have all come before.
-    block = jnp.sum(behind[:, :, None, :] <= part[:, None], axis=-1, dtype=jnp.int32)
-    real = block < count
+    block = jnp.sum(part_ends[:, :, None, :] <= part[:, None], axis=-1, dtype=jnp.int32)
+    exists = block < count
     block = jnp.minimum(block, count - 1)
 
-    def of_block(x: jax.Array) -> jax.Array:
+    def at_block(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, block, axis=-1)
 
-    split = jnp.where(several > 1, several, 0)
-    slot = jnp.cumsum(split, axis=-1) - split
-    within = part - of_block(first)
-    begin = of_block(bounds[..., :-1]) + within * length
+    slot_counts = jnp.where(part_counts > 1, part_counts, 0)
+    slot = jnp.cumsum(slot_counts, axis=-1) - slot_counts
+    within = part - at_block(part_starts)
+    first_entry = at_block(bounds[..., :-1]) + within * length
     parts = (
-        jnp.where(real, block, -1),
-        begin,
-        jnp.minimum(begin + length, of_block(bounds[..., 1:])),
-        jnp.where(of_block(split) > 0, of_block(slot) + within, -1),
+        jnp.where(exists, block, -1),
+        first_entry,
+        jnp.minimum(first_entry + length, at_block(bounds[..., 1:])),
+        jnp.where(at_block(slot_counts) > 0, at_block(slot) + within, -1),
     )
     # A list that is split has more than `length` entries, and at most twice as many parts as whole ones.
     return Readers(
         tokens=tokens,
         parts=jnp.stack(parts, axis=-1).astype(jnp.int32),
-        merges=jnp.stack((slot, split), axis=-1).astype(jnp.int32),
+        merges=jnp.stack((slot, slot_counts), axis=-1).astype(jnp.int32),
         slots=max(1, 2 * (entries // length)),
     )
 
 
 def block_ends(record: SelectedAttention) -> jax.Array:
     """The key after the last of each block, [1, M] int32: a sequence's last block ends where the next one begins."""
-    first, keys = starts(record), record.key.shape[1]
-    behind = jnp.concatenate([first[1:], jnp.full(1, keys, first.dtype)])
-    return jnp.minimum(first + record.block_size, behind).astype(jnp.int32)[None]
+    block_starts, keys = starts(record), record.key.shape[1]
+    next_starts = jnp.concatenate([block_starts[1:], jnp.full(1, keys, block_starts.dtype)])
+    return jnp.minimum(block_starts + record.block_size, next_starts).astype(jnp.int32)[None]
 
 
 def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -89,7 +89,7 @@ def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     token = jnp.arange(length, dtype=jnp.uint32)[:, None]
     block = jnp.where(listed >= 0, listed, count).swapaxes(1, 2).reshape(batch * heads, length, slots)
     edge = jnp.arange(count + 1, dtype=jnp.uint32)
-    if batch * heads * (count + 1) * length < LARGEST:
+    if batch * heads * (count + 1) * length < UINT32_RANGE:
         # One sort of all rows: XLA leaves long sorts along one axis to a radix sort.
         row = jnp.arange(batch * heads, dtype=jnp.uint32)[:, None] * (count + 1)
         pairs = (row[..., None] + block.astype(jnp.uint32)) * length + token

@@ -3,8 +3,8 @@
 """The selection kernel: weights of blocks, summed over the heads of a KV head, and the largest of each query.
 
     q [ROWS, BD]      per tile of blocks:  s = q K_c^T --> p = exp2(s - lse) --> sum over heads --> scratch [queries, M]
-    (queries x heads)                                                            (a program's own, overwritten by its
-                                                                                  next tile of queries: it stays in L2)
+    (queries x heads)                                                            (one region a program, overwritten by
+                                                                                  its next tile: it stays in L2)
     then, a few queries at a time:  scratch [few, M] --> N - 1 times: the largest, the later of equals; taken out
 
 The log-sum-exp is that of the compressed branch, which ran before. No array of queries by blocks is in memory: a
@@ -23,7 +23,7 @@ def select_kernel(
     query,
     keys,
     shift,
-    own_blocks,
+    current_blocks,
     q_ids,
     block_ids,
     indices,
@@ -35,19 +35,19 @@ def select_kernel(
     HEADS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BM: tl.constexpr,
-    FEW: tl.constexpr,
+    TOPK_QUERIES: tl.constexpr,
 ):
-    """PROGRAMS of a batch row share its tiles of QUERIES queries of every KV head.
+    """Persistent programs: PROGRAMS of a batch row loop over its tiles of QUERIES queries of every KV head.
 
     HEADS is the group size padded to a power of two, BLOCKS the blocks of a tile of scores, BM all blocks padded to a
-    power of two that is no less, FEW the queries whose largest weights are looked for at once.
+    power of two that is no less, TOPK_QUERIES the queries whose largest weights are looked for at once.
     """
     program = tl.program_id(0) % PROGRAMS
     batch = tl.program_id(0) // PROGRAMS
     query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
     keys = at_batch(keys, batch, per.KEYS, spec.M * spec.HK * spec.D)
     shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
-    own_blocks = at_batch(own_blocks, batch, per.OWN_BLOCKS, spec.T)
+    current_blocks = at_batch(current_blocks, batch, per.CURRENT_BLOCKS, spec.T)
     if spec.SEGMENTS:
         q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
         block_ids = at_batch(block_ids, batch, per.BLOCK_IDS, spec.M)
@@ -58,19 +58,22 @@ def select_kernel(
         head = item // TILES
         start = (item % TILES) * QUERIES
         token = start + tl.arange(0, QUERIES)
-        own = tl.load(own_blocks + token, mask=token < spec.T, other=-1)
-        last = tl.max(own, 0)
+        current = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
+        last = tl.max(current, 0)
         ids = (q_ids, block_ids)
-        _weigh(query, keys, shift, ids, scratch, head, start, own, last, spec, QUERIES, HEADS, BLOCKS, BM)
-        # The scratch rows are read by other threads than those that wrote them, and then overwritten.
+        _block_weights(query, keys, shift, ids, scratch, head, start, current, last, spec, QUERIES, HEADS, BLOCKS, BM)
+        # Barrier: other threads read the scratch rows than wrote them. A second one follows, before the next tile
+        # overwrites them.
         tl.debug_barrier()
-        for first in tl.range(0, QUERIES, FEW):
-            _take_largest(own_blocks, scratch, indices, head, start + first, first, last, spec, BLOCKS, BM, FEW)
+        for first in tl.range(0, QUERIES, TOPK_QUERIES):
+            _store_largest(
+                current_blocks, scratch, indices, head, start + first, first, last, spec, BLOCKS, BM, TOPK_QUERIES
+            )
         tl.debug_barrier()
 
 
 @triton.jit
-def _weigh(
+def _block_weights(
     query,
     keys,
     shift,
@@ -78,7 +81,7 @@ def _weigh(
     scratch,
     head,
     start,
-    own,
+    current,
     last,
     spec: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -86,38 +89,38 @@ def _weigh(
     BLOCKS: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Writes the summed weights of the blocks before each query's own to its scratch row, and -1 for the others."""
+    """Stores the summed weights of the blocks before each query's current one in its scratch row, -1 for the others."""
     q_ids, block_ids = ids
     ROWS: tl.constexpr = QUERIES * HEADS
     d = tl.arange(0, spec.BD)
     row = tl.arange(0, ROWS)
-    token, member = start + row // HEADS, row % HEADS
-    there = (token < spec.T) & (member < spec.G)
-    number = tl.cast(token * spec.H + head * spec.G + member, tl.int64)
+    token, group_head = start + row // HEADS, row % HEADS
+    valid = (token < spec.T) & (group_head < spec.G)
+    q_row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64)
     in_row = (d < spec.D)[None, :]
-    q = tl.load(query + number[:, None] * spec.D + d[None, :], mask=there[:, None] & in_row, other=0.0)
-    lse = tl.load(shift + number, mask=there, other=0.0)
+    q = tl.load(query + q_row[:, None] * spec.D + d[None, :], mask=valid[:, None] & in_row, other=0.0)
+    lse = tl.load(shift + q_row, mask=valid, other=0.0)
     tokens = start + tl.arange(0, QUERIES)
     for tile in tl.range(0, (last + BLOCKS - 1) // BLOCKS):
         block = tile * BLOCKS + tl.arange(0, BLOCKS)
         at = keys + (block * spec.HK + head)[:, None] * spec.D + d[None, :]
         k = tl.load(at, mask=(block < spec.M)[:, None] & in_row, other=0.0)
         weights = tl.exp2(dot(q, tl.trans(k), spec) * spec.FACTOR - lse[:, None])
-        # Blocks that are hidden from the query may have any score.
-        weights = tl.where(there[:, None], weights, 0.0)
+        # exp2 may overflow for blocks that the mask below excludes: their weights are replaced, never summed.
+        weights = tl.where(valid[:, None], weights, 0.0)
         summed = tl.sum(tl.reshape(weights, [QUERIES, HEADS, BLOCKS]), 1)
-        before = block[None, :] < own[:, None]
+        selectable = block[None, :] < current[:, None]
         if spec.SEGMENTS:
             q_id = tl.load(q_ids + tokens, mask=tokens < spec.T, other=-1)
             block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
-            before = before & (q_id[:, None] == block_id[None, :])
-        place = tl.arange(0, QUERIES)[:, None] * BM + block[None, :]
-        tl.store(scratch + place, tl.where(before, summed, -1.0), mask=(block < BM)[None, :])
+            selectable = selectable & (q_id[:, None] == block_id[None, :])
+        offset = tl.arange(0, QUERIES)[:, None] * BM + block[None, :]
+        tl.store(scratch + offset, tl.where(selectable, summed, -1.0), mask=(block < BM)[None, :])
 
 
 @triton.jit
-def _take_largest(
-    own_blocks,
+def _store_largest(
+    current_blocks,
     scratch,
     indices,
     head,
@@ -127,20 +130,20 @@ def _take_largest(
     spec: tl.constexpr,
     BLOCKS: tl.constexpr,
     BM: tl.constexpr,
-    FEW: tl.constexpr,
+    TOPK_QUERIES: tl.constexpr,
 ):
-    """Writes the lists of FEW queries from `start` on, whose scratch rows begin at `first`: their own block first."""
-    token = start + tl.arange(0, FEW)
-    there = token < spec.T
-    own = tl.load(own_blocks + token, mask=there, other=-1)
+    """Stores the lists of TOPK_QUERIES queries from `start` on, current block first; scratch rows begin at `first`."""
+    token = start + tl.arange(0, TOPK_QUERIES)
+    valid = token < spec.T
+    current = tl.load(current_blocks + token, mask=valid, other=-1)
     at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.SLOTS
-    tl.store(at, own, mask=there)
+    tl.store(at, current, mask=valid)
     block = tl.arange(0, BM)
     written = (block < (last + BLOCKS - 1) // BLOCKS * BLOCKS)[None, :]
-    rows = scratch + (first + tl.arange(0, FEW))[:, None] * BM + block[None, :]
+    rows = scratch + (first + tl.arange(0, TOPK_QUERIES))[:, None] * BM + block[None, :]
     weights = tl.load(rows, mask=written, other=-1.0)
     for slot in tl.range(1, spec.SLOTS):
         largest = tl.max(weights, 1)
         found = tl.max(tl.where(weights == largest[:, None], block[None, :], -1), 1)
-        tl.store(at + slot, tl.where((largest >= 0.0) & (own >= 0), found, -1), mask=there)
+        tl.store(at + slot, tl.where((largest >= 0.0) & (current >= 0), found, -1), mask=valid)
         weights = tl.where(block[None, :] == found[:, None], -1.0, weights)

@@ -1,6 +1,6 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""Tiles of selected attention: the heads of one query, the keys of a listed block, and what of them attends.
+"""Tiles of selected attention: the heads of one query, the keys of a listed block, and the mask between them.
 
 Arrays of a batch row are found by `at_batch`; `per` says how many rows share one.
 """
@@ -62,30 +62,30 @@ def block_start(starts, block, spec: tl.constexpr):
 
 
 @triton.jit
-def load_keys(base, start, index, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[keys, COLUMNS] at keys `start + index` of an array [S, HK, WIDTH]; 0 where they are not there."""
+def load_keys(base, start, index, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[keys, COLUMNS] at keys `start + index` of an array [S, HK, WIDTH]; 0 where `valid` is false."""
     d = tl.arange(0, COLUMNS)
     # 64 bits for where the tile begins, 32 for where an element is in it: 64-bit offsets of elements take registers.
     at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])
     if COLUMNS != WIDTH:
-        return tl.load(at, mask=there[:, None] & (d < WIDTH)[None, :], other=0.0)
+        return tl.load(at, mask=valid[:, None] & (d < WIDTH)[None, :], other=0.0)
     else:
-        return tl.load(at, mask=there[:, None], other=0.0)
+        return tl.load(at, mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def own_key(own, token, spec: tl.constexpr):
-    """The index of a query's own key."""
-    if spec.OWN:
-        return tl.load(own + token)
+def query_position(q_positions, token, spec: tl.constexpr):
+    """The query's position among the keys, which is the last key it may attend to."""
+    if spec.POSITIONS:
+        return tl.load(q_positions + token)
     else:
         return token
 
 
 @triton.jit
-def attending(k_ids, key, there, own, q_id, spec: tl.constexpr):
+def attending(k_ids, key, valid, q_positions, q_id, spec: tl.constexpr):
     """Which keys of a block one query attends to."""
-    keep = there & (key <= own)
+    attends = valid & (key <= q_positions)
     if spec.SEGMENTS:
-        keep = keep & (tl.load(k_ids + key, mask=there, other=-1) == q_id)
-    return keep
+        attends = attends & (tl.load(k_ids + key, mask=valid, other=-1) == q_id)
+    return attends

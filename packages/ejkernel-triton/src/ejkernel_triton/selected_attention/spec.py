@@ -23,21 +23,21 @@ class SelectedSpec:
         H: Query heads.
         HK: KV heads.
         G: Query heads per KV head.
-        BG: G, padded to what a matrix product takes.
+        BG: G, padded to a power of two that `tl.dot` takes, at least 16.
         D: Head dimension of queries and keys.
         DV: Head dimension of values.
-        BD: D, padded likewise.
-        BV: DV, padded likewise.
+        BD: D, padded to a power of two of at least 16.
+        BV: DV, padded to a power of two of at least 16.
         SLOTS: N, listed blocks a query.
         BS: N, padded to a power of two.
         M: Blocks.
         SIZE: Keys a block.
         STARTS: Whether blocks start where an array says, and not at multiples of SIZE.
-        OWN: Whether an array has each query's own key, which is the one of its index otherwise.
+        POSITIONS: Whether an array has each query's position among the keys; without it that is the query's index.
         SEGMENTS: Whether there are segment ids.
         SCALE: Factor on the scores.
-        FACTOR: The same, times log2(e).
-        PRECISION: Of products of float32.
+        FACTOR: SCALE times log2(e), since the kernels exponentiate with exp2.
+        PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
@@ -56,7 +56,7 @@ class SelectedSpec:
     M: int
     SIZE: int
     STARTS: bool
-    OWN: bool
+    POSITIONS: bool
     SEGMENTS: bool
     SCALE: float
     FACTOR: float
@@ -84,7 +84,7 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         M=blocks(record),
         SIZE=record.block_size,
         STARTS=record.block_starts is not None,
-        OWN=record.q_positions is not None,
+        POSITIONS=record.q_positions is not None,
         SEGMENTS=record.q_segment_ids is not None,
         SCALE=record.softmax_scale,
         FACTOR=record.softmax_scale * LOG2E,

@@ -7,7 +7,7 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanBackward
-from ejkernel_triton.selective_scan.forward import part_starts, scan_operands
+from ejkernel_triton.selective_scan.forward import scan_operands, segment_starts
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 
 Gradients = dict[str, jax.Array]
@@ -18,7 +18,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
 
     Args:
         pullback: Record, states between intervals, cotangents of output and final states, and the wanted names.
-        config: Tiles and parts.
+        config: Tiles and segments.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -31,7 +31,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     starts = behind[:, None]
     if spec.SPLITS > 1:
         rates, _, read = operands
-        starts = part_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
+        starts = segment_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
     dx, dstep, partial, ddecay, dskip, dfirst, _ = _launch(pullback, operands, outputs, starts, spec)
     pairs = partial.sum(axis=1)
     found = {

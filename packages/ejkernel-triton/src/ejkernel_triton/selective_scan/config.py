@@ -12,12 +12,12 @@ from ejkernel_triton.launch import interpreting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScanForward:
-    """Configuration of the forward walk.
+    """Configuration of the forward scan.
 
     Attributes:
-        block_e: Channels of a program; with fewer than lanes, several lanes share the numbers of a channel.
+        block_e: Channels of a program; with fewer than lanes, several lanes share the state of a channel.
         block_t: Tokens that are loaded together, a divisor of the interval.
-        splits: Parts of the sequence that are walked at the same time; more than one costs a pass more.
+        splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
         num_warps: Warps a program.
     """
 
@@ -29,13 +29,13 @@ class ScanForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScanBackward:
-    """Configuration of the backward walk, whose programs are one warp.
+    """Configuration of the backward scan, whose programs are one warp.
 
     Attributes:
         block_e: Channels of a program.
-        block_t: Tokens whose states are held in registers.
-        splits: Parts of the sequence that are walked at the same time; more than one costs a pass more.
-        prefetch: Whether a block's tokens are loaded while the one before is worked on, which takes registers.
+        block_t: Tokens whose states stay in registers.
+        splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
+        prefetch: Whether a block's tokens are loaded during the computation of the block before; it takes registers.
     """
 
     block_e: int
@@ -58,8 +58,8 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     size = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
         # A thread has 255 registers, and five tiles of states beside those it holds for a block.
-        held = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
-        return ScanBackward(block_e=block_e, block_t=held, splits=splits, prefetch=interpreting())
+        block_t = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
+        return ScanBackward(block_e=block_e, block_t=block_t, splits=splits, prefetch=interpreting())
     block_t = 4 if interpreting() or size > 16 else 16
     return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1)
 
@@ -80,7 +80,7 @@ def candidates(
 
 
 def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
-    """As many parts as fill the chip; none shorter than four intervals."""
+    """As many segments as fill the chip; none shorter than four intervals."""
     rows, tokens, channels = record.x.shape
     warps = max(1, rows * -(-channels // block_e))
     chunks = -(-tokens // INTERVAL)

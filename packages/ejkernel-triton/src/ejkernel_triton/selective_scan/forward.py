@@ -19,7 +19,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
 
     Args:
         record: The canonical arguments.
-        config: Tiles, parts and warps.
+        config: Tiles, segments and warps.
 
     Returns:
         Output [B, T, I] in x's dtype, final states [B, I, E] float32, and the states between intervals.
@@ -34,7 +34,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
         first = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
     starts = None if first is None else first[:, None]
     if spec.SPLITS > 1:
-        starts = part_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)
+        starts = segment_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)
     output, states, final = launch(
         scan_kernel,
         (record.x, record.step, rates, write, read, record.skip.astype(jnp.float32)[None], starts),
@@ -53,12 +53,12 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
 
 
 def scan_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A^T * log2(e) as [1, N, E], B and C, all float32: small arrays, which kernels read without converting them."""
+    """A^T * log2(e) as [1, N, E], B and C, all float32: the arrays are small, and kernels need not convert them."""
     rates = record.decay.T.astype(jnp.float32)[None] * LOG2E
     return rates, record.write.astype(jnp.float32), record.read.astype(jnp.float32)
 
 
-def part_starts(
+def segment_starts(
     record: SelectiveScan,
     spec: ScanSpec,
     num_warps: int,
@@ -67,22 +67,22 @@ def part_starts(
     *,
     reverse: bool,
 ) -> jax.Array:
-    """The states that every part begins with, [B, SPLITS, N, E]; in reverse, the cotangents behind it.
+    """The states before every segment, [B, SPLITS, N, E]; in reverse, the cotangents of the states behind it.
 
     Args:
         record: The canonical arguments.
         spec: Constants.
         num_warps: Warps a program.
         operands: A^T * log2(e), B or C, and x or the output's cotangent.
-        first: What the first part, or in reverse the last, begins with, [B, N, E]; None is zeros.
-        reverse: Whether to walk from the last token to the first.
+        first: [B, N, E], the state before the first segment, or in reverse the last cotangent; None is zeros.
+        reverse: Whether to scan from the last token to the first.
     """
-    from ejkernel_triton.selective_scan.scan_kernels import ends_kernel
+    from ejkernel_triton.selective_scan.scan_kernels import segment_ends_kernel
 
     rates, column, values = operands
     rows = record.x.shape[0]
     ends, sums = launch(
-        ends_kernel,
+        segment_ends_kernel,
         (record.step, rates, column, values),
         (
             Shape((rows, spec.SPLITS, spec.N, spec.E), jnp.float32),

@@ -1,21 +1,21 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""The backward walk of a selective scan: states again, forwards, and their cotangents, backwards.
+"""The backward selective scan: recomputes states forwards, and passes their cotangents backwards.
 
     interval, from its state in memory:
-        1. forwards over its tokens; the states before every block go to the program's own scratch, which stays in L2
+        1. forwards over its tokens; the states before every block go to the program's scratch, which stays in L2
         2. for every block, the last first:
-             forwards:  h before each of its BLOCK_T tokens, held in registers
-             backwards: G = a g, the cotangent that goes on to the token before, and all gradients
+             forwards:  h before each of its BLOCK_T tokens, in registers
+             backwards: G = a g, the cotangent for the token before, and all gradients
 
     g_t = G_{t+1} + C_t dy_t        dx = dt sum_n g B + D dy     dB = sum over channels of g dt x
     G_t = a_t g_t                   ddt = x sum_n g B            dC = sum over channels of dy h_t
     a_t = exp(dt A)                       + sum_n A G h_{t-1}    dA = sum over tokens of dt G h_{t-1}
 
-Dividing by a_t instead of walking forwards again would save an exponential, and lose everything where a_t is small.
+Dividing by a_t instead of recomputing states would save an exponential, and lose all digits where a_t is small.
 
-Sums over channels are made of the program's channels by exchanging halves between lanes (`sum_lanes`), stored, and
-added up by XLA over the programs: no atomics, so two runs give the same bits.
+Sums over a program's channels exchange halves between lanes (`sum_lanes`). Programs store their sums, and XLA adds them
+up in a fixed order: no atomic additions, so every run gives the same bits.
 
 Source: Gu & Dao 2023, arXiv:2312.00752.
 """
@@ -54,7 +54,7 @@ def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
 def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Sums of every ROWS lanes of each row of [G, ROWS, LANES]: [G, 1, LANES], where lane % ROWS is the row.
 
-    A step exchanges half of what is left, so all take ROWS - 1 shuffles and not ROWS log2(ROWS).
+    Each level exchanges half of the remaining rows, so all levels take ROWS - 1 shuffles instead of ROWS log2(ROWS).
     """
     for level in tl.static_range(7):
         if ROWS >> (level + 1) >= 1:
@@ -71,7 +71,7 @@ def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def sum_channels(written, heard, spec: tl.constexpr):
+def sum_channels(b_terms, c_terms, spec: tl.constexpr):
     """Sums over the program's channels of [BN, BLOCK_E] each, dB and dC of a token.
 
     Returns:
@@ -81,7 +81,7 @@ def sum_channels(written, heard, spec: tl.constexpr):
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
     if 2 * BN <= LANES:
-        sums = exchange(tl.reshape(written, [1, BN, LANES]), tl.reshape(heard, [1, BN, LANES]), BN, LANES)
+        sums = exchange(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
         sums = sum_lanes(sums, BN, LANES)
         lane = tl.arange(0, LANES)
         for level in tl.static_range(7):
@@ -90,37 +90,37 @@ def sum_channels(written, heard, spec: tl.constexpr):
         return sums
     else:
         GROUPS: tl.constexpr = BN // LANES
-        first = sum_lanes(tl.reshape(written, [GROUPS, LANES, LANES]), LANES, LANES)
-        return first, sum_lanes(tl.reshape(heard, [GROUPS, LANES, LANES]), LANES, LANES)
+        first = sum_lanes(tl.reshape(b_terms, [GROUPS, LANES, LANES]), LANES, LANES)
+        return first, sum_lanes(tl.reshape(c_terms, [GROUPS, LANES, LANES]), LANES, LANES)
 
 
 @triton.jit
 def store_sums(partial, token, sums, spec: tl.constexpr):
-    """Writes what `sum_channels` made of a token."""
+    """Stores the sums of a token from `sum_channels`."""
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
     at = partial + tl.cast(token, tl.int64) * (2 * BN)
     lane = tl.arange(0, LANES)
-    there = token + 0 * lane < spec.T
+    mask = token + 0 * lane < spec.T
     if 2 * BN <= LANES:
-        tl.store(at + lane, tl.reshape(sums, [LANES]), mask=there & (lane < 2 * BN))
+        tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
     else:
         GROUPS: tl.constexpr = BN // LANES
         first, other = sums
         row = tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]
-        tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=there[None, :])
-        tl.store(at + BN + row, tl.reshape(other, [GROUPS, LANES]), mask=there[None, :])
+        tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=mask[None, :])
+        tl.store(at + BN + row, tl.reshape(other, [GROUPS, LANES]), mask=mask[None, :])
 
 
 @triton.jit
-def keep_states(x, step, rates, write, state, scratch, begin, count, channels, spec: tl.constexpr):
-    """Walks over an interval and writes the states before each of its `count` blocks to the scratch."""
+def recompute_states(x, step, rates, write, state, scratch, first_token, count, channels, spec: tl.constexpr):
+    """Recomputes the states of an interval, and stores those before each of its `count` blocks in the scratch."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    xs, steps = load_tokens(x, begin, channels, spec), load_tokens(step, begin, channels, spec)
+    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
     for block in tl.range(0, count):
-        store_own(scratch, block, state, channels, spec)
-        token = begin + block * BLOCK_T
-        after = token + BLOCK_T  # on their way while this block's tokens are worked on
+        store_scratch(scratch, block, state, channels, spec)
+        token = first_token + block * BLOCK_T
+        after = token + BLOCK_T  # prefetched during the computation of this block
         next_xs, next_steps = load_tokens(x, after, channels, spec), load_tokens(step, after, channels, spec)
         columns = load_block(write, token, spec)
         tl.debug_barrier()
@@ -153,15 +153,15 @@ def next_state(state, now, dt, rates, b):
 
 
 @triton.jit
-def store_own(scratch, block, state, channels, spec: tl.constexpr):
-    """Writes a tile of states to a place of the program's scratch."""
+def store_scratch(scratch, block, state, channels, spec: tl.constexpr):
+    """Stores a tile of states as block number `block` of the program's scratch."""
     n = tl.arange(0, spec.BN)[:, None]
     tl.store(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :], state)
 
 
 @triton.jit
-def load_own(scratch, block, channels, spec: tl.constexpr):
-    """Reads it back."""
+def load_scratch(scratch, block, channels, spec: tl.constexpr):
+    """Loads a tile of states that `store_scratch` stored."""
     n = tl.arange(0, spec.BN)[:, None]
     return tl.load(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :])
 
@@ -187,9 +187,9 @@ def gradient_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """All gradients of a part of the sequence, for the channels of a program; see the top.
+    """All gradients of a segment of the sequence, for the channels of a program; see the top.
 
-    `starts` [B, SPLITS, N, E] are the cotangents of the states behind every part. `partial` [B, TILES, T, 2 BN] are
+    `starts` [B, SPLITS, N, E] are the cotangents of the states behind every segment. `partial` [B, TILES, T, 2 BN] are
     dB and dC of the program's channels, `ddecay` [B, SPLITS, N, E] and `dskip` [B, SPLITS, E] of its tokens, `dfirst`
     [B, N, E] the cotangents of the states before the first token.
     """
@@ -206,58 +206,58 @@ def gradient_kernel(
     scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
     scratch -= tile * spec.BLOCK_E  # channels count from the program's first
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    through = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
     carry = starting_state(starts, part, channels, True, spec)
-    moved = zero_state(spec)
-    passed = zero_channels(spec)
+    ddecay_acc = zero_state(spec)
+    dskip_acc = zero_channels(spec)
     first = part * spec.PART
     intervals = tl.minimum(spec.PART, spec.CHUNKS - first)
-    for back in tl.range(0, intervals):
-        interval = first + intervals - 1 - back
-        begin = interval * spec.INTERVAL
-        count = tl.cdiv(tl.minimum(spec.INTERVAL, spec.T - begin), spec.BLOCK_T)
+    for reverse_index in tl.range(0, intervals):
+        interval = first + intervals - 1 - reverse_index
+        first_token = interval * spec.INTERVAL
+        count = tl.cdiv(tl.minimum(spec.INTERVAL, spec.T - first_token), spec.BLOCK_T)
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
-        keep_states(x, step, rates, write, state, scratch, begin, count, channels, spec)
-        tl.debug_barrier()  # the scratch may be read by other threads than those that wrote
-        tokens = load_inputs(x, step, cotangent, begin + (count - 1) * BLOCK_T, channels, spec)
-        for last in tl.range(0, count):
-            block = count - 1 - last
-            token = begin + block * spec.BLOCK_T
-            # The barrier parts loading from computing for the compiler, which else needs more registers and spills.
-            state = load_own(scratch, block, channels, spec)
+        recompute_states(x, step, rates, write, state, scratch, first_token, count, channels, spec)
+        tl.debug_barrier()  # other threads may read a scratch element than wrote it
+        tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, channels, spec)
+        for reverse_block in tl.range(0, count):
+            block = count - 1 - reverse_block
+            token = first_token + block * spec.BLOCK_T
+            # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
+            state = load_scratch(scratch, block, channels, spec)
             if spec.PREFETCH:
-                xs, steps, given = tokens
+                xs, steps, dys = tokens
                 tokens = load_inputs(x, step, cotangent, token - BLOCK_T, channels, spec)
             else:
-                xs, steps, given = load_inputs(x, step, cotangent, token, channels, spec)
+                xs, steps, dys = load_inputs(x, step, cotangent, token, channels, spec)
             columns = load_block(write, token, spec)
             tl.debug_barrier()
-            held = (state,)
+            block_states = (state,)
             for i in tl.static_range(BLOCK_T):
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-                held += (next_state(held[i], now, dt, rates, columns[i]),)
+                block_states += (next_state(block_states[i], now, dt, rates, columns[i]),)
             dxs, dsteps, sums = (), (), ()
             for j in tl.static_range(BLOCK_T):
                 now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
-                dy, at = given[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
+                dy, at = dys[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
                 b, c = load_column(write, at, spec)[:, None], load_column(read, at, spec)[:, None]
                 g = carry + c * dy[None, :]
                 carry = tl.exp2(rates * dt[None, :]) * g
-                faded = carry * held[BLOCK_T - 1 - j]
-                moved += faded * dt[None, :]
-                written = tl.sum(g * b, 0)
-                dxs += (written * dt + through * dy,)
-                dsteps += (written * now + tl.sum(faded * rates, 0) * LN2,)
-                passed += dy * now
-                sums += (sum_channels(g * (dt * now)[None, :], held[BLOCK_T - j] * dy[None, :], spec),)
+                decayed_g = carry * block_states[BLOCK_T - 1 - j]
+                ddecay_acc += decayed_g * dt[None, :]
+                dx_terms = tl.sum(g * b, 0)
+                dxs += (dx_terms * dt + skip_weights * dy,)
+                dsteps += (dx_terms * now + tl.sum(decayed_g * rates, 0) * LN2,)
+                dskip_acc += dy * now
+                sums += (sum_channels(g * (dt * now)[None, :], block_states[BLOCK_T - j] * dy[None, :], spec),)
             for j in tl.static_range(BLOCK_T):
                 store_sums(partial, token + (BLOCK_T - 1 - j), sums[j], spec)
             store_tokens(dx, token, channels, dxs, True, spec)
             store_tokens(dstep, token, channels, dsteps, True, spec)
         tl.debug_barrier()
-    place = row * spec.SPLITS + part
-    store_state(ddecay + place * (spec.N * spec.E), channels, moved, spec)
-    tl.store(dskip + place * spec.E + channels, passed, mask=channels < spec.E)
+    segment_row = row * spec.SPLITS + part
+    store_state(ddecay + segment_row * (spec.N * spec.E), channels, ddecay_acc, spec)
+    tl.store(dskip + segment_row * spec.E + channels, dskip_acc, mask=channels < spec.E)
     if part == 0:
         store_state(dfirst + row * (spec.N * spec.E), channels, carry, spec)

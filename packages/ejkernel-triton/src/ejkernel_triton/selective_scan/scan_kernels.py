@@ -1,18 +1,20 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""The forward walk of a selective scan, and what parts of the sequence do to states where they are walked at once.
+"""The forward selective scan, in one pass, or over segments of the sequence at the same time.
 
     tokens    |--- interval ---|--- interval ---|--- interval ---| ...
-    states    s0               s1               s2                       written: what the backward pass begins with
+    states    s0               s1               s2                       stored: the backward pass starts from them
     tiles      [BLOCK_E]  x, dt  ->  h in registers  ->  y               read and written once
 
-A program owns BLOCK_E channels of one row of the batch and walks along the tokens of its part. A thread holds the
-states of its channels; B and C are the same for all of them. The exponential of every number of every state is what the
-kernel spends its time on: the special function units make 16 of them a clock and multiprocessor.
+A program scans the tokens of one segment for BLOCK_E channels of one batch row. A thread holds the states of its
+channels; B and C are the same for all of them. The exponentials bound the kernel, one for every element of every state
+and token: the special function units compute 16 a clock and multiprocessor.
 
-With one part there is one pass. Where channels are too few for the chip, `ends_kernel` first walks all parts but the
-last from zero, one exponential a number and no output; what a part makes of the states before it is a product with
-exp(A * sum of dt). XLA passes the states on from part to part, and `scan_kernel` walks all parts at once.
+With one segment there is one pass. Where channels are too few to fill the chip, there are three:
+
+    segment_ends_kernel   each segment from zeros: its final state, and its sum of dt; one exponential an element
+    XLA                   state passing between segments: a product with exp(A * sum of dt), and a sum
+    scan_kernel           all segments at once, each from its true first state
 
 Source: Gu & Dao 2023, arXiv:2312.00752.
 """
@@ -53,7 +55,7 @@ def scan_kernel(
 ):
     """Output, states before every interval and final states; `decay` is A^T * log2(e), [N, E].
 
-    `starts` [B, SPLITS, N, E] are the states before every part, if GIVEN.
+    `starts` [B, SPLITS, N, E] are the states before every segment, if GIVEN.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     row, part, tile = program_of(tl.program_id(0), spec)
@@ -63,25 +65,25 @@ def scan_kernel(
     write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
     states = states + row * (spec.CHUNKS * spec.N * spec.E)
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    through = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     if GIVEN:
         starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
     state = starting_state(starts, part, channels, GIVEN, spec)
-    begin = part * (spec.PART * spec.INTERVAL)
-    end = tl.minimum(begin + spec.PART * spec.INTERVAL, spec.T)
-    xs, steps = load_tokens(x, begin, channels, spec), load_tokens(step, begin, channels, spec)
-    for token in tl.range(begin, end, BLOCK_T):
+    first_token = part * (spec.PART * spec.INTERVAL)
+    end = tl.minimum(first_token + spec.PART * spec.INTERVAL, spec.T)
+    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
+    for token in tl.range(first_token, end, BLOCK_T):
         if token % spec.INTERVAL == 0:
             store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
-        # The next block's tokens are on their way while this one's are worked on: carried from turn to turn, because
-        # the compiler moves a load down to where its value is used. Barriers stop it for columns only in part.
+        # Prefetch: the next block's tokens are loaded while this one's are computed. They are carried through the loop,
+        # since the compiler sinks a load to the use of its value. For columns, barriers prevent that only in part.
         next_xs, next_steps = (
             load_tokens(x, token + BLOCK_T, channels, spec),
             load_tokens(step, token + BLOCK_T, channels, spec),
         )
         columns = (load_columns(write, read, token, spec), load_columns(write, read, token + 1, spec))
         tl.debug_barrier()
-        made = ()
+        outputs = ()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
                 columns += (load_columns(write, read, token + i + 2, spec),)
@@ -89,8 +91,8 @@ def scan_kernel(
             b, c = columns[i]
             now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
             state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
-            made += (tl.sum(state * c[:, None], 0) + through * now,)
-        store_tokens(output, token, channels, made, False, spec)
+            outputs += (tl.sum(state * c[:, None], 0) + skip_weights * now,)
+        store_tokens(output, token, channels, outputs, False, spec)
         xs, steps = next_xs, next_steps
     if part == spec.SPLITS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)
@@ -98,7 +100,7 @@ def scan_kernel(
 
 @triton.jit
 def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
-    """The column of the token that is walked over as the ith of a block."""
+    """The column of the token that is the ith of a block in the direction of the scan."""
     if REVERSE:
         return load_column(column, token + (spec.BLOCK_T - 1 - i), spec)
     else:
@@ -106,7 +108,7 @@ def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.co
 
 
 @triton.jit
-def ends_kernel(
+def segment_ends_kernel(
     step,
     decay,
     column,
@@ -117,7 +119,7 @@ def ends_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """What every part makes of zero, [B, SPLITS, N, E], and its sum of dt, [B, SPLITS, E].
+    """The final state of every segment from zeros, [B, SPLITS, N, E], and the segment's sum of dt, [B, SPLITS, E].
 
     Forward, `column` is B and what is added to states is dt x B, with `values` x. In REVERSE it is C,
     what is added to the cotangents of the states is dy C, before they decay, and `values` is dy.
@@ -130,14 +132,17 @@ def ends_kernel(
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     state = zero_state(spec)
     total = zero_channels(spec)
-    begin = part * (spec.PART * spec.INTERVAL)
-    blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - begin), BLOCK_T)
-    toward = -BLOCK_T if REVERSE else BLOCK_T
-    token = begin + (blocks - 1) * BLOCK_T if REVERSE else begin
-    added, steps = load_tokens(values, token, channels, spec), load_tokens(step, token, channels, spec)
+    first_token = part * (spec.PART * spec.INTERVAL)
+    blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - first_token), BLOCK_T)
+    stride = -BLOCK_T if REVERSE else BLOCK_T
+    token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
+    token_values, steps = load_tokens(values, token, channels, spec), load_tokens(step, token, channels, spec)
     for _ in tl.range(0, blocks):
-        ahead = token + toward
-        next_added, next_steps = load_tokens(values, ahead, channels, spec), load_tokens(step, ahead, channels, spec)
+        next_token = token + stride
+        next_added, next_steps = (
+            load_tokens(values, next_token, channels, spec),
+            load_tokens(step, next_token, channels, spec),
+        )
         columns = (column_at(column, token, 0, REVERSE, spec), column_at(column, token, 1, REVERSE, spec))
         tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
@@ -145,13 +150,13 @@ def ends_kernel(
                 columns += (column_at(column, token, i + 2, REVERSE, spec),)
                 tl.debug_barrier()
             if REVERSE:
-                dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), added[BLOCK_T - 1 - i].to(tl.float32)
+                dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), token_values[BLOCK_T - 1 - i].to(tl.float32)
                 state = tl.exp2(rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
             else:
-                dt, value = steps[i].to(tl.float32), added[i].to(tl.float32)
+                dt, value = steps[i].to(tl.float32), token_values[i].to(tl.float32)
                 state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
             total += dt
-        added, steps, token = next_added, next_steps, ahead
+        token_values, steps, token = next_added, next_steps, next_token
     at = row * spec.SPLITS + part
     store_state(ends + at * (spec.N * spec.E), channels, state, spec)
     tl.store(sums + at * spec.E + channels, total, mask=channels < spec.E)

@@ -12,16 +12,16 @@ class ScanSpec:
     Attributes:
         T: Tokens.
         E: Channels.
-        N: Numbers of a state.
+        N: Elements of a channel's state.
         BN: N, padded to a power of two.
         BLOCK_E: Channels of a program.
         TILES: Programs that share the channels.
         INTERVAL: Tokens between the states that the forward pass leaves.
         CHUNKS: Intervals of the sequence.
-        SPLITS: Parts of the sequence that programs walk at the same time.
-        PART: Intervals of a part.
-        BLOCK_T: Tokens that are loaded, worked on and stored together.
-        PREFETCH: Whether the backward walk loads a block's tokens while the one before is worked on.
+        SPLITS: Segments of the sequence that programs scan at the same time.
+        PART: Intervals of a segment.
+        BLOCK_T: Tokens that are loaded, computed and stored together.
+        PREFETCH: Whether the backward scan loads a block's tokens while it computes the block before.
     """
 
     T: int
@@ -45,8 +45,8 @@ def make_spec(record: SelectiveScan, block_e: int, block_t: int, splits: int, *,
         record: The canonical arguments.
         block_e: Channels of a program.
         block_t: Tokens of a block, a divisor of `INTERVAL`.
-        splits: Parts of the sequence that are wanted; a part has whole intervals, so there may be fewer.
-        prefetch: Whether the backward walk loads a block's tokens while the one before is worked on.
+        splits: Segments of the sequence that are wanted; a segment has whole intervals, so there may be fewer.
+        prefetch: Whether the backward scan loads a block's tokens while it computes the block before.
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
     chunks = -(-tokens // INTERVAL)

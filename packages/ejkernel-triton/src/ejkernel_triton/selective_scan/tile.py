@@ -2,8 +2,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """Device helpers of the selective scan.
 
-A tile of states is [BN, BLOCK_E], numbers before channels: Triton gives the lanes of a warp to the last axis, so a
-thread holds all numbers of its channels and sums over them without a shuffle.
+A tile of states is [BN, BLOCK_E], state elements before channels: Triton gives the lanes of a warp to the last axis, so
+a thread holds all elements of its channels' states and sums over them without a shuffle.
 
 `spec` is the kernels' `ScanSpec`.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def program_of(program, spec: tl.constexpr):
-    """(row of the batch, part of the sequence, tile of channels) of a program; tiles follow each other."""
+    """(row of the batch, segment of the sequence, tile of channels) of a program; the tile is the fastest index."""
     tile = program % spec.TILES
     part = (program // spec.TILES) % spec.SPLITS
     return tl.cast(program // (spec.TILES * spec.SPLITS), tl.int64), part, tile
@@ -24,8 +24,8 @@ def program_of(program, spec: tl.constexpr):
 def channels_of(tile, spec: tl.constexpr):
     """The channels of a tile.
 
-    An opaque zero hides from Triton that they begin at a multiple of the tile: it would give a thread several channels
-    of every number, to load states in fewer instructions, and spread the numbers over lanes, which the sums pay for.
+    The opaque zero hides that the tile begins at a multiple of its size. Without it Triton gives a thread several
+    channels, to vectorise loads, and spreads a state's elements over lanes: the sums over elements then need shuffles.
     """
     zero = tile >> 31
     return tile * spec.BLOCK_E + zero + tl.arange(0, spec.BLOCK_E)
@@ -35,13 +35,13 @@ def channels_of(tile, spec: tl.constexpr):
 def load_tokens(base, token, channels, spec: tl.constexpr):
     """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 outside of it.
 
-    All are asked for before the first is used, so one wait on memory serves a block.
+    All loads are issued before the first value is used, so a block waits for memory once.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     start = base + tl.cast(token, tl.int64) * spec.E
     rows = ()
     for i in tl.static_range(BLOCK_T):
-        rows += (tl.load(start + (i * spec.E + channels), mask=_there(token + i, channels, spec), other=0.0),)
+        rows += (tl.load(start + (i * spec.E + channels), mask=_in_array(token + i, channels, spec), other=0.0),)
     return rows
 
 
@@ -53,11 +53,11 @@ def store_tokens(base, token, channels, rows, REVERSED: tl.constexpr, spec: tl.c
     for i in tl.static_range(BLOCK_T):
         at = start + (i * spec.E + channels)
         row = rows[BLOCK_T - 1 - i] if REVERSED else rows[i]
-        tl.store(at, row.to(base.dtype.element_ty), mask=_there(token + i, channels, spec))
+        tl.store(at, row.to(base.dtype.element_ty), mask=_in_array(token + i, channels, spec))
 
 
 @triton.jit
-def _there(token, channels, spec: tl.constexpr):
+def _in_array(token, channels, spec: tl.constexpr):
     at = token + 0 * channels
     return (channels < spec.E) & (at >= 0) & (at < spec.T)
 
@@ -89,20 +89,20 @@ def state_offsets(channels, spec: tl.constexpr):
 @triton.jit
 def load_state(base, channels, spec: tl.constexpr):
     """[BN, BLOCK_E] of an [N, E] array; 0 outside of it."""
-    at, there = state_offsets(channels, spec)
-    return tl.load(base + at, mask=there, other=0.0)
+    at, mask = state_offsets(channels, spec)
+    return tl.load(base + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_state(base, channels, state, spec: tl.constexpr):
     """Writes [BN, BLOCK_E] to an [N, E] array."""
-    at, there = state_offsets(channels, spec)
-    tl.store(base + at, state, mask=there)
+    at, mask = state_offsets(channels, spec)
+    tl.store(base + at, state, mask=mask)
 
 
 @triton.jit
 def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
-    """The states at one end of a part, from [SPLITS, N, E]; zeros if none are given."""
+    """The states at one end of a segment, from [SPLITS, N, E]; zeros if none are given."""
     if GIVEN:
         return load_state(starts + part * (spec.N * spec.E), channels, spec)
     else:

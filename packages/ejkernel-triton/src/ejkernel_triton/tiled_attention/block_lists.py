@@ -18,7 +18,7 @@ import numpy as np
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning import block_maps
 from ejkernel.planning.block_maps import BlockMap, block_map
-from ejkernel.planning.tile_pairs import sorted_pairs
+from ejkernel.planning.tile_pairs import cuts, runs, sorted_pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,17 +39,16 @@ class Blocks:
 def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
     """For every query tile the key tiles to compute: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
     if record.pattern is None:
-        some, every, xp = sorted_pairs(record, q_block, kv_block)
-        return Blocks(table=jnp.asarray(_runs(some, every, xp)), tile_masks=None, lists=None)
+        some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        return _neighbours(some, every, xp)
     return _listed(block_map(record, q_block, kv_block))
 
 
 def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
     """For every key tile the query tiles to compute, of every query head: as `key_blocks`."""
     if record.pattern is None:
-        some, every, xp = sorted_pairs(record, q_block, kv_block)
-        runs = _runs(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
-        return Blocks(table=jnp.asarray(runs), tile_masks=None, lists=None)
+        some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        return _neighbours(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
     return _listed(block_map(record, q_block, kv_block).by_keys())
 
 
@@ -65,6 +64,11 @@ def bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
     return Blocks(table=ids, tile_masks=_tile_masks(found), lists=(ids.shape[1], ids.shape[3]))
 
 
+def _neighbours(some: Any, every: Any, xp: Any) -> Blocks:
+    table = xp.stack(runs(some, every, xp), axis=-1).astype(np.int32)
+    return Blocks(table=jnp.asarray(table), tile_masks=None, lists=None)
+
+
 def _tile_masks(found: BlockMap) -> jax.Array:
     return jnp.asarray(found.tile_masks)[None]
 
@@ -76,19 +80,3 @@ def _listed(found: BlockMap) -> Blocks:
     counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)
     table = jnp.concatenate([counts, entries.reshape(*entries.shape[:-2], -1)], axis=-1)
     return Blocks(table=table, tile_masks=_tile_masks(found), lists=(table.shape[1], table.shape[3]))
-
-
-def _runs(some: Any, every: Any, xp: Any) -> Any:
-    """The span of tiles that have work, `[first, last)`, and the first run of full ones in it.
-
-    Int32 [B|1, tiles, 4]: first, full_start, full_end, last. Where nothing is full, both ends of the run are `last`.
-    """
-    count = some.shape[-1]
-    index = np.arange(count, dtype=np.int32)
-    last = xp.where(some, index + 1, 0).max(axis=-1)
-    first = xp.minimum(xp.where(some, index, count).min(axis=-1), last)
-    full_start = xp.where(every, index, count).min(axis=-1)
-    full_end = xp.where(~every & (index > full_start[..., None]), index, count).min(axis=-1)
-    none = full_start == count
-    full_start, full_end = xp.where(none, last, full_start), xp.where(none, last, full_end)
-    return xp.stack([first, full_start, full_end, last], axis=-1).astype(np.int32)

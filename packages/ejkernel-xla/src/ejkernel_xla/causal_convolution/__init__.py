@@ -1,23 +1,16 @@
 """The causal convolution in XLA: one fused sum over shifted views."""
 
 from ejkernel.families.causal_convolution import FAMILY
-from ejkernel.ops import NO_CHOICE, Implementation, Requires
+from ejkernel.ops import NO_CHOICE
+from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
-    Implementation(
-        family="causal_convolution",
-        name="xla",
-        platform="xla",
-        backend="any",
-        forward="ejkernel_xla.causal_convolution.passes:forward",
-        backward="ejkernel_xla.causal_convolution.passes:backward",
-        gradients=frozenset(FAMILY.differentiable),
-        requires=Requires(
-            devices=frozenset({"cpu", "gpu", "tpu"}),
-            symbolic=True,
-            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
-            handles=frozenset({"bias", "initial_state", "cu_seqlens", "sequence_state", "activation"}),
-        ),
+    xla_implementation(
+        "causal_convolution",
+        forward="passes:forward",
+        backward="passes:backward",
+        gradients=FAMILY.differentiable,
+        handles={"bias", "initial_state", "cu_seqlens", "sequence_state", "activation"},
         config=NO_CHOICE,
     ),
 )

@@ -1,22 +1,17 @@
 """The quantised matmul in XLA: the matrix is dequantised once, at x's width, and multiplied by the vendor's library."""
 
 from ejkernel.families.quantized_matmul import FAMILY
-from ejkernel.ops import NO_CHOICE, Implementation, Requires
+from ejkernel.ops import NO_CHOICE
+from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
-    Implementation(
-        family="quantized_matmul",
-        name="xla",
-        platform="xla",
-        backend="any",
-        forward="ejkernel_xla.quantized_matmul.passes:forward",
-        backward="ejkernel_xla.quantized_matmul.passes:backward",
-        gradients=frozenset(FAMILY.differentiable),
-        requires=Requires(
-            devices=frozenset({"cpu", "gpu", "tpu"}),
-            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
-            handles=frozenset({"zeros", "transpose", "precision"}),
-        ),
+    xla_implementation(
+        "quantized_matmul",
+        forward="passes:forward",
+        backward="passes:backward",
+        gradients=FAMILY.differentiable,
+        symbolic=False,
+        handles={"zeros", "transpose", "precision"},
         config=NO_CHOICE,
     ),
 )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import SelectedAttention, blocks, diagonal_keys, starts
+from ejkernel.families.selected_attention import SelectedAttention, blocks, query_positions, starts
 from ejkernel_xla.selected_attention.tiles import SelectedTiles, sizes
 
 Carry = TypeVar("Carry")
@@ -89,7 +89,7 @@ def arrange(record: SelectedAttention, plan: Plan) -> Operands:
         key=_by_head(record.key, record.block_size),
         value=_by_head(record.value, record.block_size),
         listed=fill(listed.transpose(0, 2, 1, 3), 2, plan.tiles * plan.queries, plan.blocks),
-        own=fill(diagonal_keys(record), 1, plan.tiles * plan.queries, 0),
+        own=fill(query_positions(record), 1, plan.tiles * plan.queries, 0),
         starts=starts(record),
         ids=ids,
     )

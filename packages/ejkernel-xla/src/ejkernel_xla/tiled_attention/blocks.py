@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.tile_pairs import Cut
 
 TILE_ELEMENTS = 2**20
 """Scores computed at once: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
@@ -55,10 +55,10 @@ class Axis:
         """bool [block], the indices of a tile that no earlier tile has."""
         return self.start(tile) + jnp.arange(self.block, dtype=jnp.int32) >= tile * self.block
 
-    def indices(self) -> np.ndarray:
-        """int32 [tiles, block], what each tile covers."""
-        starts = np.minimum(np.arange(self.tiles) * self.block, self.length - self.block)
-        return (starts[:, None] + np.arange(self.block)).astype(np.int32)
+    @property
+    def cut(self) -> Cut:
+        """The same for those who plan; of lengths that are known."""
+        return Cut(self.length, self.block, moved_back=True)
 
 
 @dataclasses.dataclass(frozen=True)

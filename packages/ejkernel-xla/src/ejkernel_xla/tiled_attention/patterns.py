@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.types.sparse_masks import Mask, MultiHeadMask, Spans
+from ejkernel.planning.block_maps import BlockMap, block_lists, cut_pattern
+from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan
 
 Carry = TypeVar("Carry")
@@ -66,13 +67,10 @@ def list_visits(record: TiledAttention, pattern: Mask, plan: Plan, some: Any, ev
         every: Those of them that are full.
     """
     reached, filled = _own_part(record, pattern, plan)
-    xp = np if all(isinstance(table, np.ndarray) for table in (some, every, reached)) else jnp
     some, every = some[:, None] & reached, every[:, None] & filled
-    rank = xp.where(some & every, 0, xp.where(some, 1, 2))
-    listed = xp.argsort(rank, axis=-1, stable=True).astype(np.int32)
-    full, count = ((rank < limit).sum(axis=-1).astype(np.int32) for limit in (1, 2))
-    longest = int(count.max()) if isinstance(count, np.ndarray) else _longest(pattern, plan)
-    return ListedVisits(listed[..., : max(1, longest)], full, count, plan.heads)
+    reachable = some.reshape(-1, *some.shape[2:]) if isinstance(some, np.ndarray) else _reachable(pattern, plan)
+    lists = block_lists(BlockMap(some=some, every=every, mask_ids=None, tile_masks=None, reachable=reachable))
+    return ListedVisits(lists.blocks, lists.full, lists.count, plan.heads)
 
 
 def _own_part(record: TiledAttention, pattern: Mask, plan: Plan) -> tuple[Any, Any]:
@@ -100,20 +98,16 @@ def tile_tables(pattern: Mask, queries: Axis, keys: Axis, group: int) -> tuple[n
     Returns:
         Two bool [groups, parts, query tiles, key tiles].
     """
-    starts = np.arange(0, pattern.shape[0], queries.length)[:, None, None] + queries.indices()
-    rows, columns = (Spans(x.min(axis=-1).reshape(-1), x.max(axis=-1).reshape(-1)) for x in (starts, keys.indices()))
-    shape = (1, -1, queries.tiles, keys.tiles)
+    some, every = cut_pattern(pattern, queries.cut, keys.cut)
     if not isinstance(pattern, MultiHeadMask):
-        some, every = pattern.tiles(rows, columns)
-        return some.reshape(shape), every.reshape(shape)
-    groups = [MultiHeadMask(pattern.masks[n : n + group]) for n in range(0, len(pattern.masks), group)]
-    found = [mask.tiles(rows, columns) for mask in groups]
-    return tuple(np.concatenate([part[n].reshape(shape) for part in found]) for n in (0, 1))  # type: ignore[return-value]
+        return some, every
+    heads = np.array(pattern.which).reshape(-1, group)
+    return np.any(some[heads], axis=1), np.all(every[heads], axis=1)
 
 
-def _longest(pattern: Mask, plan: Plan) -> int:
-    """The longest list that the pattern alone would make, for tables whose values are not known yet."""
+def _reachable(pattern: Mask, plan: Plan) -> np.ndarray:
+    """What the pattern alone would leave of any part, for tables whose values are not known yet."""
     if pattern.shape[0] % plan.queries.length:
-        return plan.keys.tiles
+        return np.ones((1, plan.queries.tiles, plan.keys.tiles), bool)
     some, _ = tile_tables(pattern, plan.queries, plan.keys, plan.heads * plan.group)
-    return int(some.sum(axis=-1).max())
+    return some.reshape(-1, *some.shape[2:])

@@ -45,10 +45,13 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 
 def _dense(one_cache: bool) -> Case:
-    sizes = dense.DecodeSizes(b=3, s=136, h=64, g=1, r=512, n=16, rope=64, one_cache=one_cache, dtype=jnp.bfloat16)
+    lengths = (136, 0, 131)
+    sizes = dense.DecodeSizes(
+        3, 136, 64, 1, 512, n=16, rope=64, one_cache=one_cache, lengths=lengths, dtype=jnp.bfloat16
+    )
 
     def make(key: jax.Array) -> MLADecodeArguments:
-        given: dict[str, Any] = {**dense.arrays(key, sizes, (136, 0, 131)), "return_lse": True}
+        given: dict[str, Any] = {**dense.arrays(key, sizes), "return_lse": True}
         given |= {"sliding_window": 70} if one_cache else {}
         return MLADecodeArguments(**given)
 

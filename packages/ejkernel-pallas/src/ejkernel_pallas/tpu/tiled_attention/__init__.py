@@ -8,9 +8,10 @@ from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import devices
-from ejkernel_pallas.tpu.tiled_attention import patterns, tiles
+from ejkernel_pallas.tpu.tiled_attention import tiles
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
 """Optional fields that the kernels honour."""
@@ -21,7 +22,7 @@ def _reasons(record: Any) -> Iterable[str]:
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
         return
-    yield from patterns.reasons(record)
+    yield from pattern_reasons(record)
     yield from tiles.reasons(record)
 
 

@@ -26,7 +26,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel
 from ejkernel_pallas.tpu.tiled_attention.call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical, kv_rows, of_queries, operands, rows, unrows
-from ejkernel_pallas.tpu.tiled_attention.pair_table import block_map, pairs_by_key, pairs_by_query
+from ejkernel_pallas.tpu.tiled_attention.pair_table import pair_flags, pairs_by_key, pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Blocks, TiledSpec, make_spec, padded
 from ejkernel_pallas.tpu.tiled_attention.tile import double_buffer, dropout_scratch
@@ -129,7 +129,7 @@ def _of_queries(record: TiledAttention, rows_of: Rows, spec: TiledSpec) -> jax.A
 
 def _of_bias(record: TiledAttention, rows_of: Rows, spec: TiledSpec) -> jax.Array:
     """The bias's gradient; a sum over what the bias is shared by is made tile by tile, so nothing larger is."""
-    bias, kinds = record.bias, block_map(record, spec)
+    bias, kinds = record.bias, pair_flags(record, spec)
     assert bias is not None  # a gradient of it was asked for
     q_tiles, k_tiles = kinds.shape[2:]
     counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)

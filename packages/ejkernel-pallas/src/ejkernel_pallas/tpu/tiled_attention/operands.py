@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
+from ejkernel.planning.block_maps import PatternTiles, pattern_tiles
 from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.tiled_attention.patterns import PatternTiles, pattern_tiles
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
 
 
@@ -54,20 +54,20 @@ def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
         made |= _pairs("bias", record.bias, spec)
     if record.mask is not None:
         made |= _pairs("mask", record.mask.astype(jnp.int8), spec)
-    pattern = pattern_tiles(record, spec)
+    pattern = pattern_tiles(record, spec.block_q, spec.block_kv)
     if pattern is not None:
         made["pattern"] = _pattern_operand(pattern, spec)
     return made
 
 
 def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:
-    heads, q_tiles, k_tiles = pattern.mask_index.shape
+    heads, q_tiles, k_tiles = pattern.mask_ids.shape
 
-    def index(b: Any, h: Any, i: Any, j: Any, mask_index: Any) -> Index:
-        return (mask_index[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
+    def index(b: Any, h: Any, i: Any, j: Any, mask_ids: Any) -> Index:
+        return (mask_ids[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
 
     block = (None, spec.block_q, spec.block_kv)
-    return Operand(jnp.asarray(pattern.partial_masks), block, index, pattern.mask_index.reshape(-1))
+    return Operand(jnp.asarray(pattern.tile_masks), block, index, pattern.mask_ids.reshape(-1))
 
 
 def rows(x: Any, block: int) -> Operand:

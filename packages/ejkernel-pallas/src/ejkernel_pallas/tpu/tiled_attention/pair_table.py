@@ -15,13 +15,11 @@ An entry is one int32: `query tile << 18 | key tile << 4 | flags`.
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.tile_pairs import sorted_pairs
-from ejkernel_pallas.tpu.tiled_attention.patterns import pattern_tiles
+from ejkernel.planning.block_maps import block_map
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 WORK, MASKED, FIRST, LAST = 1, 2, 4, 8
@@ -30,31 +28,24 @@ WORK, MASKED, FIRST, LAST = 1, 2, 4, 8
 
 def pairs_by_query(record: TiledAttention, spec: TiledSpec) -> Any:
     """The tile pairs, query tile by query tile: int32 [B|1, H|1, steps]."""
-    return _pair_table(*_pairs(record, spec), by_query=True)
+    blocks = block_map(record, spec.block_q, spec.block_kv)
+    return _pair_table(blocks.some, blocks.every, blocks.xp, by_query=True)
 
 
 def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
     """The tile pairs that some head of a group has, key tile by key tile: int32 [B|1, Hk|1, steps]."""
-    some, every, xp = _pairs(record, spec)
+    blocks = block_map(record, spec.block_q, spec.block_kv)
+    some, every = blocks.some, blocks.every
     if some.shape[1] > 1:
         groups = (some.shape[0], -1, spec.group_size, *some.shape[2:])
         some, every = some.reshape(groups).any(axis=2), every.reshape(groups).all(axis=2)
-    return _pair_table(some, every, xp, by_query=False)
+    return _pair_table(some, every, blocks.xp, by_query=False)
 
 
-def block_map(record: TiledAttention, spec: TiledSpec) -> Any:
-    """The block map: flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles]."""
-    some, every, _ = _pairs(record, spec)
-    return (some * WORK + (some & ~every) * MASKED).astype(np.int32)
-
-
-def _pairs(record: TiledAttention, spec: TiledSpec) -> tuple[Any, Any, Any]:
-    """Which pairs of tiles have work, which are full, both [B|1, H|1, query tiles, key tiles], and of which module."""
-    some, every, xp = sorted_pairs(record, spec.block_q, spec.block_kv)
-    some, every, pattern = some[:, None], every[:, None], pattern_tiles(record, spec)
-    if pattern is None:
-        return some, every, xp
-    return some & pattern.nonempty, every & pattern.full, xp if record.dropout_origin is None else jnp
+def pair_flags(record: TiledAttention, spec: TiledSpec) -> Any:
+    """Flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles]."""
+    blocks = block_map(record, spec.block_q, spec.block_kv)
+    return (blocks.some * WORK + (blocks.some & ~blocks.every) * MASKED).astype(np.int32)
 
 
 def distinct_rows(table: Any) -> tuple[bool, bool]:

@@ -1,7 +1,6 @@
 """Inputs for `blocksparse_attention`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask, Mask, NumpyMask
@@ -54,9 +53,7 @@ def _sinks(key: jax.Array) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "return_lse": True}
 
 
-# name, sizes, extra arguments from a key, optional record fields the case is about, further tags
-_Row = tuple[str, AttentionSizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
+_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("causal", SQUARE, lambda k: {}, ("causal",), ()),
     (
         "one query, head size 60",
@@ -89,23 +86,11 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
+    return table(arguments, _heads_first, _TABLE)
 
 
-def _case(
-    arguments: type,
-    name: str,
-    sizes: AttentionSizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        inputs, options = jax.random.split(key)
-        arrays = {name: x.swapaxes(1, 2) for name, x in qkv(inputs, sizes).items()}
-        return arguments(**arrays, **extra(options))
-
-    return tagged(name, make, exercises, tags)
+def _heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
+    return {name: x.swapaxes(1, 2) for name, x in qkv(key, sizes).items()}
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

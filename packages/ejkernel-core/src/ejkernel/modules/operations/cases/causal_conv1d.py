@@ -1,12 +1,11 @@
 """Inputs for `causal_conv1d`: the named cases every backend is tested on, and inputs of any given shapes."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_like, tagged
 from ejkernel.ops.model import Case
 
 BOUNDS = (0, 1, 1, 30, 33, 60)
@@ -63,17 +62,9 @@ def _case(arguments: type, row: _Row) -> Case:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths.
+    """Concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths."""
 
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    names: tuple[str, ...] = ("x", "weight", "bias", "initial_state")
-    keys: dict[str, jax.Array] = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    made = {name: jax.random.normal(keys[name], x.shape, jnp.float32).astype(x.dtype) for name, x in given.items()}
-    if args.cu_seqlens is not None:
-        bounds = jnp.linspace(0, args.x.shape[1], args.cu_seqlens.shape[0])
-        made["cu_seqlens"] = bounds.astype(args.cu_seqlens.dtype)
-    return dataclasses.replace(args, **made)
+    def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
+        return even_bounds(args.x.shape[1], shape) if name == "cu_seqlens" else normal_like(key, shape)
+
+    return fill(args, key, make)

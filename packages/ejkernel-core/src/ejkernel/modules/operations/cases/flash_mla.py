@@ -1,12 +1,13 @@
 """Inputs for `flash_mla`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.tables import Row, even_bounds, fill, normal_like, table
 from ejkernel.ops.model import Case
 
 
@@ -117,27 +118,15 @@ def cases(arguments: type) -> tuple[Case, ...]:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything attending.
-
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
-    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    made = {
-        name: _make(name, getattr(args, name), keys[name], args) for name in names if getattr(args, name) is not None
-    }
-    return dataclasses.replace(args, **made)
+    """Concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything attending."""
+    return fill(args, key, functools.partial(_make, args))
 
 
-def _make(name: str, shape: Any, key: jax.Array, args: Any) -> Any:
+def _make(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     if name == "cu_seqlens":
-        total = args.query.shape[0] * args.query.shape[1]
-        return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)
+        return even_bounds(args.query.shape[0] * args.query.shape[1], shape)
     if name == "attention_mask":
         return jnp.ones(shape.shape, shape.dtype)
     if name == "dropout_rng":
         return key if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key) else jnp.zeros(shape.shape, shape.dtype)
-    made = jax.random.normal(key, shape.shape, jnp.float32)
-    return (made * shape.shape[0] ** -0.5 if name in ("w_kc", "w_vc") else made).astype(shape.dtype)
+    return normal_like(key, shape, shape.shape[0] ** -0.5 if name in ("w_kc", "w_vc") else 1.0)

@@ -1,12 +1,13 @@
 """Inputs for `grouped_matmul`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
 from ejkernel.ops.model import Case
 from ejkernel.planning.quantized_formats import Mode, make_format
 from ejkernel.quantization import quantize
@@ -131,17 +132,9 @@ def inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size.
-
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
-    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    made = {name: _make(name, shape, keys[name], args) for name, shape in given.items()}
-    return dataclasses.replace(args, **{**made, **_make_packed(args, keys["rhs"])})
+    """Concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size."""
+    made, packed = jax.random.split(key)
+    return dataclasses.replace(fill(args, made, functools.partial(_make, args)), **_make_packed(args, packed))
 
 
 def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:
@@ -155,7 +148,7 @@ def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:
     return {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
 
 
-def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:
+def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
     if name == "group_sizes":
         ends = jnp.linspace(0, args.lhs.shape[0], shape.shape[0] + 1).astype(shape.dtype)
         return jnp.diff(ends)
@@ -163,4 +156,4 @@ def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:
         return jnp.zeros(shape.shape, shape.dtype)
     if jnp.issubdtype(shape.dtype, jnp.integer):
         return jax.random.randint(key, shape.shape, -8, 8).astype(shape.dtype)
-    return jax.random.normal(key, shape.shape, jnp.float32).astype(shape.dtype)
+    return normal_like(key, shape)

@@ -1,12 +1,12 @@
 """Inputs for `mean_pooling`: the named cases every backend is tested on, and inputs of any given shapes."""
 
-import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_like, tagged
 from ejkernel.ops.model import Case
 
 # name, shape of x, cumulative lengths, chunk size, dtype, optional record fields the case is about, further tags
@@ -41,15 +41,10 @@ def _case(arguments: type, row: _Row) -> Case:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths.
+    """Concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths."""
+    rows = args.x.shape[:1] if len(args.x.shape) == 2 else args.x.shape[:2]
 
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    x, lengths = args.x, args.cu_seqlens
-    made = jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
-    if lengths is not None:
-        total = x.shape[0] if len(x.shape) == 2 else x.shape[0] * x.shape[1]
-        lengths = jnp.linspace(0, total, lengths.shape[0]).astype(lengths.dtype)
-    return dataclasses.replace(args, x=made, cu_seqlens=lengths)
+    def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
+        return even_bounds(math.prod(rows), shape) if name == "cu_seqlens" else normal_like(key, shape)
+
+    return fill(args, key, make)

@@ -1,12 +1,13 @@
 """Inputs for `mla_decode`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
 from ejkernel.ops.model import Case
 
 
@@ -14,7 +15,7 @@ from ejkernel.ops.model import Case
 class DecodeSizes:
     """Shape of a call: batch, cached tokens, query heads, KV heads, latent size, sizes of key parts and of values.
 
-    `one_cache` puts both caches into one array.
+    `one_cache` puts both caches into one array; `lengths` are those of its rows.
     """
 
     b: int = 3
@@ -26,41 +27,50 @@ class DecodeSizes:
     rope: int = 8
     v: int = 12
     one_cache: bool = False
+    lengths: tuple[int, ...] = (63, 0, 20)
     dtype: Any = jnp.float32
 
 
-# name, sizes, lengths, further arguments, optional record fields the case is about, further tags
-_Row = tuple[str, DecodeSizes, tuple[int, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
+def _windowed(key: jax.Array) -> dict[str, Any]:
+    sinks = jax.random.normal(key, (8, 2))
+    return {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": sinks, "return_lse": True}
+
+
+_TABLE: tuple[Row[DecodeSizes], ...] = (
     (
         "two caches, lse",
         DecodeSizes(),
-        (63, 0, 20),
-        {"return_lse": True},
+        lambda k: {"return_lse": True},
         ("q_segment_ids", "kv_segment_ids"),
         ("awkward",),
     ),
     (
         "one cache, window, cap, sinks, lse",
-        DecodeSizes(one_cache=True),
-        (63, 5, 31),
-        {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": (8, 2), "return_lse": True},
+        DecodeSizes(one_cache=True, lengths=(63, 5, 31)),
+        _windowed,
         ("q_positions", "sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),
-    ("no rotary part, bfloat16", DecodeSizes(rope=0, one_cache=True, dtype=jnp.bfloat16), (40, 63, 1), {}, (), ()),
+    (
+        "no rotary part, bfloat16",
+        DecodeSizes(rope=0, one_cache=True, lengths=(40, 63, 1), dtype=jnp.bfloat16),
+        lambda k: {},
+        (),
+        (),
+    ),
     (
         "model",
-        DecodeSizes(b=8, s=8192, h=128, g=128, r=512, n=128, rope=64, v=128, one_cache=True, dtype=jnp.bfloat16),
-        (8192,) * 8,
-        {},
+        DecodeSizes(
+            8, 8192, 128, 128, r=512, n=128, rope=64, v=128, one_cache=True, lengths=(8192,) * 8, dtype=jnp.bfloat16
+        ),
+        lambda k: {},
         (),
         ("bench",),
     ),
 )
 
 
-def arrays(key: jax.Array, sizes: DecodeSizes, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
+def arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
     """Normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
@@ -73,48 +83,20 @@ def arrays(key: jax.Array, sizes: DecodeSizes, lengths: tuple[int, ...]) -> dict
     keys = jax.random.split(key, len(shapes))
     made = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     made = {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in made.items()}
-    return {**made, "lengths": jnp.array(lengths, jnp.int32)}
+    return {**made, "lengths": jnp.array(z.lengths, jnp.int32)}
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
-
-
-def _case(
-    arguments: type,
-    name: str,
-    sizes: DecodeSizes,
-    lengths: tuple[int, ...],
-    options: dict[str, Any],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        inputs, sinks = jax.random.split(key)
-        given = {n: jax.random.normal(sinks, x) if n == "softmax_aux" else x for n, x in options.items()}
-        return arguments(**arrays(inputs, sizes, lengths), **given)
-
-    return tagged(name, make, exercises, tags)
+    return table(arguments, arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, full caches.
+    """Concrete arguments of the given shapes, valid as a call: normal floats, full caches."""
+    return fill(args, key, functools.partial(_make, args))
 
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
-    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    made: dict[str, Any] = {}
-    for name in names:
-        shape = getattr(args, name)
-        if shape is None:
-            continue
-        if name == "lengths":
-            made[name] = jnp.full(shape.shape, args.latent_cache.shape[1], shape.dtype)
-            continue
-        x = jax.random.normal(keys[name], shape.shape, jnp.float32)
-        made[name] = (x * shape.shape[0] ** -0.5 if name in ("w_kc", "w_vc") else x).astype(shape.dtype)
-    return dataclasses.replace(args, **made)
+
+def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
+    if name == "lengths":
+        return jnp.full(shape.shape, args.latent_cache.shape[1], shape.dtype)
+    return normal_like(key, shape, shape.shape[0] ** -0.5 if name in ("w_kc", "w_vc") else 1.0)

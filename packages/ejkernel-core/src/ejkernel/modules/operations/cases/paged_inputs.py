@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.modules.operations.cases.tables import fill, normal_like
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedSizes:
@@ -255,14 +257,9 @@ make_prefill_inputs = functools.partial(
 
 def make_dense_inputs(args: Any, key: jax.Array) -> Any:
     """The same for `ragged_decode_attention`: every row attends to all of its keys."""
-    shapes = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if not f.metadata.get("static")}
     ends = {"sequence_start": 0, "sequence_end": args.key.shape[1]}
-    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-    made = {
-        name: jnp.full(x.shape, ends[name], x.dtype)
-        if name in ends
-        else jax.random.normal(keys[name], x.shape, jnp.float32).astype(x.dtype)
-        for name, x in shapes.items()
-        if x is not None
-    }
-    return dataclasses.replace(args, **made)
+
+    def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
+        return jnp.full(shape.shape, ends[name], shape.dtype) if name in ends else normal_like(key, shape)
+
+    return fill(args, key, make)

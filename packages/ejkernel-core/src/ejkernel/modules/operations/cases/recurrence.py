@@ -1,13 +1,14 @@
 """Inputs for the recurrences: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_like, tagged
 from ejkernel.ops.model import Case
 
 
@@ -184,27 +185,17 @@ def constant(arguments: type) -> tuple[Case, ...]:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths, one segment.
-
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
-    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    made = {
-        name: _make(name, getattr(args, name), keys[name], args) for name in names if getattr(args, name) is not None
-    }
-    return dataclasses.replace(args, **made)
+    """Concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths, one segment."""
+    return fill(args, key, functools.partial(_make, args))
 
 
 _LOGS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
 
 
-def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:
+def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
     if name in ("cu_seqlens", "query_start_loc"):
         tokens = (args.x if hasattr(args, "x") else args.query).shape[-3]
-        return jnp.linspace(0, tokens, shape.shape[0]).astype(shape.dtype)
+        return even_bounds(tokens, shape)
     if name == "state_indices":
         return jnp.arange(shape.shape[0], dtype=shape.dtype)
     if jnp.issubdtype(shape.dtype, jnp.integer):
@@ -213,5 +204,4 @@ def _make(name: str, shape: Any, key: jax.Array, args: Any) -> jax.Array:
         return -0.1 * jax.random.uniform(key, shape.shape).astype(shape.dtype)
     if name in ("beta", "dt"):
         return jax.random.uniform(key, shape.shape).astype(shape.dtype)
-    factor = shape.shape[-1] ** -0.5 if name == "key" else 1.0
-    return (factor * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
+    return normal_like(key, shape, shape.shape[-1] ** -0.5 if name == "key" else 1.0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.recurrent_network import GATES
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import fill, tagged
 from ejkernel.ops.model import Case
 
 
@@ -90,18 +90,11 @@ def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, rows without padding.
+    """Concrete arguments of the given shapes, valid as a call: normal floats, rows without padding."""
 
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
-    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    made = {
-        name: _normal(name, x.shape, keys[name]).astype(x.dtype) for name, x in given.items() if name != "seq_lengths"
-    }
-    if "seq_lengths" in given:
-        made["seq_lengths"] = jnp.full(given["seq_lengths"].shape, args.x.shape[1], given["seq_lengths"].dtype)
-    return dataclasses.replace(args, **made)
+    def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
+        if name == "seq_lengths":
+            return jnp.full(shape.shape, args.x.shape[1], shape.dtype)
+        return _normal(name, shape.shape, key).astype(shape.dtype)
+
+    return fill(args, key, make)

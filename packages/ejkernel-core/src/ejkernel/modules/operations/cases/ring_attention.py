@@ -1,12 +1,12 @@
 """Inputs for `ring_attention`: the named cases every backend is tested on, each on one device."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, make_inputs, qkv
+from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
@@ -49,35 +49,33 @@ def _packed(key: jax.Array) -> dict[str, Any]:
     return {**LSE, "mask_info": info, "softmax_aux": jax.random.normal(key, (4, 2)), **options}
 
 
-# name, sizes, extra arguments from a key, optional record fields the case is about, tags
-_Row = tuple[str, AttentionSizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
-    ("causal, one KV head, values wider", AttentionSizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ("ci",)),
-    ("window", PLAIN, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ("ci",)),
+_TABLE: tuple[Row[AttentionSizes], ...] = (
+    ("causal, one KV head, values wider", AttentionSizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ()),
+    ("window", PLAIN, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ()),
     (
         "bias, sinks and soft cap, lse",
         PLAIN,
         _biased,
         ("bias", "softmax_aux", "logits_soft_cap"),
-        ("ci",),
+        (),
     ),
-    ("mask with empty rows, cross", CROSS, _masked, ("mask",), ("ci", "awkward")),
+    ("mask with empty rows, cross", CROSS, _masked, ("mask",), ("awkward",)),
     (
         "segments with padding, in chunks, lse",
         PLAIN,
         _segmented,
         ("q_segment_ids", "kv_segment_ids"),
-        ("ci",),
+        (),
     ),
-    ("positions", PLAIN, _positioned, ("q_positions", "kv_positions"), ("ci",)),
-    ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("ci", "awkward")),
-    ("bfloat16", AttentionSizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ("ci",)),
+    ("positions", PLAIN, _positioned, ("q_positions", "kv_positions"), ()),
+    ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
+    ("bfloat16", AttentionSizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
         "bfloat16, packed sequences, window, sinks and soft cap, lse",
         AttentionSizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
         _packed,
         ("causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "softmax_aux", "logits_soft_cap"),
-        ("ci",),
+        (),
     ),
     (
         "model",
@@ -91,19 +89,4 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
-
-
-def _case(
-    arguments: type,
-    name: str,
-    sizes: AttentionSizes,
-    extra: Callable[[jax.Array], dict[str, Any]],
-    exercises: tuple[str, ...],
-    tags: tuple[str, ...],
-) -> Case:
-    def make(key: jax.Array) -> Any:
-        inputs, options = jax.random.split(key)
-        return arguments(**qkv(inputs, sizes), **extra(options))
-
-    return Case(name=name, make=make, tags=frozenset(tags), exercises=frozenset(exercises))
+    return table(arguments, qkv, _TABLE)

@@ -1,12 +1,11 @@
 """Inputs for `state_space_v1`: the named cases every backend is tested on, and inputs of any given shapes."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import even_bounds, fill, tagged
 from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers a state), optional arguments, dtype, record fields it is about, further tags
@@ -64,17 +63,11 @@ def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, negative A, positive dt.
+    """Concrete arguments of the given shapes, valid as a call: normal floats, negative A, positive dt."""
 
-    Args:
-        args: Argument record with `jax.ShapeDtypeStruct` leaves.
-        key: PRNG key.
-    """
-    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
-    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    made = {name: _normal(name, x.shape, keys[name]).astype(x.dtype) for name, x in given.items()}
-    if args.cu_seqlens is not None:
-        ends = jnp.linspace(0, args.hidden_states.shape[1], args.cu_seqlens.shape[0])
-        made["cu_seqlens"] = ends.astype(args.cu_seqlens.dtype)
-    return dataclasses.replace(args, **made)
+    def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
+        if name == "cu_seqlens":
+            return even_bounds(args.hidden_states.shape[1], shape)
+        return _normal(name, shape.shape, key).astype(shape.dtype)
+
+    return fill(args, key, make)

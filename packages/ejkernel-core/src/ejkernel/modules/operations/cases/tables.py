@@ -1,9 +1,11 @@
 """Conformance cases from rows of a table, for any operation."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.ops.model import Case
 
@@ -37,3 +39,28 @@ def tagged(name: str, make: Callable[[jax.Array], Any], exercises: Iterable[str]
     """A case that CI runs, unless it is there to be timed."""
     everywhere = () if "bench" in tags else ("ci",)
     return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
+
+
+def fill(args: Any, key: jax.Array, make: Callable[[str, Any, jax.Array], Any]) -> Any:
+    """Concrete arguments of given shapes, for the `make_inputs` of an operation.
+
+    Args:
+        args: Argument record with `jax.ShapeDtypeStruct` leaves.
+        key: PRNG key.
+        make: (name of an argument, its shape, key) -> what is given for it.
+    """
+    names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    given = {name: getattr(args, name) for name in names}
+    made = {name: make(name, x, keys[name]) for name, x in given.items() if x is not None}
+    return dataclasses.replace(args, **made)
+
+
+def normal_like(key: jax.Array, shape: Any, factor: float = 1.0) -> jax.Array:
+    """Normal floats times a factor, of the shape and dtype of `shape`."""
+    return (factor * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
+
+
+def even_bounds(total: int, shape: Any) -> jax.Array:
+    """Cumulative lengths of sequences of about the same length."""
+    return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)

@@ -1,0 +1,226 @@
+"""The decode step of linear recurrences on a GPU: one to eight tokens a sequence, beside XLA, FLA and a copy.
+
+    python benchmarks/recurrent_step_gpu.py                  # the table
+    python benchmarks/recurrent_step_gpu.py --quick          # one token, few rounds
+    python benchmarks/recurrent_step_gpu.py --candidates     # also every configuration worth measuring
+    TRITON_INTERPRET=1 python benchmarks/recurrent_step_gpu.py --check    # no times: small steps anywhere
+
+All sides get the same bfloat16 tokens and states in float32. A side is timed only if its output and states agree with
+the formula's, token by token in float32. A sample is a compiled loop of 16 steps whose state is donated, so that
+starting them costs little; PyTorch starts each. Sides are interleaved, and medians of a step are printed. The rate
+counts the states once read and once written; so does that of the copy, which negates them in place.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import _report
+import jax
+import jax.numpy as jnp
+import numpy as np
+from linear_recurrence_gpu import Cell, implementation
+from selective_scan_gpu import Side, error, medians
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, reference
+from ejkernel.ops.device import current_device
+
+COLUMNS = ("shape", "side", "microseconds", "rate")
+STEPS = 16
+KINDS = ("gate a head", "gla", "lightning", "mamba-2", "gated delta", "kda")
+
+Call = Callable[[LinearRecurrence], tuple[jax.Array, jax.Array]]
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """What is measured; the length of a cell is that of a step."""
+    if options.check:
+        for kind in KINDS:
+            yield Cell(kind=kind, batch=2, length=3, heads=2, keys=16, values=24)
+        return
+    for kind in KINDS:
+        yield Cell(kind=kind, batch=256, length=1)
+    if options.quick:
+        return
+    for kind in ("gate a head", "gated delta", "kda"):
+        for batch, tokens in ((1, 1), (32, 1), (256, 4), (256, 8)):
+            yield Cell(kind=kind, batch=batch, length=tokens)
+
+
+def record_of(cell: Cell, packed: bool) -> LinearRecurrence:
+    """A step with states, of rows or of packed sequences."""
+    record = cell.record()
+    state = jax.random.normal(jax.random.key(9), (cell.batch, cell.heads, cell.keys, cell.values), jnp.float32)
+    if not packed:
+        return dataclasses.replace(record, initial_state=state)
+    arrays = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    flat = {
+        name: x.reshape(1, -1, *x.shape[2:])
+        for name, x in arrays.items()
+        if isinstance(x, jax.Array) and x.shape[:2] == record.query.shape[:2]
+    }
+    bounds = jnp.arange(cell.batch + 1, dtype=jnp.int32) * cell.length
+    return dataclasses.replace(record, **flat, cu_seqlens=bounds, sequence_state=state)
+
+
+def chained(call: Call, record: LinearRecurrence) -> Side:
+    """A loop of steps, each of which continues the state of the one before; the first one's is donated."""
+    field = "initial_state" if record.cu_seqlens is None else "sequence_state"
+
+    def steps(state: jax.Array, record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
+        def step(_: Any, held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return call(dataclasses.replace(record, **{field: held[1]}))
+
+        empty = jnp.zeros((*record.query.shape[:2], *record.value.shape[2:]), record.query.dtype)
+        return jax.lax.fori_loop(0, STEPS, step, (empty, state))
+
+    state, tokens = jnp.copy(getattr(record, field)), dataclasses.replace(record, **{field: None})
+    program = jax.jit(steps, donate_argnums=0).lower(state, tokens).compile()
+    held = [state]
+
+    def run() -> jax.Array:
+        output, held[0] = program(held[0], tokens)
+        return output
+
+    return Side(run)
+
+
+def copy(record: LinearRecurrence) -> Side:
+    """States that are negated where they are, as often."""
+    state = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    assert state is not None
+
+    def steps(state: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, STEPS, lambda _, x: -x, state)
+
+    held = [jnp.copy(state)]
+    program = jax.jit(steps, donate_argnums=0).lower(state).compile()
+
+    def run() -> jax.Array:
+        held[0] = program(held[0])
+        return held[0]
+
+    return Side(run)
+
+
+def calls(record: LinearRecurrence, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
+    """Everything of ours that can take a step."""
+    for name in ("triton_decode", "xla"):
+        chosen = implementation(name)
+        configs = [chosen.config.heuristic(record, current_device(), "forward")]
+        if options.candidates and name == "triton_decode":
+            configs += chosen.config.candidates(record, current_device(), "forward")
+        for n, config in enumerate(configs):
+
+            def call(record: LinearRecurrence, chosen: Any = chosen, config: Any = config) -> Any:
+                return chosen.function("forward")(record, config)[0]
+
+            yield (name if n == 0 else f"{name} {config}"), call
+
+
+def fla(cell: Cell, record: LinearRecurrence) -> Iterator[tuple[str, Side, Any]]:
+    """flash-linear-attention's steps, where it is installed, with what the first one makes."""
+    if record.cu_seqlens is not None or not (importlib.util.find_spec("torch") and importlib.util.find_spec("fla")):
+        return
+    try:
+        import torch
+
+        step = _fla_step(cell.kind, record)
+        if step is None:
+            return
+        held = [torch.from_dlpack(record.initial_state).clone()]
+        first = step(held[0].clone())
+
+        def run() -> Any:
+            for _ in range(STEPS):
+                _, held[0] = step(held[0])
+            torch.cuda.synchronize()
+            return ()
+
+        yield "FLA", Side(run), [x.float().cpu().numpy() for x in first]
+    except Exception as failure:  # noqa: BLE001  whatever another library fails with is its result
+        print(f"<!-- FLA on {cell}: {type(failure).__name__}: {str(failure)[:200]} -->", flush=True)
+
+
+def _fla_step(kind: str, record: LinearRecurrence) -> Callable[[Any], Any] | None:
+    import torch
+
+    names = ("query", "key", "value", "decay", "beta")
+    q, k, v, g, beta = (None if getattr(record, n) is None else torch.from_dlpack(getattr(record, n)) for n in names)
+    options = {"scale": record.softmax_scale, "output_final_state": True}
+    if kind == "gla":
+        from fla.ops.gla import fused_recurrent_gla
+
+        return lambda state: fused_recurrent_gla(q, k, v, g, initial_state=state, **options)[:2]
+    if kind == "gate a head":
+        from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+        return lambda state: fused_recurrent_simple_gla(q, k, v, g[..., 0], initial_state=state, **options)[:2]
+    if kind == "gated delta":
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+        gate = g[..., 0].contiguous()
+        return lambda state: fused_recurrent_gated_delta_rule(
+            q, k, v, g=gate, beta=beta, initial_state=state, **options
+        )[:2]
+    if kind == "kda":
+        from fla.ops.kda import fused_recurrent_kda
+
+        return lambda state: fused_recurrent_kda(q, k, v, g, beta, initial_state=state, **options)[:2]
+    return None
+
+
+def right(name: str, made: Any, want: list[np.ndarray], cell: Cell) -> bool:
+    """Whether outputs and states are those of the formula; says so if not."""
+    off = error([np.asarray(x, np.float32) for x in made], want)
+    if not off < 1e-2:
+        print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
+    return off < 1e-2
+
+
+def timed(cell: Cell, packed: bool, options: argparse.Namespace) -> Iterator[list[str]]:
+    """One line for each side that is right."""
+    record = record_of(cell, packed)
+    want = [np.asarray(x, np.float32) for x in jax.jit(lambda record: reference(record)[0])(record)]
+    contenders: dict[str, Side] = {}
+    for name, call in calls(record, options):
+        if right(name, jax.jit(call)(record), want, cell):
+            contenders[name] = chained(call, record)
+    for name, side, made in fla(cell, record):
+        if right(name, made, want, cell):
+            contenders[name] = side
+    shape = f"{cell}, packed" if packed else str(cell)
+    contenders["copy"] = copy(record)
+    if options.check:
+        for name, side in contenders.items():
+            jax.block_until_ready(side.run())
+            yield [shape, name, "right", ""]
+        return
+    size = 8.0 * cell.batch * cell.heads * cell.keys * cell.values
+    for name, seconds in medians(contenders, 3 if options.quick else 7).items():
+        yield [shape, name, f"{seconds / STEPS * 1e6:.1f}", f"{size * STEPS / seconds / 1e9:.0f} GB/s"]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one token, few rounds")
+    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
+    parser.add_argument("--check", action="store_true", help="small steps on any device, no times")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu" and not options.check:
+        print("recurrent_step_gpu.py needs a GPU: nothing was measured")
+        return
+    print(_report.heading())
+    print(_report.markdown_table(COLUMNS, ()), flush=True)
+    for cell in cells(options):
+        for packed in (False, True):
+            if not packed or cell.kind == "gated delta":
+                for row in timed(cell, packed, options):
+                    print("| " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

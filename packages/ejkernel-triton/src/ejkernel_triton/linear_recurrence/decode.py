@@ -1,0 +1,145 @@
+"""The decode step of a linear recurrence in Triton: one to eight tokens a sequence, the state updated in place."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, segment_roles
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.linear_recurrence.decode_config import DecodeTile, walks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSpec:
+    """Constants of the kernel; the letters are those of the record.
+
+    Attributes:
+        T: Tokens of a row.
+        SEQUENCES: Packed sequences of a row; 1 without packing.
+        H: Heads.
+        HQ: Heads of the queries.
+        HK: Heads of the keys.
+        HV: Heads of the values.
+        K: Key channels.
+        V: Value channels.
+        BLOCK_K: K, padded to a power of two.
+        BLOCK_V: Value channels of a program.
+        TILES: Programs of a head's state.
+        DECAY: Gates a head and token: 0 without gates, 1 or K.
+        DECAY_T: T, or 1 where all tokens have the same gates.
+        DECAY_STRIDE: Elements from a token's gates to the next one's.
+        VALUE_DECAY: Whether there are gates of value channels.
+        BETA: Whether there is beta.
+        DT: Whether there is dt.
+        SKIP: Whether there is a skip.
+        SEGMENTS: Whether there are segments.
+        PACKED: Whether sequences are packed.
+        STATE: Whether there are states to begin with.
+        SCALE: Factor on the output.
+    """
+
+    T: int
+    SEQUENCES: int
+    H: int
+    HQ: int
+    HK: int
+    HV: int
+    K: int
+    V: int
+    BLOCK_K: int
+    BLOCK_V: int
+    TILES: int
+    DECAY: int
+    DECAY_T: int
+    DECAY_STRIDE: int
+    VALUE_DECAY: bool
+    BETA: bool
+    DT: bool
+    SKIP: bool
+    SEGMENTS: bool
+    PACKED: bool
+    STATE: bool
+    SCALE: float
+
+
+def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
+    """The constants of a record's kernel."""
+    packed, (_, tokens, query_heads, keys) = record.cu_seqlens is not None, record.query.shape
+    value_heads, columns = record.value.shape[2:]
+    heads, gates, gate_tokens = head_count(record), 0, 1
+    if record.decay is not None:
+        gates, gate_tokens = record.decay.shape[3], record.decay.shape[1]
+    return DecodeSpec(
+        T=tokens,
+        SEQUENCES=walks(record) // heads if packed else 1,
+        H=heads,
+        HQ=query_heads,
+        HK=record.key.shape[2],
+        HV=value_heads,
+        K=keys,
+        V=columns,
+        BLOCK_K=1 << (keys - 1).bit_length(),
+        BLOCK_V=config.block_v,
+        TILES=-(-columns // config.block_v),
+        DECAY=gates,
+        DECAY_T=gate_tokens,
+        DECAY_STRIDE=heads * gates if gate_tokens > 1 else 0,
+        VALUE_DECAY=record.value_decay is not None,
+        BETA=record.beta is not None,
+        DT=record.dt is not None,
+        SKIP=record.skip is not None,
+        SEGMENTS=record.segment_ids is not None,
+        PACKED=packed,
+        STATE=(record.sequence_state if packed else record.initial_state) is not None,
+        SCALE=record.softmax_scale,
+    )
+
+
+def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Output and final states of a record.
+
+    States in float32 are updated in their own memory: XLA copies them before only if they are used elsewhere, as those
+    of a call that does not donate them are.
+
+    Args:
+        record: The canonical arguments.
+        config: The tile.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals.
+    """
+    from ejkernel_triton.linear_recurrence.decode_kernel import decode_kernel
+
+    spec, rows = make_spec(record, config), record.query.shape[0]
+    inputs = _inputs(record)
+    initial = inputs[-1]
+    shape = (rows, spec.SEQUENCES, spec.H, spec.K, spec.V) if spec.PACKED else (rows, spec.H, spec.K, spec.V)
+    in_place = initial is not None and initial.dtype == jnp.float32 and initial.shape == shape
+    output, final = launch(
+        decode_kernel,
+        inputs,
+        (
+            Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
+            len(inputs) - 1 if in_place else Shape(shape, jnp.float32),
+        ),
+        batch=rows,
+        grid=rows * spec.SEQUENCES * spec.H * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    return (output, final[0] if spec.PACKED else final), ()
+
+
+def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
+    """The kernel's arrays: of the tokens, what each is (0 is padding, 2 begins a segment), and the states."""
+    roles, bounds, initial = None, None, record.initial_state
+    if record.segment_ids is not None:
+        real, restart = segment_roles(record.segment_ids)
+        roles = jnp.where(real, 1 + restart.astype(jnp.int32), 0)
+    if record.cu_seqlens is not None:
+        bounds = record.cu_seqlens.astype(jnp.int32)[None]
+        initial = None if record.sequence_state is None else record.sequence_state[None]
+    tokens = (record.query, record.key, record.value, record.decay, record.value_decay, record.beta, record.dt)
+    return (*tokens, record.skip, roles, bounds, initial)

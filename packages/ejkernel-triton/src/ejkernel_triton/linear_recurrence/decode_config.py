@@ -1,0 +1,76 @@
+"""Tiles and launch parameters of the decode step of a linear recurrence."""
+
+import dataclasses
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+
+WIDEST = 32
+"""Value channels of a program by rule: their row of a state in float32 is one line of the cache."""
+
+HELD = 64
+"""Numbers of a state that a thread holds; as many again are on their way through its sums."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeTile:
+    """Configuration of the decode step.
+
+    Attributes:
+        block_v: Value channels of a program, which has all key channels of them; a power of two.
+        num_warps: Warps a program.
+    """
+
+    block_v: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        if self.block_v < 1 or self.block_v & (self.block_v - 1):
+            raise ValueError(f"block_v: got {self.block_v}, wants a power of two")
+
+
+FACES = {"block_d": "block_v", "num_warps": "num_warps"}
+"""Fields of the public configurations and what they set here."""
+
+
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
+    """The tile for a record on a device, not measured."""
+    columns = record.value.shape[3]
+    block, most = min(WIDEST, _padded(columns)), chip_of(device).multiprocessors
+    if interpreting():
+        return _sized(record, device, min(block, 8))
+    # Half a line of the cache is still whole sectors, so few states are cut finer to reach every multiprocessor.
+    while block > 16 and walks(record) * -(-columns // block) < most:
+        block //= 2
+    return _sized(record, device, block)
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DecodeTile, ...]:
+    """Tiles worth measuring for a record on a device."""
+    first = heuristic(record, device, direction)
+    if interpreting():
+        return (first, dataclasses.replace(first, block_v=4))
+    sizes = sorted({min(n, _padded(record.value.shape[3])) for n in (8, 16, 32, 64)})
+    made = [_sized(record, device, n) for n in sizes]
+    made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made]
+    return tuple(dict.fromkeys((first, *made)))
+
+
+def walks(record: LinearRecurrence) -> int:
+    """How many states of heads the record has."""
+    rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return rows * head_count(record)
+
+
+def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int) -> DecodeTile:
+    """A tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
+    lanes = 64 if device.vendor == "amd" else 32
+    warps = _padded(record.query.shape[3]) * block_v // (HELD * lanes)
+    return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)))
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()

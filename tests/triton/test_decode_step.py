@@ -1,0 +1,121 @@
+"""The decode step of linear recurrences: its numbers in the interpreter, and what its kernel takes of a chip."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops import dispatch
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.plugins import registry
+from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton.linear_recurrence import decode, decode_config
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+CHIPS = {
+    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
+    "sm_90": H200,
+    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
+    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
+    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
+}
+# Every field is claimed once, in a case that shows it; and a state that all of a batch share must not be written over.
+VALUES = "test_value and not eager and not shapes and (step or packed or mixed or gates)"
+TESTS = f"test_capabilities or ({VALUES}) or (test_vmap_shared and gated_delta_rule and step)"
+
+
+def test_conformance():
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-impl", "triton_decode", "-k", TESTS]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
+
+
+def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32):
+    """A step of 64 sequences with the named fields."""
+    sequences, heads = 64, 16
+    rows, length = (1, sequences * tokens) if packed else (sequences, tokens)
+
+    def array(*sizes, of=jnp.float32):
+        return jax.ShapeDtypeStruct(sizes, of)
+
+    query = array(rows, length, heads, size, of=jnp.bfloat16)
+    given = {
+        "gate": {"decay": array(rows, length, heads, 1)},
+        "gates": {"decay": array(rows, length, heads, size)},
+        "value gates": {"value_decay": array(rows, length, heads, size)},
+        "beta": {"beta": array(rows, length, heads)},
+        "dt": {"dt": array(rows, length, heads), "skip": array(1, 1, heads)},
+        "segments": {"segment_ids": array(rows, length, of=jnp.int32)},
+    }
+    states = array(sequences, heads, size, size, of=state)
+    made = {name: x for field in fields for name, x in given[field].items()}
+    made |= {"sequence_state": states} if packed else {"initial_state": states}
+    made |= {"cu_seqlens": array(sequences + 1, of=jnp.int32)} if packed else {}
+    return LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.1, **made)
+
+
+def launched(record, device):
+    """The launches of a step."""
+    tile = decode_config.heuristic(record, device, "forward")
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(lambda record: decode.forward(record, tile), record)
+    return calls
+
+
+ALL = ("gates", "value gates", "beta", "segments")
+
+
+@pytest.mark.parametrize(
+    ("chip", "fields", "options"),
+    [
+        *((chip, ALL, {}) for chip in CHIPS),
+        ("sm_80", ("gates", "beta"), {"packed": True, "size": 256}),
+        ("sm_90", ("gate", "dt"), {"tokens": 1, "size": 64}),
+        ("gfx942", ("gate", "beta"), {"packed": True}),
+    ],
+)
+def test_the_kernel_fits_the_chip_and_spills_nothing(chip, fields, options):
+    (call,) = launched(record_of(*fields, **options), CHIPS[chip])
+    took = ahead.compile_for(call, chip)
+    assert took.spilled == 0, (took.registers, took.spilled)
+    assert took.shared <= chips.CHIPS[chip].shared_memory
+    if chip.startswith("sm_"):
+        assert "ld.global.v4" in took.assembly
+        assert "st.global.v4" in took.assembly
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_in_float32_are_updated_in_their_own_memory(packed):
+    (call,) = launched(record_of("gate", packed=packed), H200)
+    (source,) = call.aliases
+    assert call.outputs[call.aliases[source]] == call.inputs[source]
+    assert call.inputs[source].shape[-4:] == (64, 16, 128, 128)
+    (call,) = launched(record_of("gate", packed=packed, state=jnp.bfloat16), H200)
+    assert not call.aliases, "the final state is float32: one in bfloat16 has no room for it"
+
+
+def reasons(record, op="gated_delta_rule"):
+    found = dispatch.choose(registry().ops[op], record, H200, "auto", "forward").verdicts
+    return {v.implementation.name: v.reasons for v in found}["triton_decode"]
+
+
+def test_long_calls_are_refused_by_the_argument():
+    assert not any("query" in reason for reason in reasons(record_of("beta", tokens=8)))
+    assert "query: 9 tokens are more than a step of 8 tokens a sequence has" in reasons(record_of("beta", tokens=9))
+    assert any(r.startswith("query: 576 tokens of 64 packed") for r in reasons(record_of(tokens=9, packed=True)))
+
+
+def test_no_call_of_its_own_accord_gets_a_step_that_no_chip_has_confirmed():
+    found = dispatch.choose(registry().ops["gated_delta_rule"], record_of("beta"), H200, "auto", "forward")
+    names = [verdict.implementation.name for verdict in found.verdicts]
+    assert names.index("xla") < names.index("triton_decode")

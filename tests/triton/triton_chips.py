@@ -1,0 +1,65 @@
+"""What tests of the Triton families share: chips that are not here, and processes in which kernels are interpreted."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton import ahead, chips
+
+CHIPS = {
+    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
+    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
+    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
+    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
+    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
+}
+H200 = CHIPS["sm_90"]
+
+
+def assert_fits(calls, chip):
+    """Every launch compiles for the chip, and takes no more shared memory than it has."""
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+
+
+def assert_fits_and_spills_nothing(calls, chip):
+    """The same, and all values stay in registers."""
+    for call in calls:
+        took = ahead.compile_for(call, chip)
+        assert took.binary[:4] == b"\x7fELF"
+        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
+        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+
+
+def assert_conforms(operations, selection, implementation="triton"):
+    """The conformance suite passes for operations, and skips nothing, where kernels are interpreted.
+
+    Args:
+        operations: Names.
+        selection: Which tests, as pytest's `-k` takes it.
+        implementation: Name.
+    """
+    command = ["-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-impl", implementation, *(f"--ejk-op={name}" for name in operations), "-k", selection]
+    ran = _run(command)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
+    return ran.stdout
+
+
+def run_interpreted(script, **variables):
+    """What a script beside this one prints where kernels are interpreted."""
+    ran = _run([Path(__file__).with_name(script)], **variables)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+def _run(command, **variables):
+    # Triton's interpreter is chosen when it is imported.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", **variables}
+    environment.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, *command]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
