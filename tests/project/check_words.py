@@ -1,7 +1,7 @@
-"""Keeps words that the glossary replaces out of identifiers, comments and docstrings.
+"""Keeps words that the glossary replaces out of identifiers, comments, docstrings and pages.
 
-python tests/project/check_words.py            # the folders in docs/words.toml
-python tests/project/check_words.py FOLDER ... # others, to see what is left there
+python tests/project/check_words.py            # the folders and pages in docs/words.toml
+python tests/project/check_words.py FOLDER ... # Python files of others, to see what is left there
 """
 
 import ast
@@ -45,6 +45,22 @@ def check(folders: list[str], words: dict[str, Any]) -> Iterator[Found]:
         for file in sorted((ROOT / folder).rglob("*.py")):
             path = file.relative_to(ROOT).as_posix()
             yield from in_source(path, file.read_text(), words)
+
+
+def check_pages(words: dict[str, Any]) -> Iterator[Found]:
+    """Every phrase of the list in the Markdown pages, those of the folders under `skipped_pages` left out."""
+    for pattern in words["pages"]:
+        for file in sorted(ROOT.glob(pattern)):
+            path = file.relative_to(ROOT).as_posix()
+            if not path.startswith(tuple(words["skipped_pages"])):
+                yield from in_prose(path, 1, without_code(file.read_text()), words)
+
+
+def without_code(page: str) -> str:
+    """A page with empty lines for its code blocks, and without code within lines."""
+    fences = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$", re.MULTILINE | re.DOTALL)
+    page = fences.sub(lambda block: "\n" * block.group().count("\n"), page)
+    return re.sub(r"`[^`\n]*`", "", page)
 
 
 def in_source(path: str, source: str, words: dict[str, Any]) -> Iterator[Found]:
@@ -92,6 +108,7 @@ def main(folders: list[str]) -> int:
     """Prints what was found; 1 if there is something."""
     words = load()
     found = list(check(folders or words["folders"], words))
+    found += [] if folders else list(check_pages(words))
     for path, line, text, instead in found:
         print(f"{path}:{line}: {text!r}: {instead}")
     return 1 if found else 0
