@@ -1,5 +1,6 @@
 """ejkernel's TPU kernels as workloads that a profile can build by name, in the shapes of `_tpu_peers.py`."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ejkernel.modules import flash_attention, grouped_matmul, ragged_page_attention_v2, ring_attention
+from ejkernel.modules import (
+    flash_attention,
+    grouped_matmul,
+    quantized_matmul,
+    ragged_page_attention_v2,
+    ring_attention,
+)
+from ejkernel.planning.quantized_formats import make_format
 from ejkernel_pallas.tpu.profile import Workload
 
 HEADS, LENGTH, SIZE = 8, 4096, 128
@@ -94,3 +102,28 @@ def experts(sizes: Any = None, of: str = "output") -> Workload:
     if of == "output":
         return Workload(function=forward, args=(rows, matrices, groups), flops=2 * m * n * k, bytes=size)
     return Workload(function=backward, args=(rows, matrices, output, groups), flops=2 * m * n * k, bytes=size)
+
+
+def quantised(m: int, mode: str | None = "affine", bits: int | None = None, transpose: bool = False) -> Workload:
+    """Quantised matmul in groups of 64, K 4096, N 14336; with no mode, weights of bfloat16 as one group."""
+    k, n = 4096, 14336
+    x, flops, rest = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), 2 * m * k * n, 2 * m * (k + n)
+    if mode is None:
+
+        def dense(x: Any, matrix: Any, sizes: Any) -> Any:
+            return grouped_matmul(x, matrix, sizes, preferred_element_type=jnp.bfloat16, platform="pallas")
+
+        weights, sizes = jax.ShapeDtypeStruct((1, k, n), jnp.bfloat16), np.array([m], np.int32)
+        return Workload(function=dense, args=(x, weights, sizes), flops=flops, bytes=rest + 2 * k * n)
+    form = make_format(mode, bits, 64)
+    rows, columns = (n, k) if transpose else (k, n)
+    scales = jax.ShapeDtypeStruct((rows, columns // 64), form.scale_dtype)
+    weights = (jax.ShapeDtypeStruct((rows, form.words(columns)), jnp.uint32), scales)
+    weights += (scales,) if mode == "affine" else ()
+
+    def function(x: Any, *weights: Any) -> Any:
+        options: Any = {"transpose": transpose, "group_size": 64, "bits": bits, "mode": mode, "platform": "pallas"}
+        return quantized_matmul(x, *weights, **options)
+
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in weights)
+    return Workload(function=function, args=(x, *weights), flops=flops, bytes=rest + size)

@@ -66,7 +66,22 @@ def grouped() -> Iterable[Case]:
                 yield case(label, "grouped_matmul", tiling=tiling, sizes=sizes, of=of)
 
 
+def quantised() -> Iterable[Case]:
+    """Quantised matmul beside the same product with weights of bfloat16."""
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("bfloat16 weights", {"mode": None}),
+        ("int4", {}),
+        ("int4 transposed", {"transpose": True}),
+        ("int8", {"bits": 8}),
+        ("nf4 transposed", {"mode": "nf4", "transpose": True}),
+    )
+    for m in (16, 64, 2048):
+        for kind, options in kinds if m == 16 else kinds[:3]:
+            yield case(f"quantised matmul, {m} rows, {kind}, ejkernel", "quantised", OURS, m=m, **options)
+
+
 GROUPED = tuple(grouped())
+QUANTISED = tuple(quantised())
 RINGS = tuple(
     case(f"{BOTH} of a ring, {n} KV heads, ejkernel", "ring", OURS, devices=8, kv_heads=n, gradient=True)
     for n in (8, 2)
@@ -93,6 +108,7 @@ ALL = (
     case("paged prefill of 512, ejkernel", "pages", OURS, queries=512),
     case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
     *GROUPED,
+    *QUANTISED,
     *RINGS,
 )
 

@@ -1,5 +1,6 @@
 """The guides that were promised are there, in the site's navigation, and each has code that is executed."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 GUIDES = {
     "training": ("equinox", "flax", "state_space_v2", "kernel_delta_attention", "grouped_matmul"),
     "sharded_training": ("fsdp", "tp", "in_specs", "out_shardings"),
+    "recurrent_layers": ("flax", "causal_conv1d", "state_space_v2", "gated_delta_rule", "kernel_delta_attention"),
     "serving": ("chunked_prefill_paged_decode",),
     "remat": ("save_only_these_names",),
     "fleet": ("save_recorded", "import"),
@@ -27,5 +29,15 @@ def test_a_guide_shows_in_executed_code_what_it_is_about(guide):
 
 def test_the_libraries_of_the_guides_are_installed_for_the_tests():
     text = (ROOT / "pyproject.toml").read_text()
-    for library in ("equinox", "flax"):
+    for library in ("equinox", "flax", "optax"):
         assert f'    "{library}>=' in text
+
+
+def test_the_layers_of_the_guide_are_those_of_the_example():
+    example = (ROOT / "examples" / "layers.py").read_text()
+    text = (ROOT / "docs" / "recurrent_layers.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shown = [(block, part) for block in blocks for part in ast.parse(block).body if hasattr(part, "body")]
+    classes = [ast.get_source_segment(*x) for x in shown if isinstance(x[1], ast.ClassDef | ast.FunctionDef)]
+    assert len(classes) == 10
+    assert all(code in example for code in classes)

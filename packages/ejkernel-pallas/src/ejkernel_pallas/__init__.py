@@ -12,6 +12,7 @@ from ejkernel_pallas.gpu import ring_attention as ring_attention_of_gpus
 from ejkernel_pallas.gpu import tiled_attention as tiled_attention_of_gpus
 from ejkernel_pallas.tpu import grouped_matmul as grouped_matmul_of_tpus
 from ejkernel_pallas.tpu import paged_attention as paged_attention_of_tpus
+from ejkernel_pallas.tpu import quantized_matmul as quantized_matmul_of_tpus
 from ejkernel_pallas.tpu import ring_attention as ring_attention_of_tpus
 from ejkernel_pallas.tpu import tiled_attention as tiled_attention_of_tpus
 
@@ -26,6 +27,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *latent_attention_of_gpus.implementations(),
         *tiled_attention_of_tpus.implementations(),
         *grouped_matmul_of_tpus.implementations(),
+        *quantized_matmul_of_tpus.implementations(),
         *ring_attention_of_tpus.implementations(),
         *paged_attention_of_tpus.implementations(),
     )

@@ -1,0 +1,54 @@
+"""The quantised matmul in Mosaic TPU: packed weights are copied to VMEM as they lie, and become numbers in registers.
+
+What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.quantized_matmul import FAMILY
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_pallas.toolchain import JAX
+from ejkernel_pallas.tpu.interpret import devices
+from ejkernel_pallas.tpu.quantized_matmul import tiles
+
+BITS = (4, 8)
+"""Bits of the codes that the kernels unpack."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not (record.x.size and record.packed.size):
+        yield "an array is empty"
+    if record.format.bits not in BITS:
+        yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation."""
+    return (
+        Implementation(
+            family="quantized_matmul",
+            name="pallas_tpu",
+            platform="pallas",
+            backend="tpu",
+            forward="ejkernel_pallas.tpu.quantized_matmul.passes:forward",
+            backward="ejkernel_pallas.tpu.quantized_matmul.passes:backward",
+            gradients=frozenset(FAMILY.differentiable),
+            requires=Requires(
+                devices=devices(),
+                modules=JAX,
+                dtypes=frozenset({"bfloat16", "float32"}),
+                handles=frozenset({"zeros", "transpose", "precision"}),
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                forward=tiles.TpuQuantized,
+                backward=tiles.TpuQuantized,
+                faces=tiles.FACES,
+                heuristic=tiles.heuristic,
+                candidates=tiles.candidates,
+            ),
+            priority=10,
+        ),
+    )

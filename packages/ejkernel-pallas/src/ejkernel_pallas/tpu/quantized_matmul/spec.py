@@ -1,0 +1,96 @@
+"""What a quantised-matmul kernel is compiled for: all about a product that is neither an array nor a traced number."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.ops.device import current_device
+from ejkernel.planning.precision import product_precision
+from ejkernel.planning.quantized_formats import WORD, Format
+from ejkernel_pallas.tpu.generations import is_wide
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.quantized_matmul.tiles import ROWS, TpuQuantized
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedSpec:
+    """Constants of a kernel.
+
+    Attributes:
+        rows: M, up to whole registers of the narrowest dtype.
+        packed_rows: Rows of the packed matrix.
+        words: Of such a row.
+        groups: Scales of such a row.
+        format: Mode, bits and group size.
+        blocks: Tiles.
+        operand: Dtype of what is multiplied.
+        precision: Of the products.
+        piece: Rows of words, and words, of one product: as many as matrix units are wide. More numbers than that on
+            their way there would not fit registers.
+    """
+
+    rows: int
+    packed_rows: int
+    words: int
+    groups: int
+    format: Format
+    blocks: TpuQuantized
+    operand: Any
+    precision: lax.Precision | None
+    piece: int
+
+    @property
+    def codes(self) -> int:
+        """Codes of a word."""
+        return WORD // self.format.bits
+
+    @property
+    def group_words(self) -> int:
+        """Words whose codes share a scale."""
+        return self.format.group_size // self.codes
+
+    @property
+    def scale_tiles(self) -> int:
+        """Tiles of words whose scales lie in one block of 128."""
+        return max(1, LANES * self.group_words // self.blocks.block_w)
+
+
+def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
+    """The constants of a record's kernels with given tiles.
+
+    Raises:
+        ValueError: A block is none that a kernel can have.
+    """
+    form = record.format
+    most = LANES * form.group_size * form.bits // WORD
+    for name, step in (("block_m", ROWS), ("block_r", LANES), ("block_w", LANES)):
+        if getattr(config, name) % step or getattr(config, name) <= 0:
+            raise ValueError(f"cfg: got {name}={getattr(config, name)}, wants a multiple of {step}")
+    if config.block_w > most and record.scales.shape[1] > LANES:
+        config = dataclasses.replace(config, block_w=most)
+    asked = product_precision(record.x.dtype, record.precision)
+    exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    wide = record.x.dtype == jnp.float32
+    return QuantizedSpec(
+        rows=-(-record.x.shape[0] // ROWS) * ROWS,
+        packed_rows=record.packed.shape[0],
+        words=record.packed.shape[1],
+        groups=record.scales.shape[1],
+        format=form,
+        blocks=config,
+        operand=record.x.dtype,
+        # Mosaic has products in one pass of bfloat16 and in six. One of bfloat16 operands is exact.
+        precision=lax.Precision.HIGHEST if wide and exact else asked if wide else None,
+        piece=2 * LANES if is_wide(current_device().kind) else LANES,
+    )
+
+
+def scale_bits(scales: jax.Array) -> jax.Array:
+    """Scales as what the kernels read: float32 as it is, others as the integers of their bits."""
+    if scales.dtype == jnp.float16:
+        return lax.bitcast_convert_type(scales, jnp.uint16)
+    return scales
