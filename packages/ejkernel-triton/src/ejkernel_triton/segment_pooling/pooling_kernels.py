@@ -28,9 +28,9 @@ def count_up_to(column, bound, spec: tl.constexpr):
     found = bound * 0
     for level in tl.static_range(LEVELS):
         step = spec.STEP >> level
-        there = found + step <= spec.M
-        last = tl.load(column + 2 * (found + step - 1), mask=there, other=0)
-        found = tl.where(there & (last <= bound), found + step, found)
+        in_range = found + step <= spec.M
+        last = tl.load(column + 2 * (found + step - 1), mask=in_range, other=0)
+        found = tl.where(in_range & (last <= bound), found + step, found)
     return found
 
 
@@ -44,11 +44,11 @@ def tokens_of(lengths, row, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
-def span_of(ranges, pool, tokens, there, spec: tl.constexpr):
+def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
     """First token of a pool, or of each of a vector of them, and the token after its last."""
     if spec.RANGES:
-        first = tl.load(ranges + 2 * pool, mask=there, other=0)
-        return first, tl.load(ranges + 2 * pool + 1, mask=there, other=0)
+        first = tl.load(ranges + 2 * pool, mask=in_range, other=0)
+        return first, tl.load(ranges + 2 * pool + 1, mask=in_range, other=0)
     else:
         return tl.minimum(pool * spec.CHUNK, tokens), tl.minimum((pool + 1) * spec.CHUNK, tokens)
 
@@ -87,14 +87,16 @@ def pools_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, per:
     for m in tl.range(pool, last):
         first, end = span_of(ranges, m, tokens, m >= 0, spec)
         acc = sum_rows(values, tl.maximum(first, start), tl.minimum(end, behind), channels, spec)
-        inside = channels < spec.C
+        channel_mask = channels < spec.C
         whole = (end <= first) | ((first >= start) & (end <= behind))
         if whole:
             mean = acc / tl.cast(tl.maximum(end - first, 1), tl.float32)
-            tl.store(output + tl.cast(m, tl.int64) * spec.C + channels, mean.to(output.dtype.element_ty), mask=inside)
+            tl.store(
+                output + tl.cast(m, tl.int64) * spec.C + channels, mean.to(output.dtype.element_ty), mask=channel_mask
+            )
         else:
             # A block has at most one pool that goes on from the one before, and one that goes on into the next.
-            tl.store(sums + tl.where(first >= start, spec.C, 0) + channels, acc, mask=inside)
+            tl.store(sums + tl.where(first >= start, spec.C, 0) + channels, acc, mask=channel_mask)
 
 
 @triton.jit
@@ -142,13 +144,15 @@ def shares_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, per:
     else:
         pool = token // spec.CHUNK
     first, end = span_of(ranges, pool, tokens, pool < spec.M, spec)
-    owned = (pool < spec.M) & (first <= token) & (token < end)
+    in_pool = (pool < spec.M) & (first <= token) & (token < end)
     length = tl.cast(tl.maximum(end - first, 1), tl.float32)
     source = at_batch(cotangent, row, per.COTANGENT, spec.M * spec.C) + tl.cast(pool, tl.int64) * spec.C
     target = gradient + (row * spec.T + token) * spec.C
     for step in tl.static_range(STEPS):
         channels = (group * STEPS + step) * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
-        inside = (channels < spec.C)[None, :]
-        given = tl.load(source[:, None] + channels[None, :], mask=owned[:, None] & inside, other=0.0).to(tl.float32)
-        share = (given / length[:, None]).to(gradient.dtype.element_ty)
-        tl.store(target[:, None] + channels[None, :], share, mask=(token < spec.T)[:, None] & inside)
+        channel_mask = (channels < spec.C)[None, :]
+        dpool = tl.load(source[:, None] + channels[None, :], mask=in_pool[:, None] & channel_mask, other=0.0).to(
+            tl.float32
+        )
+        share = (dpool / length[:, None]).to(gradient.dtype.element_ty)
+        tl.store(target[:, None] + channels[None, :], share, mask=(token < spec.T)[:, None] & channel_mask)

@@ -28,11 +28,11 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
         return tiles.forward(tiled(record), params)
     local, dtype = local_part(record, ring), accumulator(tiled(record))
 
-    def visit(source: jax.Array, load: Load, so_far: Partial) -> tuple[Load, Partial]:
+    def ring_step(source: jax.Array, load: Load, so_far: Partial) -> tuple[Load, Partial]:
         output, residuals = tiles.attend(step_record(local, ring, source, load), params, dtype)
         return {}, merge(so_far, Partial(output, residuals.lse))
 
-    _, done = ring.walk(load_of(local), {}, visit, _compat.as_varying(_start(record), record))
+    _, done = ring.walk(load_of(local), {}, ring_step, _compat.as_varying(_start(record), record))
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
 
