@@ -84,9 +84,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
-    output = (
-        rescale_lazily(state.output, alpha) if spec.lazy else state.output * over_columns(alpha, state.output.shape)
-    )
+    output = _rescaled(call, state.output, alpha)
     first, end = item.low - key, item.keys - key
     plgpu.barrier_wait(shared.v_full.at[slot])
     # Slots of keys that nobody attends may hold NaN, and a weight of zero times NaN is NaN.
