@@ -34,9 +34,9 @@ def record(size):
 for size in (4, 5):
     scan = record(size)
     wanted = jax.tree.leaves(selective_scan.reference(scan))
-    for tiles in config.candidates(scan, DEVICE, "forward"):
-        if tiles.columns_ahead:
-            made = jax.tree.leaves(forward(scan, dataclasses.replace(tiles, splits=2 - size % 2)))
-            for x, y in zip(made, wanted, strict=True):
-                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
-            print(size, tiles, "right")
+    tried = [tiles for tiles in config.candidates(scan, DEVICE, "forward") if tiles.columns_ahead]
+    for tiles in tried if size == 4 else tried[:1]:
+        made = jax.tree.leaves(forward(scan, dataclasses.replace(tiles, splits=2 if size == 4 else 1)))
+        for x, y in zip(made, wanted, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+        print(size, tiles, "right")

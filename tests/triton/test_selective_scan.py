@@ -94,4 +94,4 @@ def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
 
 
 def test_candidates_that_load_ahead_are_right():
-    assert run_interpreted("scan_process.py").count("right") == 6
+    assert run_interpreted("scan_process.py").count("right") == 4
