@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.operations.cases import paged_inputs
-from ejkernel.modules.operations.cases.paged_inputs import Sizes
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.plugins import registry
 
 HALF, EIGHT = jnp.bfloat16, jnp.float8_e4m3fn
-SMALL = Sizes(lens=(70, 5, 33), q_lens=(20, 1, 9), h=8, g=2, d=128, v=128, s=32)
+SMALL = PagedSizes(lens=(70, 5, 33), q_lens=(20, 1, 9), h=8, g=2, d=128, v=128, s=32)
 
 
 def lowered(op, make, sizes, **fields):
@@ -29,7 +29,7 @@ def case(op, name):
 
 
 def _sized(dtype=HALF, **fields):
-    return Sizes(**{"lens": (70, 5, 33), "q_lens": (20, 1, 9), "s": 32, "dtype": dtype, **fields})
+    return PagedSizes(**{"lens": (70, 5, 33), "q_lens": (20, 1, 9), "s": 32, "dtype": dtype, **fields})
 
 
 def _v3(sizes, lanes=False, **fields):
@@ -71,7 +71,7 @@ LAYOUTS = {
         lowered, "page_attention", paged_inputs.page_inputs, _sized(jnp.float32, h=8, g=4, d=32, v=32, q_lens=None)
     ),
     "rows of tokens": functools.partial(
-        lowered, "decode_attention", paged_inputs.decode_inputs, Sizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
+        lowered, "decode_attention", paged_inputs.decode_inputs, PagedSizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
     ),
     "heads first": functools.partial(
         lowered,
