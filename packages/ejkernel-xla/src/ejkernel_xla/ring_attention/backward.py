@@ -20,11 +20,11 @@ from ejkernel.planning.ring_schedule import (
     Load,
     Ring,
     columns,
-    encounter,
     load_of,
     local_part,
     put_columns,
     ring_of,
+    step_record,
 )
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
@@ -76,7 +76,7 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
             partial["bias"] = columns(staying["bias"], ring, source, keys)
         part = dataclasses.replace(
             pullback,
-            record=encounter(record, ring, source, load),
+            record=step_record(record, ring, source, load),
             wanted=pullback.wanted - {"softmax_aux"},
         )
         grads = tiles.accumulate(part, params, partial)
