@@ -37,3 +37,19 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> 
     """A Markdown table."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU; where there is none, it says that nothing was measured."""
+    found = jax.default_backend() == "gpu"
+    if not found:
+        print(f"{Path(sys.argv[0]).name} needs a GPU: nothing was measured")
+    return found
+
+
+def stream(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints where it ran and a table, each row as soon as it was measured."""
+    print(heading())
+    print(markdown_table(columns, ()), flush=True)
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)

@@ -88,8 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Block-sparse attention over windows and patterns on a GPU.")
     parser.add_argument("--output", type=Path, help="folder for the table")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("blocksparse_attention_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
     heading = f"{_report.heading()}\n{flash_attention_gpu.versions()}\n"
     rows = [row for cell in CELLS for row in flash_attention_gpu.timed(cell, compile_cell(cell))]

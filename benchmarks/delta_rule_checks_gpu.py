@@ -4,11 +4,13 @@
     python benchmarks/delta_rule_checks_gpu.py --channels  # those with gates of channels alone
 
 Each stage runs 20 times on the same inputs, and the bits are compared: `runs that differ` must be 0 everywhere. Then
-output, final state and all gradients are compared with the formula, token by token in float32: the largest relative
-error of a field. With gates of channels, float32 and small heads an H200 with Triton 3.6 gave other numbers in each
-run; the first stage whose runs differ is the kernel to look at, and the variants with fewer warps, without tf32 and
-with one tile of key channels say where in it. The kernels are called directly, so no refusal is in the way. With
-TRITON_INTERPRET=1 the same calls run on a CPU, `--tiny` for the small ones alone.
+output, final state and all gradients are compared with the formula, token by token in float64: the largest relative
+error of a field. `wrong code` are the stages whose machine code, as this Triton makes it for this chip, has what
+`ahead.mixed_lanes` looks for: none, but in the variant `16 tokens a chunk`, which calls never get and which Triton 3.6
+compiles wrongly. With that Triton its corrections must differ between runs, and in no other variant anything may. If
+something does, the first stage whose runs differ is the kernel to look at, and the variants with fewer warps, without
+tf32 and with one tile of key channels say where in it. With TRITON_INTERPRET=1 the same calls run on a CPU, `--tiny`
+for the small ones alone.
 """
 
 import argparse
@@ -24,12 +26,17 @@ import numpy as np
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops.device import current_device
 from ejkernel.ops.pullback import Pullback
+from ejkernel_triton import ahead
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import collected, interpreting
 from ejkernel_triton.linear_recurrence import config, delta, delta_gradients, stages
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import state_dtype
 
-COLUMNS = ("call", "variant", "runs that differ", "largest error", "field")
+COLUMNS = ("call", "variant", "wrong code", "runs that differ", "largest error", "field")
 RUNS = 20
+SUSPECT = "16 tokens a chunk"
+"""Of the stages alone: what `delta.tokens_of_chunk` keeps from calls with gates of channels."""
 FIELDS = ("query", "key", "value", "decay", "beta", "initial_state", "sequence_state")
 
 
@@ -84,11 +91,13 @@ SMALL = (
     Case(gates=0),
     Case(packed=True, keys=20, values=24),
     Case(gates=16),
+    Case(gates=8, keys=8, values=12, tokens=11),
+    Case(gates=8, keys=8, values=12, tokens=11, packed=True),
     Case(gates=16, strength=9.0),
     Case(gates=20, keys=20, values=24, tokens=63),
     Case(gates=16, packed=True),
 )
-WIDE = {"tokens": 300, "keys": 128, "values": 128}
+WIDE: dict[str, Any] = {"tokens": 300, "keys": 128, "values": 128}
 LARGE = (
     Case(**WIDE, strength=0.1, dtype=jnp.bfloat16),
     Case(**WIDE, strength=0.1, dtype=jnp.bfloat16, packed=True),
@@ -112,11 +121,14 @@ def variants(case: Case) -> Iterator[tuple[str, dict[str, Any], str | None]]:
             yield f"score_warps={warps}", {"score_warps": warps}, None
         yield "ieee", {}, "ieee"
         yield "score_block_k=16", {"score_block_k": 16}, None
+        yield SUSPECT, {}, None
 
 
-def steps(record: LinearRecurrence, chosen: config.DeltaPasses, precision: str | None) -> dict[str, Callable[[], Any]]:
+def steps(
+    record: LinearRecurrence, chosen: config.DeltaPasses, precision: str | None, chunk: int
+) -> dict[str, Callable[[], Any]]:
     """Each stage as a function of nothing, whose inputs are those that the stages before it made once."""
-    call = stages.make_call(record, dataclasses.replace(chosen, splits=1), chosen.chunk)
+    call = stages.make_call(record, dataclasses.replace(chosen, splits=1), chunk)
     if precision is not None:
         call = dataclasses.replace(call, spec=dataclasses.replace(call.spec, PRECISION=precision))
     beta: Any = record.beta
@@ -171,15 +183,38 @@ def differing(run: Callable[[], Any], runs: int) -> int:
     return sum(bits() != first for _ in range(runs))
 
 
+def wrong_code(run: Any) -> int:
+    """Instructions of a jitted stage that `ahead.mixed_lanes` finds, compiled for the device in use."""
+    if interpreting() or current_device().vendor != "nvidia":
+        return 0
+    with collected() as calls:
+        jax.eval_shape(run.__wrapped__)  # what was jitted may be traced already, and collects nothing
+    target = chip_of(current_device()).target
+    return sum(len(ahead.mixed_lanes(ahead.compile_for(call, target).assembly)) for call in calls)
+
+
+def formula(
+    record: LinearRecurrence, names: list[str], cotangent: tuple[np.ndarray, ...]
+) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """Output and final state, and the gradients of the named fields, in float64."""
+    with jax.enable_x64(True):
+        exact = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x), jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None), record
+        )
+        want, pull = jax.vjp(
+            lambda fields: reference(dataclasses.replace(exact, **fields))[0], {n: getattr(exact, n) for n in names}
+        )
+        given = tuple(jnp.asarray(c, x.dtype) for c, x in zip(cotangent, want, strict=True))
+        return tuple(map(np.asarray, want)), jax.tree.map(np.asarray, pull(given)[0])
+
+
 def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, float]:
-    """Relative errors of output, final state and gradients against the formula in float32."""
+    """Relative errors of output, final state and gradients against the formula in float64."""
     names = [name for name in FIELDS if getattr(record, name) is not None]
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, record)
-    want, pull = jax.vjp(
-        lambda fields: reference(dataclasses.replace(exact, **fields))[0], {n: getattr(exact, n) for n in names}
-    )
+    shapes = jax.eval_shape(lambda record: delta.forward_with_pocket(record, chosen)[0], record)
     random = np.random.default_rng(1)
-    cotangent = tuple(jnp.asarray(random.normal(size=x.shape), x.dtype) for x in want)
+    cotangent = tuple(jnp.asarray(random.normal(size=x.shape), jnp.float32) for x in shapes)
+    want, found = formula(record, names, tuple(map(np.asarray, cotangent)))
 
     @jax.jit
     def run(record: LinearRecurrence, cotangent: Any) -> Any:
@@ -196,13 +231,12 @@ def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, fl
 
     output, gradients = run(record, cotangent)
     pairs = {"output": (output[0], want[0]), "final state": (output[1], want[1])}
-    found = pull(cotangent)[0]
     pairs |= {name: (gradients[name], found[name]) for name in names}
     return {name: _relative(*pair) for name, pair in pairs.items()}
 
 
-def _relative(got: jax.Array, want: jax.Array) -> float:
-    return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+def _relative(got: jax.Array, want: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 
 
 def lines(case: Case, runs: int) -> Iterator[tuple[str, ...]]:
@@ -211,16 +245,22 @@ def lines(case: Case, runs: int) -> Iterator[tuple[str, ...]]:
     default = config.delta_pair_heuristic(record, current_device(), "both")
     for name, changes, precision in variants(case):
         chosen = dataclasses.replace(default, **changes)
-        counts = {stage: differing(run, runs) for stage, run in steps(record, chosen, precision).items()}
-        found = errors(record, chosen) if precision is None else {}
+        chunk = config.MIN_TILE if name == SUSPECT else delta.tokens_of_chunk(record, chosen.chunk)
+        made = steps(record, chosen, precision, chunk)
+        wrong = {stage: wrong_code(run) for stage, run in made.items()}
+        counts = {stage: differing(run, runs) for stage, run in made.items()}
+        found = errors(record, chosen) if precision is None and name != SUSPECT else {}
         field, most = max(found.items(), key=lambda item: item[1]) if found else ("", float("nan"))
-        unequal = ", ".join(f"{stage} {n}" for stage, n in counts.items() if n) or "0"
-        yield str(case), name, unequal, f"{most:.1e}", field
+        yield str(case), name, _listed(wrong), _listed(counts), f"{most:.1e}", field
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{stage} {n}" for stage, n in counts.items() if n) or "0"
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--channels", action="store_true", help="gates of channels alone")
     parser.add_argument("--tiny", action="store_true", help="the small calls alone, two runs of each stage")
     options = parser.parse_args()

@@ -127,8 +127,7 @@ def main() -> None:
     for name, what in (("--only", "sides"), ("--shape", "shapes")):
         parser.add_argument(name, action="append", default=[], metavar="WORD", help=f"{what} whose name has it")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("flash_mla_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
     heading, rows = f"{_report.heading()}\n{flash.versions()}\n", list[list[str]]()
     print(heading)

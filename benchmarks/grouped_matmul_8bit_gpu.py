@@ -125,8 +125,7 @@ def measure(cell: bench.Cell) -> None:
 
 def main() -> None:
     """Prints the table."""
-    if jax.default_backend() != "gpu":
-        print("grouped_matmul_8bit_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)

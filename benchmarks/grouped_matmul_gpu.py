@@ -356,17 +356,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a platform; without it all")
     parser.add_argument("--cells", default="", help="numbers of cells, with commas; without it all")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("grouped_matmul_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
-    print(_report.heading())
-    print(_report.markdown_table(COLUMNS, ()), flush=True)
     cells = DECODING if options.decoding else CELLS
     chosen = [cells[int(n)] for n in options.cells.split(",")] if options.cells else cells
     prepared = [prepare(cell, options) for cell in chosen]
-    for cell, sides in zip(chosen, prepared, strict=True):
-        for row in timed(cell, sides, options):
-            print("| " + " | ".join(row) + " |", flush=True)
+    made = zip(chosen, prepared, strict=True)
+    _report.stream(COLUMNS, (row for cell, sides in made for row in timed(cell, sides, options)))
 
 
 if __name__ == "__main__":

@@ -235,14 +235,9 @@ def main() -> None:
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--xla", action="store_true", help="XLA, too, where it takes seconds at most")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("latent_decode_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
-    print(_report.heading())
-    print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in cells(options.quick):
-        for row in timed(cell, options):
-            print("| " + " | ".join(row) + " |", flush=True)
+    _report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options)))
 
 
 if __name__ == "__main__":

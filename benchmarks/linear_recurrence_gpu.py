@@ -289,8 +289,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="triton, xla or fla; without it all")
     parser.add_argument("--cells", default="", help="kinds, separated by commas; without it all")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("linear_recurrence_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
     print(_report.heading())
     chosen = [c for c in cells(options.quick) if not options.cells or c.kind in options.cells.split(",")]

@@ -252,8 +252,7 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES), help="some of the default, separated by commas")
     parser.add_argument("--no-check", action="store_true", help="where the same kernels were checked just now")
     chosen = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("native_sparse_attention_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
     print(_report.heading())
     for branches in ("selected", "all"):

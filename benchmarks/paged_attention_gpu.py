@@ -243,14 +243,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a platform; without it all")
     parser.add_argument("--cells", default=":", help="of the shapes, those from one number to another")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("paged_attention_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
-    print(_report.heading())
-    print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in list(cells(options.quick))[slice(*(int(x) if x else None for x in options.cells.split(":")))]:
-        for row in timed(cell, 3 if options.quick else 7, options.candidates, options.only):
-            print("| " + " | ".join(row) + " |", flush=True)
+    chosen = list(cells(options.quick))[slice(*(int(x) if x else None for x in options.cells.split(":")))]
+    given = (3 if options.quick else 7, options.candidates, options.only)
+    _report.stream(COLUMNS, (row for cell in chosen for row in timed(cell, *given)))
 
 
 if __name__ == "__main__":

@@ -154,14 +154,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("quantized_matmul_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
-    print(_report.heading())
-    print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in cells(options.quick):
-        for row in timed(cell, 3 if options.quick else 7, options.candidates):
-            print("| " + " | ".join(row) + " |", flush=True)
+    rounds = 3 if options.quick else 7
+    _report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, rounds, options.candidates)))
 
 
 if __name__ == "__main__":

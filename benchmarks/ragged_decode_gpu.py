@@ -184,14 +184,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--splits", action="store_true", help="other numbers of splits, too")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("ragged_decode_gpu.py needs a GPU: nothing was measured")
+    if not _report.has_gpu():
         return
-    print(_report.heading())
-    print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in cells(options.quick):
-        for row in timed(cell, 5 if options.quick else 9, options.splits):
-            print("| " + " | ".join(row) + " |", flush=True)
+    rounds = 5 if options.quick else 9
+    _report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, rounds, options.splits)))
 
 
 if __name__ == "__main__":

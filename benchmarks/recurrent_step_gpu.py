@@ -210,16 +210,11 @@ def main() -> None:
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--check", action="store_true", help="small steps on any device, no times")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu" and not options.check:
-        print("recurrent_step_gpu.py needs a GPU: nothing was measured")
+    if not options.check and not _report.has_gpu():
         return
-    print(_report.heading())
-    print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in cells(options):
-        for packed in (False, True):
-            if not packed or cell.kind == "gated delta":
-                for row in timed(cell, packed, options):
-                    print("| " + " | ".join(row) + " |", flush=True)
+    steps = [(cell, packed) for cell in cells(options) for packed in (False, True)]
+    kept = [(cell, packed) for cell, packed in steps if not packed or cell.kind == "gated delta"]
+    _report.stream(COLUMNS, (row for cell, packed in kept for row in timed(cell, packed, options)))
 
 
 if __name__ == "__main__":

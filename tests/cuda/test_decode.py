@@ -119,8 +119,10 @@ def test_splits_stay_within_reason(rows, capability):
     device = dataclasses.replace(H200, compute_capability=capability)
     for keys in (1, 255, 4096, 100_000):
         chosen = splits.heuristic(record(rows=rows, keys=keys), device, "forward").num_splits
-        assert 1 <= chosen <= max(1, min(splits.MOST, keys // splits.SHORTEST))
-        assert all(1 <= c.num_splits <= splits.MOST for c in splits.candidates(record(keys=keys), device, "forward"))
+        assert 1 <= chosen <= max(1, min(splits.MAX_SPLITS, keys // splits.MIN_SPLIT_KEYS))
+        assert all(
+            1 <= c.num_splits <= splits.MAX_SPLITS for c in splits.candidates(record(keys=keys), device, "forward")
+        )
 
 
 def build(folder):

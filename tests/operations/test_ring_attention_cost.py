@@ -13,7 +13,7 @@ from ring_calls import on, ring
 
 from ejkernel.families.ring_attention import RingAttention
 from ejkernel.modules import ring_attention
-from ejkernel.planning.ring_schedule import encounter, load_of, local_part, ring_of
+from ejkernel.planning.ring_schedule import load_of, local_part, ring_of, step_record
 from ejkernel_xla.tiled_attention.blocks import make_plan
 from ejkernel_xla.tiled_attention.visits import find_visits
 
@@ -137,8 +137,8 @@ def visited_tiles(size, length, block, **options):
         around = ring_of(record)
         local, me = local_part(record, around), jax.lax.axis_index("sp")
         totals = []
-        for hop in range(around.back + 1):
-            met = encounter(local, around, (me - hop) % size, load_of(local))
+        for hop in range(around.before + 1):
+            met = step_record(local, around, (me - hop) % size, load_of(local))
             visits = find_visits(met, make_plan(met, block, block))
             totals.append(jnp.sum(visits.last - visits.first))
         return jnp.stack(totals)[None]

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_visits, padded_ids, query_visits, without_padding
+from ejkernel_pallas.gpu.tiled_attention.masks.block_map import (
+    key_block_ranges,
+    padded_ids,
+    query_block_ranges,
+    without_padding,
+)
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 
@@ -60,8 +65,8 @@ def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
     beyond = np.pad(pairs, ((0, 0), (0, -pairs.shape[1] % blocks[0]), (0, 0)), constant_values=True)
     some, every = masking(pairs, *blocks, False).any(-1), masking(beyond, *blocks, False).all(-1)
     for visits, some_, every_ in (
-        (key_visits(spec, ids, *blocks), some, every),
-        (query_visits(spec, ids, *blocks), some.swapaxes(1, 2), every.swapaxes(1, 2)),
+        (key_block_ranges(spec, ids, *blocks), some, every),
+        (query_block_ranges(spec, ids, *blocks), some.swapaxes(1, 2), every.swapaxes(1, 2)),
     ):
         for b, tile in np.ndindex(some_.shape[:2]):
             first, full_start, full_end, last = np.asarray(visits)[b if len(visits) > 1 else 0, tile]
@@ -96,7 +101,7 @@ def test_padding_becomes_zeros_whatever_it_holds():
 def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, length, causal, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
     q, k = (jax.ShapeDtypeStruct((batch, length, n, 128), jnp.bfloat16) for n in (heads, heads // group))
-    visits = key_visits(
+    visits = key_block_ranges(
         make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=causal)), None, 128, 128
     )
     plan = tile_scheduler.make_plan(
@@ -118,5 +123,5 @@ def test_padding_beyond_the_end_brings_no_visits():
     ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 4)[None]
     q = jax.ShapeDtypeStruct((1, 16, 1, 64), jnp.bfloat16)
     spec = make_spec(TiledAttention(query=q, key=q, value=q, softmax_scale=1.0, q_segment_ids=ids, kv_segment_ids=ids))
-    made = key_visits(spec, (padded_ids(ids, 12, -1), padded_ids(ids, 4, -2)), 12, 4)
+    made = key_block_ranges(spec, (padded_ids(ids, 12, -1), padded_ids(ids, 4, -2)), 12, 4)
     assert made[0].tolist() == [[0, 0, 0, 3], [3, 3, 3, 4]]

@@ -11,8 +11,8 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.tiled_attention.backward import run
 from ejkernel_pallas.gpu.tiled_attention.backward.call import Call, QueryRuns, for_each_query_block
-from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_visitors
-from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles
+from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_adders
+from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_block_ranges, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import BackwardTile
 
@@ -39,13 +39,13 @@ def table(name):
         ids = padded_ids(fields["q_segment_ids"], BLOCKS[0], -1), padded_ids(fields["kv_segment_ids"], BLOCKS[1], -2)
     q, k = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16) for n in (queries, keys))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **fields))
-    return query_visits(spec, ids, *BLOCKS), tiles(queries, BLOCKS[0])
+    return query_block_ranges(spec, ids, *BLOCKS), tiles(queries, BLOCKS[0])
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_turns_count_the_earlier_visitors(name):
     visits, count = table(name)
-    earliest = np.asarray(first_visitors(visits, count))
+    earliest = np.asarray(first_adders(visits, count))
     seen = np.zeros((len(visits), count), int)
     for row, key in np.ndindex(visits.shape[:2]):
         first, _, _, last = np.asarray(visits)[row, key]
@@ -61,7 +61,7 @@ def test_turns_count_the_earlier_visitors(name):
 def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
     """However few blocks run at a time: `room` of them, which begin in the order of the list and add in any."""
     visits, count = table(name)
-    earliest = np.asarray(first_visitors(visits, count))
+    earliest = np.asarray(first_adders(visits, count))
     visits, batch, heads = np.asarray(visits), 2, 2
     plan = tile_scheduler.make_plan(
         visits.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**24, group=1, persistent=False
@@ -117,7 +117,7 @@ def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, by_head):
     q, k = (jax.ShapeDtypeStruct((16, 2048, heads, 256), jnp.bfloat16) for heads in (32, 8))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **mask))
     tile = BackwardTile(256, 256, 128, 64, 2)
-    visits = query_visits(spec, None, tile.queries, tile.keys)
+    visits = query_block_ranges(spec, None, tile.queries, tile.keys)
     plan = run._plan(visits, spec, tile)(spec.batch)
     assert (plan.folded, run._by_head(visits, spec, tile)) == (folded, by_head)
     if folded:

@@ -14,7 +14,7 @@ from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split, make_split
 from ejkernel_pallas.gpu.tiled_attention.backward import run
 from ejkernel_pallas.gpu.tiled_attention.forward.combine import merged
 from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
-from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_visits, query_visits, tiles
+from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_block_ranges, query_block_ranges, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import (
     BACKWARD,
@@ -46,7 +46,7 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 12)
     q, k = (jax.ShapeDtypeStruct((batch, n, heads, 128), jnp.bfloat16) for n in (queries, keys))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
-    table = key_visits(spec, None, 128, 128)
+    table = key_block_ranges(spec, None, 128, 128)
     count = -(-keys // 128)
     rows, split = table.shape[1], make_split(batch * heads * table.shape[1], 12, count)
     plan = tile_scheduler.make_plan(
@@ -82,7 +82,7 @@ def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, que
     k = jax.ShapeDtypeStruct((2, keys, kv_heads, size), jnp.bfloat16)
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
     tile = backward_tile(params_of(BACKWARD, size), spec)
-    table = query_visits(spec, None, tile.queries, tile.keys)
+    table = query_block_ranges(spec, None, tile.queries, tile.keys)
     plan, at = run._plan(table, spec, tile)(2), jnp.asarray(table)
     assert plan.split.tiles
     adding = collections.defaultdict(list)

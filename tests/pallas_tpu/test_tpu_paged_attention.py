@@ -11,7 +11,7 @@ from tpu_records import close, interpreted
 
 from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
-from ejkernel.modules.operations.cases.paged_inputs import Sizes
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
 from ejkernel_pallas.tpu.paged_attention.forward import forward
@@ -55,7 +55,7 @@ def test_values(name):
     (V2, paged_inputs.v2_inputs, SINGLE, {}),
 ])  # fmt: skip
 def test_absent_pages_have_no_keys(op, make, params, fields):
-    sizes = Sizes(lens=(150, 40, 70), q_lens=(20, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
+    sizes = PagedSizes(lens=(150, 40, 70), q_lens=(20, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     tables = sizes.tables()
     tables[0, [1, 4, 8]], tables[1, :], tables[2, 3] = -1, 10_000, -5
     check(lowered(op, make, sizes, block_tables=jnp.asarray(tables), **fields), params)
@@ -64,7 +64,7 @@ def test_absent_pages_have_no_keys(op, make, params, fields):
 @pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
 def test_decoding_while_the_block_ahead_is_copied(kind):
     """Blocks that all attend, ahead of such, of a part of one, of another sequence's, and of nothing."""
-    sizes = Sizes(lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
+    sizes = PagedSizes(lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
         spec = make_spec(record, tiles.chosen(SINGLE))
@@ -75,7 +75,7 @@ def test_decoding_while_the_block_ahead_is_copied(kind):
 
 def test_large_products_in_slices():
     """Of 144 rows, which are no whole slices of 64; and a sink of -inf, which is none, also where there are no keys."""
-    sizes = Sizes(lens=(300, 40), q_lens=(48, 40), dtype=jnp.bfloat16, g=2, h=6)
+    sizes = PagedSizes(lens=(300, 40), q_lens=(48, 40), dtype=jnp.bfloat16, g=2, h=6)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     record = dataclasses.replace(record, softmax_aux=jnp.array([0.5, -jnp.inf, 2.0, -1.0, -jnp.inf, 0.0]))
     tables = np.array(record.block_tables)
@@ -87,7 +87,7 @@ def test_large_products_in_slices():
 
 
 def test_new_tokens_fill_whole_pages_and_parts_of_them():
-    sizes = Sizes(lens=(40, 16, 9), q_lens=(37, 16, 1), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
+    sizes = PagedSizes(lens=(40, 16, 9), q_lens=(37, 16, 1), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
     record = lowered(V3, paged_inputs.v3_inputs, sizes, softmax_scale=None)
     tables = np.array(record.block_tables)
     tables[0, 2] = -1  # what is written there is dropped
@@ -103,7 +103,7 @@ def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields
 
 def written(dtype, heads, size):
     """A call that writes new tokens to one cache of keys and values."""
-    sizes = Sizes(lens=(16,), q_lens=(4,), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
+    sizes = PagedSizes(lens=(16,), q_lens=(4,), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
     record = lowered(V3, paged_inputs.v3_inputs, sizes, softmax_scale=None)
     return dataclasses.replace(record, key_pages=jax.ShapeDtypeStruct((4, 8, heads, 2, size), dtype))
 

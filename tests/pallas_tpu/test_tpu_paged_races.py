@@ -12,7 +12,7 @@ from tpu_records import close, simulated
 
 from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
-from ejkernel.modules.operations.cases.paged_inputs import Sizes
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.paged_attention import copies, keys
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged
@@ -32,9 +32,9 @@ def read_words(buffer, head_group, word, at, spec):
 
 
 def records():
-    sizes = Sizes(lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
+    sizes = PagedSizes(lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
     single = paged_inputs.page_inputs, dataclasses.replace(sizes, lens=(300, 150, 256))
-    new = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
+    new = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
     return {
         "decoding": lowered("page_attention", *single),
         "several blocks": lowered("unified_attention", paged_inputs.packed_inputs, sizes),

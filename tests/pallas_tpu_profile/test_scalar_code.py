@@ -151,7 +151,7 @@ def test_loops_run_as_often_as_they_say():
     found = schedule.run({})
     assert found.copies == {"hbm_to_vmem": 5}
     assert found.copied == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
-    assert [found.visits[k] for k in range(len(LOOP))] == [1] + [5] * 9
+    assert [found.issues[k] for k in range(len(LOOP))] == [1] + [5] * 9
     ((loop),) = schedule.loops(found.blocks)
     assert (loop.start, loop.end, loop.depth, loop.trips, loop.bundles) == (1, 9, 1, 5, 9)
     assert found.cycles == found.compute_cycles == 1 + 5 * 9

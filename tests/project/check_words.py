@@ -1,7 +1,7 @@
-"""Keeps words that the glossary replaces out of identifiers, comments and docstrings.
+"""Keeps words that the glossary replaces out of identifiers, comments, docstrings and pages.
 
-python tests/project/check_words.py            # the folders in docs/words.toml
-python tests/project/check_words.py FOLDER ... # others, to see what is left there
+python tests/project/check_words.py            # the folders and pages in docs/words.toml
+python tests/project/check_words.py FOLDER ... # Python files of others, to see what is left there
 """
 
 import ast
@@ -47,17 +47,33 @@ def check(folders: list[str], words: dict[str, Any]) -> Iterator[Found]:
             yield from in_source(path, file.read_text(), words)
 
 
+def check_pages(words: dict[str, Any]) -> Iterator[Found]:
+    """Every phrase of the list in the Markdown pages, those of the folders under `skipped_pages` left out."""
+    for pattern in words["pages"]:
+        for file in sorted(ROOT.glob(pattern)):
+            path = file.relative_to(ROOT).as_posix()
+            if not path.startswith(tuple(words["skipped_pages"])):
+                yield from in_prose(path, 1, without_code(file.read_text()), words)
+
+
+def without_code(page: str) -> str:
+    """A page with empty lines for its code blocks, and without code within lines."""
+    fences = re.compile(r"^ *(```|~~~).*?^ *\1[^\n]*$", re.MULTILINE | re.DOTALL)
+    page = fences.sub(lambda block: "\n" * block.group().count("\n"), page)
+    return re.sub(r"`[^`\n]*`", "", page)
+
+
 def in_source(path: str, source: str, words: dict[str, Any]) -> Iterator[Found]:
     """Every word of the list in one file."""
-    kept = {key.split(": ")[1] for key in words["exceptions"] if path.endswith(key.split(": ")[0])}
+    kept = kept_words(path, words)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         if token.type == tokenize.NAME and token.string not in kept:
             yield from _in_identifier(path, line, token.string, words["identifiers"])
         if token.type == tokenize.COMMENT:
-            yield from _in_prose(path, line, token.string.lstrip("# "), words["prose"])
+            yield from in_prose(path, line, token.string.lstrip("# "), words)
     for line, text in docstrings(source):
-        yield from _in_prose(path, line, text, words["prose"])
+        yield from in_prose(path, line, text, words)
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -73,16 +89,26 @@ def _in_identifier(path: str, line: int, name: str, words: dict[str, str]) -> It
             yield Found(path, line, name, words[part])
 
 
-def _in_prose(path: str, line: int, text: str, words: dict[str, str]) -> Iterator[Found]:
-    for pattern, instead in words.items():
+def in_prose(path: str, line: int, text: str, words: dict[str, Any]) -> Iterator[Found]:
+    """Every phrase of the list in a text that begins at a line."""
+    kept = kept_words(path, words)
+    for pattern, instead in words["prose"].items():
         for match in re.finditer(pattern, text, re.IGNORECASE):
-            yield Found(path, line + text.count("\n", 0, match.start()), match.group(), instead)
+            if match.group().lower() not in kept:
+                yield Found(path, line + text.count("\n", 0, match.start()), match.group(), instead)
+
+
+def kept_words(path: str, words: dict[str, Any]) -> set[str]:
+    """What the exceptions allow in a file: those of its name, and of a folder that it is in."""
+    named = (key.split(": ") for key in words["exceptions"])
+    return {name for place, name in named if path.endswith(place) or (place.endswith("/") and place in path)}
 
 
 def main(folders: list[str]) -> int:
     """Prints what was found; 1 if there is something."""
     words = load()
     found = list(check(folders or words["folders"], words))
+    found += [] if folders else list(check_pages(words))
     for path, line, text, instead in found:
         print(f"{path}:{line}: {text!r}: {instead}")
     return 1 if found else 0

@@ -1,5 +1,7 @@
 """Linear recurrences in Triton: their numbers in the interpreter, and what the kernels take of a chip."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -145,13 +147,38 @@ def test_no_call_of_its_own_accord_gets_gradients_that_no_chip_has_confirmed():
     assert names.index("xla") < names.index("triton_delta_pair")
 
 
-def test_gates_of_channels_in_a_delta_rule_are_refused_on_a_chip():
+def test_gates_of_channels_in_a_delta_rule_want_to_be_asked_for():
     record, op = delta_record("channels"), registry().ops["kernel_delta_attention"]
-    reasons = {
-        v.implementation.name: v.reasons for v in dispatch.choose(op, record, H200, "triton", "forward").verdicts
-    }
+    found = dispatch.choose(op, record, H200, "auto", "forward").verdicts
+    reasons = {verdict.implementation.name: verdict.reasons for verdict in found}
     assert any("one gate a head" in reason for reason in reasons["triton_delta"])
-    assert any("on a chip" in reason for reason in reasons["triton_delta_pair"])
+    names = [verdict.implementation.name for verdict in found]
+    assert names.index("xla") < names.index("triton_delta_pair")
+
+
+def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
+    """With Triton 3.6 chunks of 16 tokens had them, and an H200 gave other numbers in each run."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    query, beta, decay = shape((1, 11, 4, 8)), shape((1, 11, 4)), shape((1, 11, 4, 8))
+    record = LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.3, decay=decay, beta=beta)
+    chosen = config.delta_pair_heuristic(record, H200, "forward")
+    with target_device(H200), launch.collected() as calls:
+        jax.eval_shape(lambda record: delta.forward(record, chosen), record)
+    made = {call.kernel.__name__: call for call in calls}
+    assert made["corrections_kernel"].constants["spec"].CHUNK == 32
+    assert not ahead.mixed_lanes(ahead.compile_for(made["corrections_kernel"], "sm_90").assembly)
+
+
+def test_a_product_that_reaches_into_the_other_lane_is_found():
+    right = "mul.wide.u32 \t%rd1, %r1, 4;\n\tadd.s64 \t%rd2, %rd9, %rd1;\n\tor.b64 \t%rd3, %rd2, %rd1;\n"
+    wrong = """
+	mul.wide.u32 	%rd17, %r1, 268435456;
+	shl.b64 	%rd19, %rd18, 33;
+	or.b64 	%rd20, %rd17, %rd19;
+	mov.b64 	{_, %r11}, %rd20;
+"""
+    assert ahead.mixed_lanes(right) == []
+    assert ahead.mixed_lanes(wrong) == ["or.b64 %rd20, %rd17, %rd19"]
 
 
 def test_keys_that_repeat_are_solved_without_loss():

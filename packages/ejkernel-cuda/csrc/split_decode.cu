@@ -127,7 +127,7 @@ ffi::Error split_decode(
 }  // namespace
 }  // namespace ejkernel
 
-// The one symbol that the library shows.
+// The one symbol that the library exports.
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_split_decode(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

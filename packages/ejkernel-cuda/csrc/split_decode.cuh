@@ -1,9 +1,13 @@
-// Decoding over a dense cache, split over keys: one query token a batch row attends to a range of the row's keys.
+// Decoding over a dense cache with split-KV: one query token a batch row attends to a range of the row's keys.
 //
-// A block serves one KV head of one row, 16 of the query heads that share it, and one of the splits of the row's keys.
-// Its warps take turns at tiles of 16 keys and share nothing until they are through: each copies its own tiles into
-// its own ring of buffers, multiplies them on the tensor cores (the query heads are the rows of a product) and keeps an
-// online softmax of its own. The warps are then merged in shared memory, and the splits by a second kernel.
+//   keys of a row   |------- split 0 -------|------- split 1 -------| ...      one block a split, KV head and 16 heads
+//   tiles of 16     w0 w1 w2 w3 w0 w1 w2 w3 ..                                 interleaved over the block's warps
+//
+//   warp: cp.async -> ring of stages in shared memory -> MMA q K^T -> online softmax -> MMA p V -> acc in registers
+//   block: warps merged in shared memory -> partial output, row maximum, denominator -> combine kernel over splits
+//
+// A block has one KV head of one row, up to 16 of its query heads (the rows of an MMA tile), and one split of the keys.
+// Warps share nothing in the main loop: each has its stages and its softmax, so no barrier stops the block.
 //
 // Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2023, "Flash-Decoding" (splitting the keys).
 #pragma once
@@ -39,7 +43,7 @@ struct Decode {
   float scale, cap;     // cap is 0 for none
 };
 
-// Warps, stages and shared memory that a padded head size gets: 96 KiB at most, for which every chip has room.
+// Warps, stages and shared memory of a padded head dimension: at most 96 KiB, which every chip has.
 template <int Size>
 struct Shape {
   static constexpr int kWarps = Size == 256 ? 2 : 4;
@@ -51,7 +55,7 @@ struct Shape {
   static_assert(kBytes >= kWarps * kHeads * (Size + 2) * 4, "the merge fits into the buffers");
 };
 
-// Byte offset of a 16-byte piece in a tile; pieces are permuted in a row so that eight rows touch all banks.
+// Swizzle: byte offset of a 16-byte piece in a tile. Pieces are permuted in a row so that eight rows touch all banks.
 template <int Size>
 __device__ __forceinline__ uint32_t piece(int row, int chunk) {
   return (row * Shape<Size>::kChunks + (chunk ^ (row & 7))) * 16;
@@ -118,7 +122,7 @@ __device__ __forceinline__ void score_tile(
   }
 }
 
-// The softmax of what a warp has seen so far, for heads lane / 4 and lane / 4 + 8.
+// The online softmax of a warp's tiles so far, for heads lane / 4 and lane / 4 + 8.
 template <int Size>
 struct Softmax {
   float peak[2] = {-INFINITY, -INFINITY};
@@ -126,8 +130,8 @@ struct Softmax {
   float sums[Size / 8][4] = {};
 };
 
-// Takes scores in, makes weights of them, and rescales what was summed before where a maximum rose. With `Parts` of 1
-// the block has no heads beyond the eighth, and their weights are zeros.
+// One step of the online softmax: turns scores into weights, and rescales the accumulators where a row maximum rose.
+// With `Parts` of 1 the block has at most eight heads, and the weights of the others are zeros.
 template <int Parts, int Size>
 __device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&scores)[2][4], int left) {
   const int lane = threadIdx.x % 32;
@@ -198,7 +202,7 @@ struct Finish {
   }
 };
 
-// Merges the warps of a block through shared memory and writes what they found.
+// Merges the softmaxes of a block's warps through shared memory, and stores the block's result.
 template <int Size, typename T>
 __device__ __forceinline__ void merge_warps(
     const Decode<T>& call, Softmax<Size>& softmax, float* shared, int row, int split, int first_head, int count) {
@@ -293,7 +297,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
   Softmax<Size> softmax;
   for (int tile = 0; tile < tiles; ++tile) {
     wait_for_copies<S::kStages - 2>();
-    __syncwarp();  // all lanes' copies have arrived, and all lanes are done with the buffer that is filled next
+    __syncwarp();  // hazard: all copies must have arrived, and all lanes have read the stage that is refilled next
     fetch(tile + S::kStages - 1);
     const uint32_t at = ring + tile % S::kStages * 2 * S::kTileBytes;
     float scores[2][4];
@@ -311,7 +315,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
   merge_warps<Size>(call, softmax, reinterpret_cast<float*>(shared), row, split, first_head, count);
 }
 
-// Merges the splits, a block for each head of a row.
+// The combine of split-KV: merges the splits, one block for each head of a row.
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Decode<T> call) {
   __shared__ float peaks[kMostSplits], totals[kMostSplits];

@@ -1,4 +1,4 @@
-// The instructions of one warp that the kernels are written in: asynchronous copies, fragments, products. sm_80 on.
+// Wrappers of a warp's PTX instructions, sm_80 and later: cp.async, ldmatrix, MMA.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes past the L1 cache, of which those from `bytes` on are zeros and not read.
+// cp.async of 16 bytes that bypasses L1. Bytes from `bytes` on are zero-filled and not read.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }

@@ -19,7 +19,7 @@ def coordination_client() -> Any | None:
 
 
 def process_index() -> int:
-    """Number of this process in its job, for which no backend is started: 0 as long as nobody knows better."""
+    """Number of this process in its job, for which no backend is started: 0 unless the job says otherwise."""
     from jax._src import distributed, xla_bridge
 
     if xla_bridge.backends_are_initialized():
@@ -92,7 +92,7 @@ def untracked(call: Callable[[Any], Any], argument: Any) -> Any:
 
     settings: Any = config
     with settings._check_vma(False):
-        # Results of operations forget, where nobody checks; these two cost nothing.
+        # Results of operations forget, where no check runs; these two cost nothing.
         plain = jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)), argument)
         # JAX evaluates traced operations again when it differentiates, and then checks; a jitted function stays whole.
         results = jax.jit(call)(plain)

@@ -167,7 +167,7 @@ class ProgressLogger:
         self._show(f"{self._name} {message}".rstrip(), current, total)
 
     def update_simple(self, message: str) -> None:
-        """Shows what is being done, where nobody knows how much there is to do."""
+        """Shows what is being done, where the amount of work is unknown."""
         self._show(f"{self._name} {message}", None, None)
 
     def complete(self, message: str = "done") -> None:

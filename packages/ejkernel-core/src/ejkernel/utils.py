@@ -35,7 +35,7 @@ __all__ = [
 
 
 def cdiv(a: int, b: int) -> int:
-    """The quotient, rounded up; a is an int or an integer array, b is not 0.
+    """a divided by b, rounded up; a is an int or an integer array, b is not 0.
 
     Example:
         ```python
@@ -231,7 +231,7 @@ def make_dummy_rpa_inputs(
 
     Returns:
         The positional arguments by name, in order; the cache is in the `"interleaved"` layout. Every sequence has pages
-        of its own, in random order, and there is one more that nobody uses; table entries that are not needed are 0.
+        of its own, in random order, and there is one more that none uses; table entries that are not needed are 0.
 
     Raises:
         ValueError: A sequence has more new tokens than tokens, or heads or sizes do not fit.

@@ -17,7 +17,7 @@ import numpy as np
 from ejkernel.ops.call import decide
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import Direction
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.model import Op
 from ejkernel.ops.pullback import Pullback
 from ejkernel_conformance import running
@@ -166,7 +166,7 @@ def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
     assert_gradients_close(got, gradients, subject.tolerance, f"{subject} with {part}")
 
 
-def _with_part(subject: Subject, direction: Direction, part: Any) -> Plan:
+def _with_part(subject: Subject, direction: Direction, part: Any) -> CallPlan:
     """A plan of which the implementation gets a configuration part of one direction.
 
     The public configuration need not have all of the kernel's fields: its own part is put where measured ones are.

@@ -67,7 +67,7 @@ def _returns_lse(op: Op, implementation: Implementation, case: Case) -> bool:
 
 
 def check_sharding_fields(op: Op, implementation: Implementation, case: Case) -> None:
-    """What only sharding gives a record is handled by whoever serves the whole call.
+    """What only sharding gives a record is handled by every implementation that serves the whole call.
 
     Such a field is no argument of any operation: a refusal of it would leave the call served on one device and refused,
     or served by another kernel, on two.
@@ -128,8 +128,8 @@ def _gradients(op: Op, implementation: Implementation, record: Any, wanted: froz
 
     def run(record: Any) -> dict[str, Any]:
         # A paired backward function follows its own forward function only.
-        own = implementation.function("forward")(record, part) if implementation.paired else None
-        made = Results(*(op.family.reference(record) if own is None else own))
+        forward = implementation.function("forward")(record, part) if implementation.paired else None
+        made = Results(*(op.family.reference(record) if forward is None else forward))
         pullback = Pullback(record=record, cotangent=made.output, wanted=wanted, **made._asdict())
         return implementation.function("backward")(pullback, part)
 
@@ -160,13 +160,13 @@ def evidence(op: Op, case: Case, name: str) -> Iterable[Any]:
 def matters(op: Op, case: Case, name: str) -> bool:
     """Whether the reference's answer changes when a field is dropped, on the record that `evidence` is about."""
     record = lowered(op, case)
-    own = name in given_fields(record)
-    record = record if own else last_shard(op.family, record)
+    given = name in given_fields(record)
+    record = record if given else last_shard(op.family, record)
     if isinstance(getattr(record, name), lax.Precision):
         return True
     without = dataclasses.replace(record, **{name: optional_fields(record)[name]})
     # A case gives several fields, and each is dropped from the same answer.
-    answer = running.family_answer(op, case)[0] if own else _answer(op, record)
+    answer = running.family_answer(op, case)[0] if given else _answer(op, record)
     return not close(answer, _answer(op, without), tolerance(op, record))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.arguments import array_fields
-from ejkernel.ops.grad import Plan, differentiable_call
+from ejkernel.ops.grad import CallPlan, differentiable_call
 from ejkernel.ops.model import Case, Op
 from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, lowered, pinned_plan
 
@@ -22,7 +22,7 @@ KEPT_ANSWERS = 1024
 Gradients = dict[str, jax.Array]
 
 
-def call(plan: Plan, args: Any) -> Any:
+def call(plan: CallPlan, args: Any) -> Any:
     """What the public function does with an argument record, with the given plan."""
     plan.op.validate(args)
     plan = dataclasses.replace(plan, returns_lse=plan.op.returns_residual_lse(args))

@@ -78,7 +78,7 @@ class Selection:
     tag: str
 
     def unknown(self) -> str:
-        """Says which of the names nobody has; empty if there is none."""
+        """Says which of the names do not exist; empty if there is none."""
         found = registry()
         names = {i.name for op in found.ops for i in found.implementations.get(op, ())}
         wrong = [f"operation {name!r}" for name in self.ops if name not in found.ops]

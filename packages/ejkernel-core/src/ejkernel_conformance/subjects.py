@@ -12,7 +12,7 @@ from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import Choice, Verdict
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.model import Case, Family, Implementation, Op, Tolerance
 
 NONE: frozenset[str] = frozenset()
@@ -89,8 +89,8 @@ def tolerance(op: Op, record: Any) -> Tolerance:
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PinnedPlan(Plan):
-    """A plan that runs one implementation, whoever else could serve the call.
+class PinnedPlan(CallPlan):
+    """A plan that runs one implementation, even where others could serve the call.
 
     `platform=` cannot do that: it names a toolchain, which several implementations may share. The verdicts are still
     dispatch's. An implementation without a backward pass leaves that pass to whomever dispatch finds.
@@ -104,10 +104,10 @@ class PinnedPlan(Plan):
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = NONE) -> Choice:
         """The implementation, or its refusal."""
         choice = super().pick(record, direction, wanted)
-        own = next(v for v in choice.verdicts if v.implementation.name == self.implementation)
-        if direction == "backward" and own.implementation.backward is None:
+        found = next(v for v in choice.verdicts if v.implementation.name == self.implementation)
+        if direction == "backward" and found.implementation.backward is None:
             return choice
-        verdict = Verdict(own.implementation, "refused" if own.reasons else "chosen", own.reasons)
+        verdict = Verdict(found.implementation, "refused" if found.reasons else "chosen", found.reasons)
         return dataclasses.replace(choice, verdicts=(verdict,))
 
 

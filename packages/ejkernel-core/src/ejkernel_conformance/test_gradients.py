@@ -6,12 +6,12 @@ from ejkernel_conformance.subjects import Subject
 
 
 def test_gradients(ejk_differentiable: Subject) -> None:
-    """Of every floating argument, at once."""
+    """Gradients of every floating argument, at once."""
     skip_if_refused(ejk_differentiable, "forward", "backward")
     checks.check_gradients(ejk_differentiable)
 
 
 def test_gradients_after_another(ejk_differentiable: Subject) -> None:
-    """Of the family's record, from the residuals that another implementation's forward pass leaves."""
+    """Gradients of the family's record, from the residuals that another implementation's forward pass leaves."""
     skip_if_refused(ejk_differentiable, "forward", "backward")
     checks.check_gradients_after_another(ejk_differentiable)

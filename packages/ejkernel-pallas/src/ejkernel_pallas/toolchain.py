@@ -1,4 +1,4 @@
 """What all kernels in Pallas need installed."""
 
 JAX = ("jax>=0.10,<0.13",)
-"""Pallas is no stable interface: its kernels are refused under a JAX that nobody has tried them with."""
+"""Pallas is no stable interface: its kernels are refused under a JAX that they were not tried with."""

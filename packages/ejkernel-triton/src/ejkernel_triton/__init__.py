@@ -16,6 +16,7 @@ from ejkernel_triton import (
     paged_attention,
     quantized_matmul,
     ring_attention,
+    segment_pooling,
     selected_attention,
     selective_scan,
     tiled_attention,
@@ -35,4 +36,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *selective_scan.implementations(),
         *linear_recurrence.implementations(),
         *causal_convolution.implementations(),
+        *segment_pooling.implementations(),
     )

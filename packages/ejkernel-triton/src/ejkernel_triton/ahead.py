@@ -82,6 +82,33 @@ def compile_for(call: Launch, chip: str) -> Resources:
     )
 
 
+def mixed_lanes(ptx: str) -> list[str]:
+    """Instructions that put a product wider than 32 bits into the low half of a pair of 32-bit numbers.
+
+    Triton 3.6 compiles some kernels so, wrongly: LLVM joins `x << 28`, whose result is unread, and `y << 1` into one
+    shift of two lanes, both marked as not overflowing, and its NVPTX backend packs the lanes into 64 bits. It widens
+    the unread lane by `mul.wide.u32 x, 2 ** 28`, so the bits that should have fallen off end up in y's lane:
+
+        mul.wide.u32 low, x, 268435456      or.b64 pair, low, high
+        shl.b64 high, y, 33                 mov.b64 {_, y << 1 | x >> 4}, pair
+
+    Args:
+        ptx: What `compile_for` gives as assembly.
+
+    Returns:
+        The `or.b64` of each such pair; none where the code is right.
+    """
+    made: dict[str, str] = {}
+    found: list[str] = []
+    for operation, to, rest in re.findall(r"^\s*([\w.]+)\s+(%rd\d+), ([^;]*);", ptx, re.MULTILINE):
+        made[to] = f"{operation} {rest}"
+        parts = [made.get(name.strip(), "") for name in rest.split(",")] if operation == "or.b64" else []
+        high = [re.fullmatch(r"shl\.b64 .*, (\d+)", part) for part in parts]
+        if any(x and int(x[1]) >= 32 for x in high) and any(part.startswith("mul.wide") for part in parts):
+            found.append(f"{operation} {to}, {rest}")
+    return found
+
+
 def _source(call: Launch, make: Any) -> Any:
     """What jax-triton compiles: arrays that begin at multiples of 16 bytes, and constants."""
     names = call.kernel.arg_names

@@ -20,11 +20,11 @@ def print_json(value: Any) -> None:
 
 def plain_decision(found: Decision) -> dict[str, Any]:
     """Both directions of a decision as plain data."""
-    apart = found.differentiated
+    differentiated = found.differentiated
     return {
         "forward": plain_choice(found.forward),
         "backward": plain_choice(found.backward),
-        "differentiated": None if apart is None else plain_choice(apart),
+        "differentiated": None if differentiated is None else plain_choice(differentiated),
     }
 
 

@@ -27,7 +27,7 @@ from ejkernel.ops.call import default_chain, make_plan
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.execution.tuner import spread
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.pullback import Pullback, Results
 
 PASSES = ("forward", "forward + backward")
@@ -233,7 +233,7 @@ def _prepared(call: Call, args: Any, record: Any, runner: Runner) -> tuple[Timin
     return timing, functools.partial(compiled, record)
 
 
-def _baseline_runners(plan: Plan, record: Any, passes: set[str]) -> Iterator[Runner]:
+def _baseline_runners(plan: CallPlan, record: Any, passes: set[str]) -> Iterator[Runner]:
     """The reference and JAX's own functions, in the passes that the kernels have."""
     wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
     for name, function in baselines(plan.op, record):
@@ -243,11 +243,11 @@ def _baseline_runners(plan: Plan, record: Any, passes: set[str]) -> Iterator[Run
             yield Runner(implementation=name, passes=PASSES[1], config=BASELINE, function=both)
 
 
-def _runners(plan: Plan, record: Any, choice: Choice) -> Iterable[Runner]:
+def _runners(plan: CallPlan, record: Any, choice: Choice) -> Iterable[Runner]:
     """Both passes of every implementation that can serve the call."""
     wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
     backward = plan.pick(record, "backward", wanted)
-    apart = [v for v in backward.verdicts if v.status != "refused" and not v.implementation.paired]
+    unpaired = [v for v in backward.verdicts if v.status != "refused" and not v.implementation.paired]
     for verdict in choice.verdicts:
         if verdict.status == "refused":
             continue
@@ -256,14 +256,14 @@ def _runners(plan: Plan, record: Any, choice: Choice) -> Iterable[Runner]:
         name, config = verdict.implementation.name, given_values(part)
         output_only = functools.partial(_forward, run)
         yield Runner(implementation=name, passes=PASSES[0], config=config, function=output_only)
-        own = next(v for v in backward.verdicts if v.implementation == verdict.implementation)
-        followers = [own] if own.status != "refused" else [] if verdict.implementation.paired else apart
+        same = next(v for v in backward.verdicts if v.implementation == verdict.implementation)
+        followers = [same] if same.status != "refused" else [] if verdict.implementation.paired else unpaired
         if not wanted or not followers:
             continue
         served, follower = _pinned(backward, followers[0]), followers[0].implementation
         back_part, pull = _kernel(plan, record, served)
-        own_pocket = follower is verdict.implementation
-        both = functools.partial(_forward_and_backward, run, pull, wanted, own_pocket)
+        same_kernel = follower is verdict.implementation
+        both = functools.partial(_forward_and_backward, run, pull, wanted, same_kernel)
         names = " + ".join(dict.fromkeys((name, follower.name)))
         config = config if follower.paired else f"{config}; {given_values(back_part)}"
         yield Runner(implementation=names, passes=PASSES[1], config=config, function=both)
@@ -275,11 +275,11 @@ def _forward(run: Any, record: Any) -> Any:
 
 
 def _forward_and_backward(
-    run: Any, pull: Any, wanted: frozenset[str], own: bool, record: Any
+    run: Any, pull: Any, wanted: frozenset[str], same: bool, record: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The output, and the gradients of its sum; `own` where one implementation runs both passes."""
+    """The output, and the gradients of its sum; `same` where one implementation runs both passes."""
     made = Results(*run(record))
-    made, output = made if own else made._replace(pocket=None), made.output
+    made, output = made if same else made._replace(pocket=None), made.output
     cotangent = jax.tree.map(jnp.ones_like, output)
     saved = Pullback(record=record, cotangent=cotangent, wanted=wanted, **made._asdict())
     return output, {name: gradient for name, gradient in pull(saved).items() if name in wanted}
@@ -289,7 +289,7 @@ def _pinned(choice: Choice, verdict: Verdict) -> Choice:
     return dataclasses.replace(choice, verdicts=(dataclasses.replace(verdict, status="chosen"),))
 
 
-def _kernel(plan: Plan, record: Any, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
+def _kernel(plan: CallPlan, record: Any, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
     """The configuration that the chain gives an implementation, and its function with that configuration."""
     assert choice.implementation is not None  # callers have looked
     direction: Direction = choice.direction

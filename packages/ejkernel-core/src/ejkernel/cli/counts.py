@@ -19,7 +19,7 @@ class Count:
     """The work of one pass of a call.
 
     Attributes:
-        flops: Floating-point operations; None where nobody has counted them.
+        flops: Floating-point operations; None where they were not counted.
         size: Bytes that must be read and written at least.
         text: How they were counted.
     """

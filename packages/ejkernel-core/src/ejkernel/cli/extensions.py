@@ -20,9 +20,9 @@ class ExtensibleGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name; where it does not load, one that says why."""
-        own = super().get_command(ctx, cmd_name)
-        entry_point = None if own is not None else _entry_points().get(cmd_name)
-        return own if entry_point is None else _load(entry_point)
+        known = super().get_command(ctx, cmd_name)
+        entry_point = None if known is not None else _entry_points().get(cmd_name)
+        return known if entry_point is None else _load(entry_point)
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from ejkernel.ops.config.params import given_values
 from ejkernel.ops.dispatch import Choice, Decision
 
-UNLIMITED = 1 << 16  # where nobody says how wide the output is: lines in a file, a pipe or a log are not broken
+UNLIMITED = 1 << 16  # where the output has no known width: lines in a file, a pipe or a log are not broken
 GAP = 3  # columns between the cells of a table
 COLORS = {"chosen": "bold green", "usable": "green", "refused": "red"}
 

@@ -11,7 +11,7 @@ def find_target(name: str) -> Target:
     """Looks a target up.
 
     Raises:
-        click.UsageError: Nobody offers it; says who offers which, and who does not load.
+        click.UsageError: No entry point offers it; says which offers what, and which do not load.
     """
     found: dict[str, Target] = {}
     problems: list[str] = []

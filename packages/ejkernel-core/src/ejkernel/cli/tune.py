@@ -28,7 +28,7 @@ from ejkernel.ops.config.table import Entry, table_name
 from ejkernel.ops.device import target_device
 from ejkernel.ops.execution.target import Target, tune_described
 from ejkernel.ops.execution.tuner import Tuner, TunerError, TuningResult, tune_call
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 
 TARGET_HELP = (
     "Predict for a device that need not be here, instead of measuring on the one that is: v5e, v5p, v6e or v7x, with "
@@ -154,7 +154,7 @@ def _report(
         click.echo(f"not tuned: {failure['call']}: {failure['error']}")
 
 
-def _plain(plan: Plan, result: TuningResult) -> dict[str, Any]:
+def _plain(plan: CallPlan, result: TuningResult) -> dict[str, Any]:
     """A result as plain data."""
     return {
         "operation": plan.op.name,
@@ -177,7 +177,7 @@ def _plain(plan: Plan, result: TuningResult) -> dict[str, Any]:
     }
 
 
-Tuned = tuple[list[TuningResult], Plan]
+Tuned = tuple[list[TuningResult], CallPlan]
 
 
 def _measured(call: Call, settings: Settings, kept: PersistentCache, out: Console) -> Tuned:
@@ -215,8 +215,8 @@ def _one_line_tuner_errors() -> Generator[None]:
         raise click.ClickException(str(error)) from error
 
 
-def _check_served(plan: Plan, call: Call, direction: str, results: list[TuningResult], out: Console) -> None:
-    """Exits where nobody serves a pass that was to be tuned."""
+def _check_served(plan: CallPlan, call: Call, direction: str, results: list[TuningResult], out: Console) -> None:
+    """Exits where no kernel serves a pass that was to be tuned."""
     found = {result.key.direction for result in results}
     missing = [wanted for wanted in DIRECTIONS[direction] if wanted not in found and "both" not in found]
     # An operation without a gradient has one pass to tune, and `both` is what it has.

@@ -31,7 +31,7 @@ class Sides:
     Attributes:
         arrays: Query [B, T, H, D], key and value [B, S, Hk, D]; one row of packed sequences.
         cu_seqlens: Cumulative lengths of queries and keys of packed sequences, int32 [N + 1] each, or None.
-        max_seqlens: Bounds of the lengths of queries and keys, or None where nobody knows.
+        max_seqlens: Bounds of the lengths of queries and keys, or None where they are unknown.
         sequences: Number of rows, or of packed sequences.
     """
 

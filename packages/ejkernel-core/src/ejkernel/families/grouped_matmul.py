@@ -63,7 +63,7 @@ def accumulator(record: GroupedMatmul) -> Any:
 
 
 def dtype_of_sums(dtype: Any) -> Any:
-    """The dtype in which products of a dtype are summed, and that of the output if nobody says another."""
+    """The dtype in which products of a dtype are summed, and that of the output unless the call names another."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 

@@ -118,8 +118,8 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
     allowed = (present & _in_band(record, position))[:, None]
     sink = jnp.full(record.query.shape[1], -jnp.inf) if record.softmax_aux is None else record.softmax_aux
     sink = jnp.where((sequence >= 0)[:, None], sink.astype(accumulate), -jnp.inf)[..., None]
-    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, where=allowed, initial=-jnp.inf), sink)
-    shift = jnp.where(peak > -jnp.inf, peak, 0)
+    row_max = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, where=allowed, initial=-jnp.inf), sink)
+    shift = jnp.where(row_max > -jnp.inf, row_max, 0)
     weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - shift, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - shift)
     weights = weights / jnp.where(total > 0, total, 1)

@@ -136,9 +136,9 @@ def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
     return (*sums, *pairs[2]) if cell == "gru" else sums
 
 
-def gates_of(joined: jax.Array, count: int) -> State:
+def gates_of(side_by_side: jax.Array, count: int) -> State:
     """The gates [..., H] that stand side by side in an array."""
-    return tuple(jnp.split(joined, count, axis=-1))
+    return tuple(jnp.split(side_by_side, count, axis=-1))
 
 
 def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -157,7 +157,7 @@ def less_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:
     return delta if cotangent is None else delta - jnp.where(lse == -jnp.inf, 0, cotangent)
 
 
-def apart(pullback: Pullback) -> tuple[Pullback, Pullback]:
+def two_passes(pullback: Pullback) -> tuple[Pullback, Pullback]:
     """Two backward passes whose gradients add up: of an output that is not normalised, and of its lse.
 
     Their scores are shifted differently, by the maximum and by lse, so that no kernel has both.
@@ -174,7 +174,7 @@ def added_up(
     backward: Callable[[Pullback, Any], dict[str, jax.Array]], pullback: Pullback, config: Any
 ) -> dict[str, jax.Array]:
     """The gradients of a pullback whose output is not normalised and whose lse has a cotangent."""
-    first, second = (backward(part, config) for part in apart(pullback))
+    first, second = (backward(part, config) for part in two_passes(pullback))
     return {name: first[name] + second[name] for name in pullback.wanted}
 
 
@@ -196,9 +196,9 @@ def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     """The family's meaning in plain jnp, N x N and all; float64 if query is, else float32."""
     accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
     scores, allowed = reference_scores(record, accumulate)
-    peak = jnp.max(jnp.where(allowed, scores, -jnp.inf), axis=-1, keepdims=True)
+    row_max = jnp.max(jnp.where(allowed, scores, -jnp.inf), axis=-1, keepdims=True)
     sink = None if record.softmax_aux is None else record.softmax_aux.astype(accumulate)[None, :, None, None]
-    shift = peak if sink is None else jnp.maximum(peak, sink)
+    shift = row_max if sink is None else jnp.maximum(row_max, sink)
     shift = lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0))
     weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - shift, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - shift))
@@ -209,9 +209,9 @@ def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     else:
         # The gradient of the maximum goes to the first key that has it; `jnp.max` would share it between ties.
         argmax = jnp.argmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(jnp.int32)
-        peak = jnp.where(peak > -jnp.inf, jnp.take_along_axis(scores, argmax[..., None], axis=-1), 0)
-        weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - peak, 0)), 0)
-        extra = {"row_max": peak[..., 0], "row_argmax": argmax}
+        row_max = jnp.where(row_max > -jnp.inf, jnp.take_along_axis(scores, argmax[..., None], axis=-1), 0)
+        weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - row_max, 0)), 0)
+        extra = {"row_max": row_max[..., 0], "row_argmax": argmax}
     weights = weights * _dropout_factor(record, accumulate)
     value = _repeat_heads(record.value, record.query.shape[2]).astype(accumulate)
     output = jnp.einsum("bhts,bshv->bthv", weights, value, precision=lax.Precision.HIGHEST)

@@ -262,5 +262,5 @@ def _with_slots(
     if not slots.shape or not slots.shape[0]:
         raise ValueError(f"recurrent_state: got shape {slots.shape}, wants at least one slot")
     output, states = run(read_slots(slots, indices), starts)
-    owned = (jnp.arange(tokens) < starts[-1]).reshape(-1, *(1,) * (output.ndim - 1))
-    return jnp.where(owned, output, 0), write_slots(slots, indices, starts, states)
+    in_sequence = (jnp.arange(tokens) < starts[-1]).reshape(-1, *(1,) * (output.ndim - 1))
+    return jnp.where(in_sequence, output, 0), write_slots(slots, indices, starts, states)

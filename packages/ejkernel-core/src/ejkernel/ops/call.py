@@ -16,7 +16,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.wishes import check_read, hints
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
-from ejkernel.ops.grad import Plan, differentiable_call
+from ejkernel.ops.grad import CallPlan, differentiable_call
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_wanted
@@ -27,7 +27,7 @@ from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
 class Options:
     """How a call is to be carried out; everything here is part of the jit cache key."""
 
-    plan: Plan
+    plan: CallPlan
     mesh: Any
     in_specs: tuple[Any, ...] | None
     out_specs: Any
@@ -89,12 +89,12 @@ def call(
         raise _explained(op, args, error) from error
 
 
-def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSelectorChain) -> Plan:
+def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSelectorChain) -> CallPlan:
     """Settles everything about a call but its arguments.
 
     Raises:
-        ValueError: `cfg` is not the operation's configuration class, or sets a field that no kernel has; or nobody
-            knows the platform.
+        ValueError: `cfg` is not the operation's configuration class, or sets a field that no kernel has; or the
+            platform is unknown.
     """
     if cfg is not None and not isinstance(cfg, op.config):
         raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
@@ -102,7 +102,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     check_read(op, given)
     chosen = platform or (cfg.platform if cfg is not None else "auto")
     _check_platform(op, chosen)
-    return Plan(
+    return CallPlan(
         op=op,
         device=_device_of(args),
         platform=chosen,

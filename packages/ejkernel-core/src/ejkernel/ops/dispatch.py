@@ -106,7 +106,7 @@ class Decision:
 
 
 class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
-    """Nobody can serve a call; the message is the table of verdicts.
+    """No implementation can serve a call; the message is the table of verdicts.
 
     Attributes:
         choice: The table, as data.
@@ -182,19 +182,19 @@ def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     """
     forwards = {v.implementation.name: v for v in forward.verdicts}
     backwards = {v.implementation.name: v for v in backward.verdicts}
-    apart = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
-    judged = _with_first_chosen([_as_first(v, backwards, apart) for v in forward.verdicts])
+    unpaired = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
+    judged = _with_first_chosen([_as_first(v, backwards, unpaired) for v in forward.verdicts])
     chosen = next((v.implementation for v in judged if v.status == "chosen"), None)
     second = [_as_second(v, forwards, chosen) for v in backward.verdicts]
     if chosen is None or not chosen.paired:
         followers = _with_first_chosen(second)
     else:
-        own = [dataclasses.replace(v, status="chosen", remark=PAIRED) for v in second if v.implementation is chosen]
-        followers = tuple(own[0] if v.implementation is chosen else v for v in second)
+        same = [dataclasses.replace(v, status="chosen", remark=PAIRED) for v in second if v.implementation is chosen]
+        followers = tuple(same[0] if v.implementation is chosen else v for v in second)
     return dataclasses.replace(forward, verdicts=judged), dataclasses.replace(backward, verdicts=followers)
 
 
-def apart(choice: Choice) -> Choice:
+def unpaired(choice: Choice) -> Choice:
     """A choice among the implementations whose passes need not come together."""
     reason = "paired, and the passes of this call are chosen apart"
     verdicts = [
@@ -231,15 +231,15 @@ def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     )
 
 
-def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], apart: bool) -> Verdict:
+def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool) -> Verdict:
     """A verdict on a forward pass that a backward pass follows."""
     if verdict.status == "refused":
         return verdict
     if not verdict.implementation.paired:
-        reasons = () if apart else ("no backward pass serves after it",)
+        reasons = () if unpaired else ("no backward pass serves after it",)
     else:
-        own = backwards[verdict.implementation.name]
-        reasons = tuple(f"paired, and its backward refuses: {reason}" for reason in own.reasons)
+        same = backwards[verdict.implementation.name]
+        reasons = tuple(f"paired, and its backward refuses: {reason}" for reason in same.reasons)
     return Verdict(verdict.implementation, "refused", reasons) if reasons else verdict
 
 
@@ -248,8 +248,8 @@ def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implem
     implementation = verdict.implementation
     if verdict.status == "refused" or not implementation.paired or implementation is chosen:
         return verdict
-    own = forwards.get(implementation.name)
-    reasons = tuple(f"paired, and its forward refuses: {reason}" for reason in (own.reasons if own else ()))
+    same = forwards.get(implementation.name)
+    reasons = tuple(f"paired, and its forward refuses: {reason}" for reason in (same.reasons if same else ()))
     return Verdict(implementation, "refused", reasons or ("paired, and another forward pass is chosen",))
 
 

@@ -26,7 +26,7 @@ from ejkernel.ops.second import backward_pass, forward_pass, refusing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class CallPlan:
     """How to carry out calls of an operation: everything but the record.
 
     Attributes:
@@ -140,15 +140,15 @@ class _Saved:
     config: Any = static(None)
 
 
-def _forward_only(plan: Plan, record: Any) -> Any:
+def _forward_only(plan: CallPlan, record: Any) -> Any:
     made = plan.forward(record)
     return (made.output, made.residuals.lse) if plan.returns_lse else made.output
 
 
-def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
+def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
     wanted = _wanted(plan.op, marked)
-    # Chosen now although it runs later: a call that nobody can differentiate fails where it was made.
+    # Chosen now although it runs later: a call without a backward pass fails where it was made.
     forward, backward = plan.pick_both(record, wanted)
     if backward.implementation is None:
         raise NoImplementationError(backward)
@@ -156,7 +156,7 @@ def _forward(plan: Plan, marked: Any) -> tuple[Any, _Saved]:
     output, residuals, pocket = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
     assert forward.implementation is not None  # it has run
     if backward.implementation is not forward.implementation:
-        pocket = None  # nobody else's backward may read it, so that it is not kept either
+        pocket = None  # no other kernel's backward may read it, so it is not kept either
     # The caller gets the named output: a layer that read another would have the kernel run again.
     output, residuals, pocket = _named(Results(output, residuals, pocket))
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted, pocket=pocket)
@@ -182,19 +182,19 @@ def _named_residual(path: Any, value: Any) -> Any:
     return checkpoint_name(value, LSE if path and getattr(path[-1], "name", None) == "lse" else STATE)
 
 
-def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
+def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
     saved, lse_cotangent = kept.pullback, None
     if plan.returns_lse:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
     _, backward = plan.pick_both(saved.record, saved.wanted)
-    own = backward.implementation is not None and backward.implementation.name == kept.owner
-    if own and kept.config is not None:
+    same = backward.implementation is not None and backward.implementation.name == kept.owner
+    if same and kept.config is not None:
         backward = dataclasses.replace(backward, config=kept.config)
     else:
         backward = plan.configured(backward, saved.record)
-    pocket = saved.pocket if own else None
+    pocket = saved.pocket if same else None
     pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=pocket, lse_cotangent=lse_cotangent)
     gradients = plan.differentiated(functools.partial(_wanted_gradients, plan, backward), backward, pullback)
     # None is JAX's word for a cotangent that is zero, whatever the dtype.
@@ -202,7 +202,7 @@ def _backward(plan: Plan, kept: _Saved, cotangent: Any) -> tuple[Any]:
     return (dataclasses.replace(saved.record, **cotangents),)
 
 
-def _wanted_gradients(plan: Plan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
+def _wanted_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
     gradients = plan.backward(pullback, choice)
     missing = pullback.wanted - set(gradients)
     if missing:
@@ -245,7 +245,7 @@ _differentiable = jax.custom_vjp(_forward_only, nondiff_argnums=(0,))
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def differentiable_call(plan: Plan, record: Any) -> Any:
+def differentiable_call(plan: CallPlan, record: Any) -> Any:
     """Carries out a call of a family, which can be differentiated.
 
     Inside of a caller's `shard_map`, arrays that are the same on all devices are taken to vary as the others do: so JAX

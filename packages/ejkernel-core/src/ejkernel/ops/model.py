@@ -143,7 +143,7 @@ class Op:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Of the public function."""
+        """The signature of the public function."""
         return inspect.signature(self.function)
 
     def returns_residual_lse(self, args: Any) -> bool:

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from ejkernel.ops.device import current_device
-from ejkernel.ops.dispatch import NoImplementationError, apart
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.dispatch import NoImplementationError, unpaired
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.pullback import Pullback
 
@@ -26,10 +26,10 @@ class Nested:
         """The output and the residuals of a family record.
 
         Raises:
-            NoImplementationError: Nobody serves it.
+            NoImplementationError: No implementation serves it.
         """
         plan = self._plan()
-        choice = apart(plan.pick(record, "forward"))
+        choice = unpaired(plan.pick(record, "forward"))
         made = plan.forward(record, plan.configured(choice, record))
         return made.output, made.residuals
 
@@ -37,16 +37,16 @@ class Nested:
         """The wanted gradients of a family record, by field.
 
         Raises:
-            NoImplementationError: Nobody serves it.
+            NoImplementationError: No implementation serves it.
         """
         plan = self._plan()
-        choice = apart(plan.pick(pullback.record, "backward", pullback.wanted))
+        choice = unpaired(plan.pick(pullback.record, "backward", pullback.wanted))
         if choice.implementation is None:
             raise NoImplementationError(choice)
         return plan.backward(pullback, plan.configured(choice, pullback.record))
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> CallPlan:
         from ejkernel.ops.call import default_chain
 
         op = registry().ops[self.op]
-        return Plan(op=op, device=current_device(), platform="auto", cfg=None, chain=default_chain())
+        return CallPlan(op=op, device=current_device(), platform="auto", cfg=None, chain=default_chain())

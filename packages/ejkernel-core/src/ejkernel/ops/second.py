@@ -81,7 +81,7 @@ def _each(guard: Callable[[str, Any], Any], message: str, x: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _constant(message: str, x: jax.Array) -> jax.Array:
-    """x, which nobody may differentiate."""
+    """x, whose derivative is an error."""
     return x
 
 
@@ -92,7 +92,7 @@ def _constant_tangent(message: str, primals: Any, tangents: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forwards_only(message: str, x: jax.Array) -> jax.Array:
-    """x, which nobody may differentiate in reverse mode."""
+    """x, whose derivative in reverse mode is an error."""
     return x
 
 
@@ -173,5 +173,5 @@ def _reference_gradients(
 
 
 def _no_tangent(x: jax.Array) -> Any:
-    """Nobody but its own backward pass reads a pocket, and that has its derivatives from the record."""
+    """Only the backward pass of the same kernel reads a pocket, and that has its derivatives from the record."""
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

@@ -84,13 +84,13 @@ def split_axes(
     """
     _check_specs(letters, in_specs)
     split: dict[str, tuple[MeshAxes, str]] = {}
-    for (argument, own), spec in zip(letters.arguments.items(), in_specs, strict=False):
+    for (argument, axis_letters), spec in zip(letters.arguments.items(), in_specs, strict=False):
         if spec is None:
             continue
         entries = [_mesh_axes(entry) for entry in spec]
-        if len(entries) > len(own.split()):
+        if len(entries) > len(axis_letters.split()):
             raise ValueError(f"in_specs: {argument} has axes {own!r}, got {spec} with {len(entries)} entries")
-        for letter, axes in zip(own.split(), entries, strict=False):
+        for letter, axes in zip(axis_letters.split(), entries, strict=False):
             _check_known(argument, axes, mesh)
             axes = axes if keep_single else _splitting(axes, mesh)
             _check_shardable(letters, argument, letter, axes)
@@ -125,12 +125,12 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
     specs: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for name, value in array_fields(record).items():
-        own = letters.record[name].split()
-        for letter, size in zip(own, value.shape, strict=True):
+        axis_letters = letters.record[name].split()
+        for letter, size in zip(axis_letters, value.shape, strict=True):
             if size != 1:
                 sizes[letter] = size
         specs[name] = PartitionSpec(
-            *(_entry(split.get(letter, ()), size) for letter, size in zip(own, value.shape, strict=True))
+            *(_entry(split.get(letter, ()), size) for letter, size in zip(axis_letters, value.shape, strict=True))
         )
     for letter, axes in split.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -160,10 +160,10 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
     # As with arguments, trailing specs may be left out: which results a call returns can depend on its arguments.
     if len(specs) > len(outputs):
         raise ValueError(f"out_specs: got {len(specs)} specs, {letters.op.name} returns at most {len(outputs)} arrays")
-    for own, spec in zip(outputs, specs, strict=False):
+    for axis_letters, spec in zip(outputs, specs, strict=False):
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
-        wanted = [split.get(letter, ()) for letter in own.split()]
+        wanted = [split.get(letter, ()) for letter in axis_letters.split()]
         given = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
         if given + [()] * (len(wanted) - len(given)) != wanted:
             raise ValueError(f"out_specs: the inputs' specs make the output {_spec(own, split)}, got {spec}")
@@ -176,7 +176,7 @@ def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: 
     """
     letters = letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
-    parts = jax.tree.map(lambda own: _spec(own, split), letters.results)
+    parts = jax.tree.map(lambda axis_letters: _spec(axis_letters, split), letters.results)
 
     def whole(mesh: Any, args: Any) -> Any:
         return op.finish(args, _mapped(letters, op.lower(args), mesh, split, parts, run))
@@ -185,7 +185,9 @@ def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: 
         untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         structure = jax.tree.structure(jax.eval_shape(op.reference, untyped))
         outputs = letters.outputs[: structure.num_leaves]  # which results there are can depend on the arguments
-        return jax.tree.unflatten(structure, [NamedSharding(mesh, _spec(own, split)) for own in outputs])
+        return jax.tree.unflatten(
+            structure, [NamedSharding(mesh, _spec(axis_letters, split)) for axis_letters in outputs]
+        )
 
     return _with_automatic_axes(whole, mesh, args, shardings)
 
@@ -306,8 +308,13 @@ def _mesh_axes(entry: Any) -> MeshAxes:
 def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
     """Size of each letter, where it is more than one."""
     shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
-    given = [(own.split(), shapes[name]) for name, own in letters.items()]
-    pairs = [pair for own, shape in given if len(own) == len(shape) for pair in zip(own, shape, strict=True)]
+    given = [(axis_letters.split(), shapes[name]) for name, axis_letters in letters.items()]
+    pairs = [
+        pair
+        for axis_letters, shape in given
+        if len(axis_letters) == len(shape)
+        for pair in zip(axis_letters, shape, strict=True)
+    ]
     return {letter: size for letter, size in pairs if size != 1}
 
 

@@ -1,4 +1,4 @@
-"""Block maps of tiled attention: which tiles of scores are full, partial or empty, and lists of those to visit.
+"""Block maps of tiled attention: which tiles of scores are full, partial or empty, and lists of those with work.
 
 Band, segments and positions come from `tile_pairs`; a pattern (`ejkernel.types.sparse_masks.Mask`) is cut into tiles
 here, on the host and once for every pattern and tile size:
@@ -82,13 +82,13 @@ class BlockMap:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockLists:
-    """The tiles to visit for every tile of the other side, the full ones first; entries from `count` on mean nothing.
+    """The tiles with work for every tile of the other side, full blocks first; entries from `count` on mean nothing.
 
     Attributes:
         full: How many are full, int32 [B|1, H|1, tiles].
-        count: How many there are, likewise.
+        count: How many there are, int32 [B|1, H|1, tiles].
         blocks: int32 [B|1, H|1, tiles, longest list].
-        mask_ids: Which tile mask each has, likewise; None without a pattern.
+        mask_ids: Which tile mask each has, in the shape of `blocks`; None without a pattern.
     """
 
     full: Any

@@ -72,7 +72,7 @@ def state_sums(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
 
 
 def _packed(record: CausalConvolution) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of every slot of the final states, [N, W - 1]: token, slot of the states before, and whether it is a token."""
+    """What every slot of the final states holds, [N, W - 1]: a token, or a slot of the states before; and which."""
     if record.cu_seqlens is None:
         raise ValueError("cu_seqlens: got None, wants the bounds of packed sequences")
     held, tokens = record.weight.shape[1] - 1, record.x.shape[1]

@@ -1,7 +1,7 @@
 """The project's dropout: one keep decision per (seed, batch, head, query, key), the same on every backend.
 
 A decision is a pure function of its five counters, so it does not depend on tile sizes, on the order in which
-tiles are visited, or on whether the forward or the backward pass asks.
+tiles are computed, or on whether the forward or the backward pass asks.
 
 A row and a column have a well mixed, odd number each; a weight is dropped where their product modulo 2**32 is below
 the threshold. So all that is costly is done once a row and once a column, and a weight takes one multiplication: for

@@ -11,7 +11,7 @@ def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array
     """Sequence number and position in its sequence of every token of one packed row.
 
     Args:
-        cum_seqlens: [N + 1] int, non-decreasing, may be traced; sequence n owns tokens
+        cum_seqlens: [N + 1] int, non-decreasing, may be traced; sequence n has tokens
             `cum_seqlens[n] : cum_seqlens[n + 1]`. Empty sequences are allowed.
         total: Tokens in the row.
 
@@ -24,9 +24,9 @@ def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array
     # Few are compared with every token at once, which is one kernel on a GPU; a search is a loop of them.
     method = "compare_all" if cum_seqlens.size <= COMPARED else "scan"
     ids = jnp.searchsorted(cum_seqlens[1:], token, side="right", method=method).astype(jnp.int32)
-    owned = (token >= cum_seqlens[0]) & (token < cum_seqlens[-1])
-    start = cum_seqlens[jnp.where(owned, ids, 0)]
-    return jnp.where(owned, ids, -1)[None], jnp.where(owned, token - start, 0)[None]
+    in_sequence = (token >= cum_seqlens[0]) & (token < cum_seqlens[-1])
+    start = cum_seqlens[jnp.where(in_sequence, ids, 0)]
+    return jnp.where(in_sequence, ids, -1)[None], jnp.where(in_sequence, token - start, 0)[None]
 
 
 def padded_ids(cum_seqlens: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
@@ -41,8 +41,8 @@ def padded_ids(cum_seqlens: jax.Array, length: int) -> tuple[jax.Array, jax.Arra
     """
     lengths = jnp.diff(cum_seqlens.astype(jnp.int32))
     token = jnp.arange(length, dtype=jnp.int32)
-    owned = token < lengths[:, None]
-    return jnp.where(owned, 0, -1), jnp.where(owned, token, 0)
+    in_sequence = token < lengths[:, None]
+    return jnp.where(in_sequence, 0, -1), jnp.where(in_sequence, token, 0)
 
 
 def both_ids(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -50,12 +50,12 @@ def both_ids(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array
 
     Args:
         one: Query ids [B, T] and key ids [B, S], int32.
-        other: Likewise.
+        other: Query ids [B, T] and key ids [B, S], int32.
     """
     first, second = (jnp.concatenate(pair, axis=1) for pair in (one, other))
-    joined = jnp.where((first < 0) | (second < 0), -1, _pair_ranks(first, second))
+    ranks = jnp.where((first < 0) | (second < 0), -1, _pair_ranks(first, second))
     queries = one[0].shape[1]
-    return joined[:, :queries], joined[:, queries:]
+    return ranks[:, :queries], ranks[:, queries:]
 
 
 def _pair_ranks(first: jax.Array, second: jax.Array) -> jax.Array:

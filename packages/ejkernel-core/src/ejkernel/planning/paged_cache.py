@@ -1,8 +1,8 @@
 """Where the tokens of sequences lie in a cache of pages: finding, reading and writing them.
 
 Sequence n keeps its token at position k in page `block_tables[n, k // S]`, slot `k % S`. A position is *absent* where
-the table has no entry for it, or an entry that is no page of the cache (padding such as -1): absent keys are attended
-by nobody, and absent tokens are never written.
+the table has no entry for it, or an entry that is no page of the cache (padding such as -1): no query
+attends to an absent key, and absent tokens are never written.
 """
 
 import dataclasses
@@ -119,9 +119,9 @@ def token_places(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
     found = jnp.searchsorted(ends, token, side="right", method="scan_unrolled").astype(jnp.int32)
     sequence = jnp.minimum(found, starts.shape[0] - 1)
     offset = token - starts[sequence]
-    owned = (found == sequence) & (offset >= 0) & (offset < lengths[sequence])
+    in_sequence = (found == sequence) & (offset >= 0) & (offset < lengths[sequence])
     position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + offset
-    return jnp.where(owned, sequence, -1), jnp.where(owned, position, 0)
+    return jnp.where(in_sequence, sequence, -1), jnp.where(in_sequence, position, 0)
 
 
 def find(record: "PagedAttention", sequence: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,8 +2,8 @@
 
     time        ->
     transfers   keys of step 1       keys of step 2       ...                     gradients of keys, home
-    kernels     own step             step 1               ...  step n - 1
-    merging                 own step            step 1                 step n - 1
+    kernels     first step           step 1               ...  step n - 1
+    merging                 first step          step 1                 step n - 1
 
 A transfer depends on no kernel of its own step and is issued before it, so that XLA may start it, work on the step, and
 wait for it only then; on GPUs it does with `--xla_gpu_enable_latency_hiding_scheduler=true`. In the backward pass,
@@ -32,7 +32,7 @@ from ejkernel.planning.ring_steps import (
     Step,
     ZigzagStep,
     kind_of,
-    own_step,
+    local_step,
     ring_of_steps,
     step_at,
 )
@@ -52,7 +52,7 @@ class StepKernel:
     backward: Callable[[Pullback, Any], Gradients]
 
 
-Visit = Callable[[Distance, Load, Any], tuple[Gradients, Any]]
+RemoteStep = Callable[[Distance, Load, Any], tuple[Gradients, Any]]
 
 
 def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -76,17 +76,17 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
         output, residuals, *_ = kernel.forward(step.record, config)
         return Partial(output.astype(accumulator(record)), residuals.lse)
 
-    def visit(distance: Distance, load: Load, so_far: Partial) -> tuple[Gradients, Partial]:
+    def remote_step(distance: Distance, load: Load, so_far: Partial) -> tuple[Gradients, Partial]:
         step = step_at(local, ring, distance, load)
         return {}, merge(so_far, *step.partials(attend(step)))
 
-    def own(load: Load) -> tuple[Gradients, Partial]:
+    def first_step(load: Load) -> tuple[Gradients, Partial]:
         # Sinks join the denominator of this step alone, and so are counted once.
-        step = own_step(local, ring, load)
+        step = local_step(local, ring, load)
         return {}, attend(dataclasses.replace(step, record=dataclasses.replace(step.record, softmax_aux=sinks)))
 
     sinks = record.softmax_aux
-    _, done = _around(ring, load_of(local), own, visit, unrolled=kind_of(local, ring) == "banded")
+    _, done = _around(ring, load_of(local), first_step, remote_step, unrolled=kind_of(local, ring) == "banded")
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
 
@@ -132,8 +132,8 @@ def accumulator(record: RingAttention) -> Any:
 def _around(
     ring: Ring,
     load: Load,
-    own: Callable[[Load], tuple[Gradients, Any]],
-    visit: Visit,
+    first_step: Callable[[Load], tuple[Gradients, Any]],
+    remote_step: RemoteStep,
     *,
     unrolled: bool,
 ) -> tuple[Gradients, Any]:
@@ -142,21 +142,21 @@ def _around(
     Args:
         ring: How it goes.
         load: This device's keys and what belongs to them.
-        own: The own step: load -> (gradients of the load, state).
-        visit: (distance, load, state) -> (gradients of the load, state).
-        unrolled: Whether `visit` wants an int for a distance.
+        first_step: With the keys that the device holds: load -> (gradients of the load, state).
+        remote_step: (distance, load, state) -> (gradients of the load, state).
+        unrolled: Whether `remote_step` wants an int for a distance.
 
     Returns:
         The gradients of this device's load, back home, and the state.
     """
-    firsts = {hop: ring.shift(load, hop) for hop in (1, -1) if (ring.back if hop == 1 else ring.ahead)}
-    home, state = own(load)
-    legs = [(1, ring.back), (-1, ring.ahead)]
+    firsts = {hop: ring.shift(load, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)}
+    home, state = first_step(load)
+    legs = [(1, ring.before), (-1, ring.after)]
     totals: list[Gradients] = []
     cargo = home
     for hop, last in legs:
         if last:
-            total, state = _leg(ring, hop, last, firsts[hop], cargo, visit, state, unrolled=unrolled)
+            total, state = _leg(ring, hop, last, firsts[hop], cargo, remote_step, state, unrolled=unrolled)
             totals.append(total)
             cargo = jax.tree.map(jnp.zeros_like, cargo)
     return (_added(*totals) if totals else home), state
@@ -168,16 +168,16 @@ def _leg(
     last: int,
     load: Load,
     cargo: Gradients,
-    visit: Visit,
+    remote_step: RemoteStep,
     state: Any,
     *,
     unrolled: bool,
 ) -> tuple[Gradients, Any]:
-    """Visits distances 1 to `last` in one direction; the load is the first one's, the cargo one step behind."""
+    """Ring steps 1 to `last` in one direction; the load is the first one's, the cargo one step behind."""
 
     def meet(distance: Distance, load: Load, cargo: Gradients, state: Any) -> tuple[Gradients, Any]:
         arriving = ring.shift(cargo, hop)
-        added, state = visit(hop * distance, load, state)
+        added, state = remote_step(hop * distance, load, state)
         return _added(arriving, added), state
 
     def step(distance: Distance, carry: tuple[Load, Gradients, Any]) -> tuple[Load, Gradients, Any]:
@@ -217,18 +217,18 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
         made = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
         return step.spread({name: made[name] for name in pullback.wanted}, load["key"].shape[1])
 
-    def visit(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
+    def remote_step(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
         grads = grads_of(step_at(record, ring, distance, load), load)
         source = (lax.axis_index(ring.axis_name) - distance) % ring.size
         return _travelling(grads), _kept(grads, staying, ring, source, load)
 
-    def own(load: Load) -> tuple[Gradients, Gradients]:
-        grads = grads_of(own_step(record, ring, load), load)
+    def first_step(load: Load) -> tuple[Gradients, Gradients]:
+        grads = grads_of(local_step(record, ring, load), load)
         nothing = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in ("bias",) if name in grads}
         return _travelling(grads), _kept(grads, nothing, ring, lax.axis_index(ring.axis_name), load)
 
     unrolled = kind_of(record, ring) == "banded"
-    home, kept = _around(ring, load_of(record), own, visit, unrolled=unrolled)
+    home, kept = _around(ring, load_of(record), first_step, remote_step, unrolled=unrolled)
     return {**home, **kept}
 
 

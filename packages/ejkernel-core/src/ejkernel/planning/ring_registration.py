@@ -21,10 +21,10 @@ def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -
 
     Args:
         tiled: The backend's implementation of the family `tiled_attention`.
-        forward: `"module:function"` that calls `ring_loop.forward` with its kernels; likewise `backward`.
-        backward: `"module:function"`.
+        forward: `"module:function"` that calls `ring_loop.forward` with its kernels.
+        backward: `"module:function"` that calls `ring_loop.backward`.
     """
-    own = tiled.backward_requires
+    needs = tiled.backward_requires
     return dataclasses.replace(
         tiled,
         family=FAMILY.name,
@@ -32,7 +32,7 @@ def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -
         backward=backward,
         gradients=tiled.gradients & set(FAMILY.differentiable),
         requires=_requires(tiled.requires),
-        backward_requires=None if own is None else _requires(own),
+        backward_requires=None if needs is None else _requires(needs),
         config=_config(tiled.config),
         tuned=None,
     )

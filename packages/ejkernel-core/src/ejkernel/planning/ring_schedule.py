@@ -1,9 +1,9 @@
-"""Which keys a device meets, and in which order.
+"""Whose keys a device receives, and in which order.
 
-Every device starts with its own keys. Then they travel: *back*, from device i to i + 1, so that a device meets the
-keys of those before it, nearest first, and around the end of the ring those of all others; and *ahead*, from i to
-i - 1. A window that reaches only some parts stops both early. What no query of a device can see anyhow is left out by
-the tile loops, from positions alone.
+Every device starts with the keys it holds. Then they travel from device i to i + 1, so that a device receives those
+of the devices *before* it, nearest first, and around the end of the ring those of all others; and from i to i - 1, so
+that it receives those of the devices *after* it. A window that reaches only some parts stops both early. Pairs that no
+query of a device attends to are left out by the tile loops, from positions alone.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from ejkernel.planning import ring_stripes as stripes
 
 Tree = TypeVar("Tree")
 Load = dict[str, jax.Array]
-Visit = Callable[[jax.Array, Load, Any], tuple[Load, Any]]
+StepFunction = Callable[[jax.Array, Load, Any], tuple[Load, Any]]
 
 QUERY_ROWS = {"query": 1, "q_segment_ids": 1, "bias": 2, "mask": 2}
 TRAVELLING = ("key", "value", "kv_segment_ids", "kv_positions")
@@ -34,21 +34,21 @@ class Ring:
     Attributes:
         axis_name: The mesh axis.
         size: Devices along it.
-        back: How many devices before it every device meets.
-        ahead: How many after it.
+        before: From how many devices before it a device receives keys.
+        after: From how many devices after it.
         striped: Whether parts are those of `ring_stripes`.
     """
 
     axis_name: str
     size: int
-    back: int
-    ahead: int
+    before: int
+    after: int
     striped: bool
 
     @property
     def distances(self) -> tuple[int, ...]:
-        """How many places before a device the others are that it meets, in order; after it, negative."""
-        return (*range(1, self.back + 1), *range(-1, -self.ahead - 1, -1))
+        """How many places before a device each sender is, in the order of ring steps; negative after it."""
+        return (*range(1, self.before + 1), *range(-1, -self.after - 1, -1))
 
     def shift(self, tree: Tree, hops: int) -> Tree:
         """What the device `hops` places before this one has."""
@@ -70,39 +70,39 @@ class Ring:
         return [(start, length // 2) for start in stripes.starts(source, length // 2, self.size)]
 
     def indices(self, source: jax.Array, length: int) -> jax.Array:
-        """int32 [1, length], likewise, one by one."""
+        """int32 [1, length], the index in the whole sequence of each row that a device works on."""
         pieces = [jnp.arange(n, dtype=jnp.int32) + start for start, n in self.pieces(source, length)]
         return jnp.concatenate(pieces)[None]
 
-    def walk(self, load: Load, cargo: Load, visit: Visit, state: Any) -> tuple[Load, Any]:
+    def walk(self, load: Load, cargo: Load, step_of: StepFunction, state: Any) -> tuple[Load, Any]:
         """Takes every device's load past this one.
 
         Args:
             load: This device's keys and what belongs to them.
             cargo: Zeros for what is collected for each load on its way.
-            visit: (device that the load is from, load, state) -> (what it adds to the load's cargo, state).
+            step_of: (device that the load is from, load, state) -> (what it adds to the load's cargo, state).
             state: What stays here.
 
         Returns:
             The cargo of this device's own load, back home, and the state.
         """
-        ahead = self.shift(load, -1) if self.ahead else load
-        total, state = self._leg(1, self.back, load, cargo, visit, state, first=0)
-        if self.ahead:
-            more, state = self._leg(-1, self.ahead, ahead, cargo, visit, state, first=1)
+        after = self.shift(load, -1) if self.after else load
+        total, state = self._leg(1, self.before, load, cargo, step_of, state, first=0)
+        if self.after:
+            more, state = self._leg(-1, self.after, after, cargo, step_of, state, first=1)
             total = jax.tree.map(jnp.add, total, more)
         return total, state
 
     def _leg(
-        self, direction: int, last: int, load: Load, cargo: Load, visit: Visit, state: Any, *, first: int
+        self, direction: int, last: int, load: Load, cargo: Load, step_of: StepFunction, state: Any, *, first: int
     ) -> tuple[Load, Any]:
-        """Visits `first` to `last` in one direction; the load is the first one's."""
+        """Ring steps `first` to `last` in one direction; the load is the first one's."""
         me = lax.axis_index(self.axis_name)
 
         def meet(hop: Any, load: Load, cargo: Load, state: Any) -> tuple[Load, Any]:
-            # Neither of these depends on the visit, and so both go on while it computes.
+            # Neither transfer depends on the kernel of this step, so both run while it computes.
             arriving = self.shift(cargo, direction)
-            added, state = visit((me - direction * jnp.int32(hop)) % self.size, load, state)
+            added, state = step_of((me - direction * jnp.int32(hop)) % self.size, load, state)
             return jax.tree.map(jnp.add, arriving, added), state
 
         def step(hop: jax.Array, carry: tuple[Load, Load, Any]) -> tuple[Load, Load, Any]:
@@ -121,10 +121,10 @@ def ring_of(record: RingAttention) -> Ring | None:
     size = axis_size(record.axis_name)
     if record.axis_name is None or size == 1:
         return None
-    back, ahead = reach(record, size)
-    if back + ahead >= size - 1:  # one way around meets everyone
-        back, ahead = size - 1, 0
-    return Ring(record.axis_name, size, back, ahead, _is_striped(record))
+    before, after = reach(record, size)
+    if before + after >= size - 1:  # one way around receives from every device
+        before, after = size - 1, 0
+    return Ring(record.axis_name, size, before, after, _is_striped(record))
 
 
 def _by_index(record: RingAttention) -> bool:
@@ -170,7 +170,7 @@ def load_of(record: RingAttention) -> Load:
     return {name: x for name in TRAVELLING if (x := getattr(record, name)) is not None}
 
 
-def encounter(record: RingAttention, ring: Ring, source: jax.Array, load: Load) -> TiledAttention:
+def step_record(record: RingAttention, ring: Ring, source: jax.Array, load: Load) -> TiledAttention:
     """This device's queries and another one's keys. Sinks are left to the caller, who counts them once."""
     keys = load["key"].shape[1]
     pairs = {

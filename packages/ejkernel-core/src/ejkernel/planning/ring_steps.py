@@ -29,7 +29,7 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.planning.ring_schedule import Load, Ring, encounter, load_of, reach, ring_of
+from ejkernel.planning.ring_schedule import Load, Ring, load_of, reach, ring_of, step_record
 from ejkernel.planning.softmax_merge import Partial
 
 Kind = Literal["full", "zig-zag", "banded", "positioned"]
@@ -56,7 +56,7 @@ class Step:
     Attributes:
         record: The call, without sinks.
         rows: (first, last) of the device's queries that it has.
-        columns: Likewise of the keys that are here.
+        columns: (first, last) of the keys that are here.
         length: The device's queries.
         present: Whether these keys exist at all, or came around the end of the sequence; a traced bool, or True.
     """
@@ -106,16 +106,16 @@ class ZigzagStep:
 
     def partials(self, part: Partial) -> tuple[Partial, ...]:
         """Results as attention of all of the device's queries, to merge."""
-        (own, shared), (own_lse, shared_lse) = jnp.split(part.output, 2), jnp.split(part.lse, 2)
-        zero, none = jnp.zeros_like(own), jnp.full_like(own_lse, -jnp.inf)
+        (by_device, shared), (lse_by_device, shared_lse) = jnp.split(part.output, 2), jnp.split(part.lse, 2)
+        zero, none = jnp.zeros_like(by_device), jnp.full_like(lse_by_device, -jnp.inf)
         before = self.before
         first = Partial(
-            jnp.concatenate([jnp.where(before, own, zero), shared], axis=1),
-            jnp.concatenate([jnp.where(before, own_lse, none), shared_lse], axis=2),
+            jnp.concatenate([jnp.where(before, by_device, zero), shared], axis=1),
+            jnp.concatenate([jnp.where(before, lse_by_device, none), shared_lse], axis=2),
         )
         second = Partial(
-            jnp.concatenate([zero, jnp.where(before, zero, own)], axis=1),
-            jnp.concatenate([none, jnp.where(before, none, own_lse)], axis=2),
+            jnp.concatenate([zero, jnp.where(before, zero, by_device)], axis=1),
+            jnp.concatenate([none, jnp.where(before, none, lse_by_device)], axis=2),
         )
         return first, second
 
@@ -123,8 +123,8 @@ class ZigzagStep:
         """Gradients as those of all of the device's queries and of all keys that are here."""
         placed: Gradients = {}
         for name, x in gradients.items():
-            own, shared = jnp.split(x, 2)
-            early, late = jnp.where(self.before, own, 0), jnp.where(self.before, 0, own)
+            by_device, shared = jnp.split(x, 2)
+            early, late = jnp.where(self.before, by_device, 0), jnp.where(self.before, 0, by_device)
             # (late, early) is of the late queries, and of the early keys.
             halves = (early, late + shared) if name == "query" else (early + shared, late)
             placed[name] = jnp.concatenate(halves, axis=1)
@@ -136,17 +136,17 @@ def ring_of_steps(record: RingAttention) -> Ring | None:
     ring = ring_of(record)
     if ring is None or kind_of(record, ring) != "banded":
         return ring
-    back, ahead = reach(record, ring.size)
-    return dataclasses.replace(ring, back=back, ahead=ahead)
+    before, after = reach(record, ring.size)
+    return dataclasses.replace(ring, before=before, after=after)
 
 
-def own_step(record: RingAttention, ring: Ring, load: Load) -> Step:
-    """The step with the device's own keys. The early chunk is before the late one: local indices order a zig-zag."""
+def local_step(record: RingAttention, ring: Ring, load: Load) -> Step:
+    """The step with the keys that the device holds. Local indices order a zig-zag: early is before late."""
     queries, keys = record.query.shape[1], record.key.shape[1]
     if kind_of(record, ring) in ("zig-zag", "banded"):
         met = dataclasses.replace(tiled(record), softmax_aux=None)
     else:
-        met = encounter(record, ring, lax.axis_index(ring.axis_name), load)
+        met = step_record(record, ring, lax.axis_index(ring.axis_name), load)
     return Step(met, (0, queries), (0, keys), queries)
 
 
@@ -159,7 +159,7 @@ def step_at(record: RingAttention, ring: Ring, distance: Distance, load: Load) -
     if kind == "banded":
         source = me - distance
         return _banded(record, int(distance), load, (source >= 0) & (source < ring.size))
-    met = encounter(record, ring, (me - distance) % ring.size, load)
+    met = step_record(record, ring, (me - distance) % ring.size, load)
     return Step(met, (0, queries), (0, keys), queries)
 
 
@@ -171,9 +171,9 @@ def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
 
     def make(record: RingAttention) -> tuple[TiledAttention, ...]:
         load = load_of(record)  # of other devices' keys, and exchanged or not, the shapes are the same
-        own = dataclasses.replace(own_step(record, ring, load).record, softmax_aux=record.softmax_aux)
+        by_device = dataclasses.replace(local_step(record, ring, load).record, softmax_aux=record.softmax_aux)
         distances = ring.distances if kind_of(record, ring) == "banded" else ring.distances[:1]
-        return own, *(step_at(record, ring, distance, load).record for distance in distances)
+        return by_device, *(step_at(record, ring, distance, load).record for distance in distances)
 
     return jax.eval_shape(lambda record: _compat.untracked(make, record), record)
 

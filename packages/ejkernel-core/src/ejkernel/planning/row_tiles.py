@@ -20,8 +20,8 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows, running_
 NONE = -1
 """In place of a matrix: the rows are of no group that has one."""
 FIELDS = 4
-"""Of an entry: number of the matrix, or `NONE`; the tile's first row; the row after the last of its group; and the
-first row of its group.
+"""Fields of an entry: number of the matrix, or `NONE`; the tile's first row; the row after the last of its group;
+and the first row of its group.
 
 Entries that are not real are zeros. After the entries comes a line with how many have no matrix and come first, how
 many have one and follow, and how many are real.
@@ -58,13 +58,13 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
     fields = (matrix, found.first - (found.stop - found.tiles) * block, found.end, found.first)
     # One sum of everything: the fields of the segment that an entry is in, or, in the last line, tiles.
     entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
-    own = (entry < found.stop) & (entry >= found.stop - found.tiles) & (entry < length)
+    in_segment = (entry < found.stop) & (entry >= found.stop - found.tiles) & (entry < length)
     counted = jnp.arange(matrices + 2)
     kinds = (counted == 0, (counted > 0) & (counted <= matrices), counted >= 0, counted < 0)
-    values = jnp.where(own[..., None], jnp.stack(fields, axis=-1), 0)
+    values = jnp.where(in_segment[..., None], jnp.stack(fields, axis=-1), 0)
     values += jnp.where(entry[..., None] == length, found.tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
     steps = jnp.where(jnp.arange(FIELDS) == 1, block, 0)
-    real = jnp.any(own, axis=1, keepdims=True)
+    real = jnp.any(in_segment, axis=1, keepdims=True)
     return jnp.sum(values, axis=1, dtype=jnp.int32) + jnp.where(real, entry * steps, 0)
 
 

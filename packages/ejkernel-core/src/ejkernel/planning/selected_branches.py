@@ -107,15 +107,15 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
         branch: Branch | None = getattr(pullback.residuals, name)
         if branch is None:
             continue
-        own, opened = getattr(record, gate), cotangent
-        if own is not None:
+        factor, gated_cotangent = getattr(record, gate), cotangent
+        if factor is not None:
             collect({gate: jnp.sum(cotangent * branch.output.astype(wide), axis=-1)})
-            opened = cotangent * own[..., None].astype(wide)
-        opened = opened.astype(record.query.dtype)
+            gated_cotangent = cotangent * factor[..., None].astype(wide)
+        gated_cotangent = gated_cotangent.astype(record.query.dtype)
         if name != "selected":
-            collect(_dense(record, name, branch, opened, wanted, dense))
+            collect(_dense(record, name, branch, gated_cotangent, wanted, dense))
         elif wanted & SHARED:
-            collect(selected(record, branch, opened, wanted & SHARED))
+            collect(selected(record, branch, gated_cotangent, wanted & SHARED))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in wanted}
 
 
@@ -128,14 +128,14 @@ def _dense(
     dense: DenseKernel,
 ) -> Gradients:
     """Gradients of a branch that is tiled attention, by their names in the record of all branches."""
-    own = compressed(record) if name == "compressed" else window(record)
-    assert own is not None  # the branch left residuals
+    inner_record = compressed(record) if name == "compressed" else window(record)
+    assert inner_record is not None  # the branch left residuals
     outer = {x: f"compressed_{x}" if name == "compressed" and x != "query" else x for x in ("query", "key", "value")}
     inner = frozenset(x for x, public in outer.items() if public in wanted)
     if not inner:
         return {}
     pullback = Pullback(
-        record=own,
+        record=inner_record,
         residuals=SoftmaxResiduals(lse=branch.lse),
         output=branch.output,
         cotangent=cotangent,

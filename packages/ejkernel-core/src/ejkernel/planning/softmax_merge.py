@@ -26,8 +26,8 @@ class Partial(NamedTuple):
 
 def merge(*parts: Partial) -> Partial:
     """Attention to the keys of all parts."""
-    peak = functools.reduce(jnp.maximum, (part.lse for part in parts))
-    shift = jnp.where(peak == -jnp.inf, 0, peak)
+    row_max = functools.reduce(jnp.maximum, (part.lse for part in parts))
+    shift = jnp.where(row_max == -jnp.inf, 0, row_max)
     masses = [jnp.exp(part.lse - shift) for part in parts]
     total = jnp.asarray(sum(masses))
     some = total > 0

@@ -1,4 +1,4 @@
-"""Which pairs of a query tile and a key tile have work, for kernels that visit tiled attention tile by tile.
+"""Which pairs of a query tile and a key tile have work, for kernels that compute tiled attention tile by tile.
 
 For every tile the extremes of its positions and segment ids decide: a pair is *empty* when no query of it can see any
 key, and *full* when every query sees every key. Without explicit positions and segment ids the answers are constants.
@@ -123,7 +123,7 @@ def runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
     count = some.shape[-1]
     index = np.arange(count, dtype=np.int32)
     last = xp.where(some, index + 1, 0).max(axis=-1)
-    first = xp.minimum(xp.where(some, index, count).min(axis=-1), last)  # nothing to visit: an empty span
+    first = xp.minimum(xp.where(some, index, count).min(axis=-1), last)  # without work: an empty span
     full_start = xp.where(every, index, count).min(axis=-1)
     full_end = xp.where(~every & (index > full_start[..., None]), index, count).min(axis=-1)
     none = full_start == count
@@ -146,7 +146,7 @@ def _banded(record: TiledAttention, q_cut: Cut, kv_cut: Cut, xp: Any) -> tuple[A
 
 
 def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Likewise for equal segment ids >= 0. Overlapping ranges of ids may still turn out to have no pair."""
+    """Some and every pair of tiles with equal segment ids >= 0. Overlapping ranges may still have no pair."""
     (q_low, q_high), (k_low, k_high) = queries, keys
     q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
     some = (jnp.maximum(q_low, k_low) <= jnp.minimum(q_high, k_high)) & (jnp.minimum(q_high, k_high) >= 0)

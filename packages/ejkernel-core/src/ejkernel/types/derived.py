@@ -135,8 +135,8 @@ def create_bias(info: "ejkernel.types.mask.MaskInfo", dtype: DTypeLike = jnp.flo
     Raises:
         ValueError: The mask is empty.
     """
-    hidden = jnp.asarray(jnp.finfo(dtype).min, dtype)
-    return jnp.where(info.get_or_compute_attention_mask(), jnp.zeros((), dtype), hidden)
+    masked = jnp.asarray(jnp.finfo(dtype).min, dtype)
+    return jnp.where(info.get_or_compute_attention_mask(), jnp.zeros((), dtype), masked)
 
 
 def materialize_attention_mask(

@@ -35,7 +35,7 @@ def padding_segment_ids(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         mask: [..., q_len, kv_len], True attends.
 
     Returns:
-        [..., q_len] and [..., kv_len] int32: -1 for a query that attends to nothing and for a key nobody attends to,
+        [..., q_len] and [..., kv_len] int32: -1 for a query that attends to nothing and for a key no query attends to,
         else 0.
     """
     attends = as_bool_mask(mask)

@@ -1,4 +1,4 @@
-"""Patterns of attention that are known when a call is traced, so that what they leave out is never visited.
+"""Patterns of attention that are known when a call is traced, so that what they mask is never computed.
 
 A `Mask` says which (query, key) pairs attend, by index in the whole call. It is hashable and has no arrays in it (but
 for `NumpyMask`), so it is part of what a call is compiled for. Kernels ask it two things: which tiles have some and
@@ -229,7 +229,7 @@ class NumpyMask(Mask):
     array: np.ndarray
 
     def __post_init__(self) -> None:
-        array = np.array(self.array, dtype=bool)  # a copy, which nobody else can change
+        array = np.array(self.array, dtype=bool)  # a copy, which the caller cannot change
         array.flags.writeable = False
         object.__setattr__(self, "array", array)
         object.__setattr__(self, "shape", array.shape)
@@ -311,7 +311,7 @@ class MultiHeadMask(Mask):
         raise ValueError("a MultiHeadMask allows different pairs in different heads; ask the mask of one of them")
 
     def tiles(self, queries: Spans, keys: Spans) -> Tiles:
-        """Of all heads together: some pair of some head, every pair of every head."""
+        """Tiles over all heads: where some pair of some head attends, and where every pair of every head does."""
         parts = [mask.tiles(queries, keys) for mask in self.distinct]
         return Tiles(np.any([part.some for part in parts], axis=0), np.all([part.every for part in parts], axis=0))
 

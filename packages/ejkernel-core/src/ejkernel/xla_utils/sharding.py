@@ -66,7 +66,7 @@ def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous
         x: Also called `tensor`. Array; its size along `seq_dim` is a multiple of `2 * cp_size`.
         cp_size: Devices along the sequence, an int >= 1.
         seq_dim: Dimension of the sequence; may be negative.
-        to_contiguous: Go back from the dealt order to the natural one.
+        to_contiguous: Go back from the zig-zag order to the natural one.
 
     Returns:
         x with its tokens reordered along `seq_dim`.
@@ -80,9 +80,9 @@ def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous
         from ejkernel.xla_utils import reorder_sequence
 
         x = jnp.arange(8)[None]
-        dealt = reorder_sequence(x, cp_size=2)
-        assert dealt.tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
-        assert (reorder_sequence(dealt, cp_size=2, to_contiguous=True) == x).all()
+        zigzag = reorder_sequence(x, cp_size=2)
+        assert zigzag.tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
+        assert (reorder_sequence(zigzag, cp_size=2, to_contiguous=True) == x).all()
         ```
     """
     pieces = 2 * as_count("cp_size", cp_size, least=1)
@@ -91,7 +91,7 @@ def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous
     axis = seq_dim % x.ndim
     if x.shape[axis] % pieces:
         raise ValueError(f"x: got shape {x.shape}, wants a multiple of 2 * cp_size = {pieces} along dimension {axis}")
-    dealt = [piece for device in range(pieces // 2) for piece in (device, pieces - 1 - device)]
-    order = [dealt.index(n) for n in range(pieces)] if as_flag("to_contiguous", to_contiguous) else dealt
+    zigzag = [piece for device in range(pieces // 2) for piece in (device, pieces - 1 - device)]
+    order = [zigzag.index(n) for n in range(pieces)] if as_flag("to_contiguous", to_contiguous) else zigzag
     cut = x.reshape(*x.shape[:axis], pieces, x.shape[axis] // pieces, *x.shape[axis + 1 :])
     return jnp.take(cut, jnp.array(order), axis=axis).reshape(x.shape)

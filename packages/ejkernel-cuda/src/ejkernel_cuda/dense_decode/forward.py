@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel_cuda.dense_decode.splits import MOST, DecodeSplits
+from ejkernel_cuda.dense_decode.splits import MAX_SPLITS, DecodeSplits
 from ejkernel_cuda.library import registered
 
 FAR = 2**30
@@ -19,7 +19,7 @@ def forward(record: PagedAttention, config: DecodeSplits) -> tuple[tuple[jax.Arr
     """
     assert record.value_pages is not None  # a dense record has them
     (rows, heads, _), size = record.query.shape, record.value_pages.shape[-1]
-    splits = min(config.num_splits, MOST)
+    splits = min(config.num_splits, MAX_SPLITS)
     partial = splits if splits > 1 else 0
     left, right = band(record)
     call = jax.ffi.ffi_call(

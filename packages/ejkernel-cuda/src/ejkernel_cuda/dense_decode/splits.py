@@ -1,4 +1,4 @@
-"""How many blocks share the keys of a row: which number is used when nobody chose, and which are worth measuring."""
+"""Split-KV: how many blocks share the keys of a row; the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 
@@ -7,22 +7,22 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
 
-HEADS = 16
-"""Query heads of a KV head that a block serves."""
+HEADS_PER_BLOCK = 16
+"""Query heads of one KV head in a block: the rows of an MMA tile."""
 
 CHIPS = {8.0: (108, 164), 8.6: (84, 100), 8.9: (142, 100), 9.0: (132, 228), 10.0: (148, 228), 12.0: (170, 100)}
 """Multiprocessors of the largest chip of a compute capability, and the KiB of shared memory of each of them."""
 
-SHORTEST = 256
-"""Keys that a block should have at least, so that starting and merging it does not show."""
+MIN_SPLIT_KEYS = 256
+"""Fewest keys of a split, so that the cost of starting and merging a block stays small."""
 
-LONG = 4096
-"""Keys that a block has at least where splits are there to even out the rows."""
+MIN_UNEVEN_KEYS = 4096
+"""Fewest keys of a split where splits balance rows of different lengths."""
 
-WAVES = 3
-"""Waves that even them out."""
+UNEVEN_WAVES = 3
+"""Waves of blocks that balance rows of different lengths."""
 
-MOST = 64
+MAX_SPLITS = 64
 """Splits that the kernels can merge."""
 
 
@@ -38,33 +38,39 @@ class DecodeSplits:
 
 
 FACES: dict[str, str] = dict.fromkeys(("num_key_splits", "num_kv_splits", "num_splits"), "num_splits")
-"""What public configurations call them."""
+"""Fields of the public configurations that set the number of splits."""
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> DecodeSplits:
     """The fewest splits that keep the chip about as busy as it can be kept.
 
-    Blocks run in waves of as many as the chip holds, and the last wave is rarely full: the fuller, the better. Rows are
-    of other lengths than one another, which some waves even out; for rows of one length they cost little.
+    Wave quantisation: blocks run in waves of as many as the chip holds, and a partly empty tail wave wastes its rest.
+    Rows differ in length, which several waves balance; for rows of one length those cost little.
     """
     multiprocessors, shared = CHIPS.get(device.compute_capability or 9.0, CHIPS[9.0])
-    slots = multiprocessors * (shared // (_shared(record) + 1))  # of each block's, the driver keeps one for itself
-    blocks, limit = _blocks(record), most(record)
-    uneven = min(-(-WAVES * slots // blocks), _keys(record) // LONG) if record.query.shape[0] > 1 else 1
-    busy = {n: _fullness(blocks * n, slots) for n in range(max(1, min(uneven, limit)), limit + 1)}
-    enough = 0.95 * max(busy.values())
-    return DecodeSplits(num_splits=next(n for n, fullness in busy.items() if fullness >= enough))
+    wave_blocks = multiprocessors * (
+        shared // (_shared(record) + 1)
+    )  # of each block's, the driver keeps one for itself
+    blocks, limit = _blocks(record), max_splits(record)
+    min_splits = (
+        min(-(-UNEVEN_WAVES * wave_blocks // blocks), _keys(record) // MIN_UNEVEN_KEYS)
+        if record.query.shape[0] > 1
+        else 1
+    )
+    occupied = {n: _fullness(blocks * n, wave_blocks) for n in range(max(1, min(min_splits, limit)), limit + 1)}
+    enough = 0.95 * max(occupied.values())
+    return DecodeSplits(num_splits=next(n for n, fullness in occupied.items() if fullness >= enough))
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[DecodeSplits, ...]:
-    """Powers of two."""
-    limit = most(record)
+    """Powers of two up to the most splits of a record."""
+    limit = max_splits(record)
     return tuple(DecodeSplits(num_splits=1 << n) for n in range(limit.bit_length()))
 
 
-def most(record: PagedAttention) -> int:
+def max_splits(record: PagedAttention) -> int:
     """The most splits that make sense for a record."""
-    return max(1, min(MOST, _keys(record) // SHORTEST))
+    return max(1, min(MAX_SPLITS, _keys(record) // MIN_SPLIT_KEYS))
 
 
 def _keys(record: PagedAttention) -> int:
@@ -77,7 +83,7 @@ def _keys(record: PagedAttention) -> int:
 def _blocks(record: PagedAttention) -> int:
     rows, heads, _ = record.query.shape
     kv_heads = record.key_pages.shape[2]
-    return rows * kv_heads * -(-heads // kv_heads // HEADS)
+    return rows * kv_heads * -(-heads // kv_heads // HEADS_PER_BLOCK)
 
 
 def _shared(record: PagedAttention) -> int:
@@ -85,5 +91,5 @@ def _shared(record: PagedAttention) -> int:
     return 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
 
 
-def _fullness(blocks: int, slots: int) -> float:
-    return blocks / (-(-blocks // slots) * slots)
+def _fullness(blocks: int, wave_blocks: int) -> float:
+    return blocks / (-(-blocks // wave_blocks) * wave_blocks)

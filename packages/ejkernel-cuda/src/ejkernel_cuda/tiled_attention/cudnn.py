@@ -34,8 +34,8 @@ def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResi
     given = inputs if record.bias is None else {**inputs, "bias": record.bias}
 
     def run(given: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
-        own = {name: jnp.broadcast_to(given[name], (rows, *given[name].shape[1:])) for name in inputs}
-        return _forward(dataclasses.replace(record, **{**given, **own}))
+        broadcast = {name: jnp.broadcast_to(given[name], (rows, *given[name].shape[1:])) for name in inputs}
+        return _forward(dataclasses.replace(record, **{**given, **broadcast}))
 
     output, lse = in_rows(run, given, record.query.shape[0])
     return output, SoftmaxResiduals(lse=lse)

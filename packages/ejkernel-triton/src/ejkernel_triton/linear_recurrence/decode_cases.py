@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import delta, state_space
-from ejkernel.modules.operations.cases.recurrence import Row, Sizes, gates, make_cases, normal
+from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gates, make_cases, normal
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments
@@ -13,14 +13,14 @@ from ejkernel.ops.model import Case
 STATE = {"return_state": True}
 _VALUE_GATES: Row = (
     "a step with gates of keys and values",
-    Sizes(t=3, g=2, v=12),
+    RecurrenceSizes(t=3, g=2, v=12),
     gates("g_gamma", "gk", "gv", "initial_state", **STATE),
     ("decay", "value_decay", "initial_state"),
     ("awkward",),
 )
 _CHANNELS: Row = (
     "a step of eight tokens with a gate of channels",
-    Sizes(t=8, g=1, k=6, v=20, dtype=jnp.bfloat16),
+    RecurrenceSizes(t=8, g=1, k=6, v=20, dtype=jnp.bfloat16),
     lambda key, sizes: {
         **gates("gate of channels", **STATE)(key, sizes),
         "initial_state": normal(key, sizes.shape("initial_state"), jnp.bfloat16),
@@ -30,7 +30,7 @@ _CHANNELS: Row = (
 )
 _SEGMENTS: Row = (
     "a step with segments and padding",
-    Sizes(t=8),
+    RecurrenceSizes(t=8),
     delta._segments,  # pyright: ignore[reportPrivateUsage]
     ("beta", "decay", "segment_ids", "initial_state"),
     ("awkward",),

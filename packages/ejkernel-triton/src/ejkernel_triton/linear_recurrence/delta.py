@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import packing
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
-from ejkernel_triton.linear_recurrence.config import ChunkPasses, DeltaPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses, DeltaPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
@@ -159,13 +159,24 @@ def _gradients(
     }
 
 
+def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
+    """Tokens a chunk of a record with beta, from those of its configuration.
+
+    With gates of channels and chunks of 16 tokens Triton 3.6 computes the columns of `corrections_kernel` wrongly on
+    NVIDIA's chips (see `ahead.mixed_lanes`): the four warps hold copies of one tile, the copies differ, and whichever
+    warp stores last wins. With 32 tokens no such instruction is in the code.
+    """
+    by_channel = record.decay is not None and record.decay.shape[3] > 1
+    return max(2 * MIN_TILE, chunk) if by_channel and not interpreting() else chunk
+
+
 def _call(
     record: LinearRecurrence, config: ChunkPasses, chunk: int, pocket: DeltaPocket | None = None
 ) -> RecurrenceCall:
     # A correction is no decay: what a segment does to its first state is a matrix, so rows are not split.
     config = dataclasses.replace(config, splits=1)
     gates, scores = (None, None) if pocket is None else (pocket.gates, pocket.scores)
-    call = stages.make_call(record, config, chunk, gates, scores)
+    call = stages.make_call(record, config, tokens_of_chunk(record, chunk), gates, scores)
     return call if scores is not None else dataclasses.replace(call, scores=stages.channel_scores(call))
 
 

@@ -1,6 +1,6 @@
 """Conformance cases of latent decoding in Triton: rows wider than one accumulator, and heads of several tiles."""
 
-from ejkernel.modules.operations.cases.mla_decode import Sizes, arrays
+from ejkernel.modules.operations.cases.mla_decode import DecodeSizes, arrays
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.modules.operations.mla_decode import MLADecodeArguments
 from ejkernel.ops.model import Case
@@ -8,6 +8,6 @@ from ejkernel.ops.model import Case
 
 def wide_cases() -> dict[str, tuple[Case, ...]]:
     """Cases by the name of their operation."""
-    sizes = Sizes(b=2, s=21, h=80, g=1, r=512, n=16, rope=64, joined=True, lengths=(21, 5))
-    wide: Row[Sizes] = ("one cache of 512 + 64, 80 heads", sizes, lambda key: {}, (), ("awkward",))
+    sizes = DecodeSizes(b=2, s=21, h=80, g=1, r=512, n=16, rope=64, one_cache=True, lengths=(21, 5))
+    wide: Row[DecodeSizes] = ("one cache of 512 + 64, 80 heads", sizes, lambda key: {}, (), ("awkward",))
     return {"mla_decode": table(MLADecodeArguments, arrays, (wide,))}

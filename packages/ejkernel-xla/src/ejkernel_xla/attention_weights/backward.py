@@ -20,7 +20,7 @@ from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.pullback import Pullback
-from ejkernel_xla.attention_weights.forward import WHOLE, head_sinks, row_scores
+from ejkernel_xla.attention_weights.forward import ALL_KEYS, head_sinks, row_scores
 from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
 from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, add
 from ejkernel_xla.tiled_attention.forward import finite
@@ -90,7 +90,7 @@ def backward(pullback: Pullback, config: WeightRows) -> Gradients:
 def _differentiate(pullback: Pullback, plan: Plan, at: Cursor) -> Rows:
     record, dtype = pullback.record, accumulator(pullback.record)
     query = load_query(record, plan, at)
-    key, value = (load_keys(x, record, plan, at, WHOLE) for x in (record.key, record.value))
+    key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
     cotangent, dweights = load_rows(pullback.cotangent[0], record, plan, at), _weight_cotangent(pullback, plan, at)
     if plan.queries.ragged:  # rows that an earlier tile had contribute nothing again
         fresh = plan.queries.fresh(at.tile)[:, None]
@@ -98,19 +98,19 @@ def _differentiate(pullback: Pullback, plan: Plan, at: Cursor) -> Rows:
     scores = row_scores(record, plan, at, query, key)
     lse, rows = finite(load_heads(pullback.residuals.lse, plan, at)), dropout_rows(record, plan, at)
     weights = jnp.exp(scores.value - lse[..., None])
-    dweights = drop(dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, WHOLE)
+    dweights = drop(dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, ALL_KEYS)
     if scores.allowed is not None:  # of pairs that do not attend, the cotangent may be anything
         dweights = jnp.where(scores.allowed, dweights, 0)
     delta = jnp.sum(weights * dweights, axis=-1)
     dscores = weights * (dweights - delta[..., None])
     if scores.slope is not None:
         dscores = dscores * scores.slope
-    return Rows(query, key, cotangent, drop(weights, rows, record, WHOLE), dscores, lse, delta)
+    return Rows(query, key, cotangent, drop(weights, rows, record, ALL_KEYS), dscores, lse, delta)
 
 
 def _weight_cotangent(pullback: Pullback, plan: Plan, at: Cursor) -> jax.Array:
     """[b, h, g, t, S]."""
-    tile = load_pairs(pullback.cotangent[1], plan, at, WHOLE)
+    tile = load_pairs(pullback.cotangent[1], plan, at, ALL_KEYS)
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 
 

@@ -30,7 +30,7 @@ from ejkernel_xla.tiled_attention.scores import (
     score,
 )
 
-WHOLE: Any = 0
+ALL_KEYS: Any = 0
 """The one tile of keys."""
 
 
@@ -66,10 +66,10 @@ def forward(record: TiledAttention, config: WeightRows) -> tuple[Output, Softmax
 
 
 def _query_tile(record: TiledAttention, plan: Plan, at: Cursor, state: State) -> State:
-    key, value = (load_keys(x, record, plan, at, WHOLE) for x in (record.key, record.value))
+    key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
     scores = row_scores(record, plan, at, load_query(record, plan, at), key)
     lse = _log_sum(record, plan, at, scores.value)
-    weights = drop(jnp.exp(scores.value - finite(lse)[..., None]), dropout_rows(record, plan, at), record, WHOLE)
+    weights = drop(jnp.exp(scores.value - finite(lse)[..., None]), dropout_rows(record, plan, at), record, ALL_KEYS)
     output = dot("bhgts,bhsv->bhgtv", weights.astype(value.dtype), value, record)
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
     head = at.head * plan.group
@@ -82,18 +82,18 @@ def _query_tile(record: TiledAttention, plan: Plan, at: Cursor, state: State) ->
 
 def row_scores(record: TiledAttention, plan: Plan, at: Cursor, query: jax.Array, key: jax.Array) -> Scores:
     """Scores of a query tile [b, h, g, t, d] and all keys [b, h, S, d], masked."""
-    return mask(score(record, plan, at, WHOLE, query, key), allow(record, plan, at, WHOLE))
+    return mask(score(record, plan, at, ALL_KEYS, query, key), allow(record, plan, at, ALL_KEYS))
 
 
 def _log_sum(record: TiledAttention, plan: Plan, at: Cursor, scores: jax.Array) -> jax.Array:
-    """Log of the softmax denominator [b, h, g, t], the sink's part included; -inf where there is nothing."""
-    peak = jnp.max(scores, axis=-1)
+    """Log-sum-exp of the rows [b, h, g, t], the sink included; -inf where nothing attends."""
+    row_max = jnp.max(scores, axis=-1)
     sink = head_sinks(record, plan, at)
-    peak = finite(peak if sink is None else jnp.maximum(peak, sink))
-    total = jnp.sum(jnp.exp(scores - peak[..., None]), axis=-1)
+    row_max = finite(row_max if sink is None else jnp.maximum(row_max, sink))
+    row_sum = jnp.sum(jnp.exp(scores - row_max[..., None]), axis=-1)
     if sink is not None:
-        total = total + jnp.exp(sink - peak)
-    return jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + peak, -jnp.inf)
+        row_sum = row_sum + jnp.exp(sink - row_max)
+    return jnp.where(row_sum > 0, jnp.log(jnp.where(row_sum > 0, row_sum, 1)) + row_max, -jnp.inf)
 
 
 def head_sinks(record: TiledAttention, plan: Plan, at: Cursor) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""Rows of the weights a step: how many when nobody chose, and which numbers are worth measuring."""
+"""Rows of the weights a step: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any

@@ -15,11 +15,11 @@ from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, gradients_of_rows, group_rows, spread
 from ejkernel.ops.pullback import Pullback
-from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
+from ejkernel_xla.grouped_matmul.groups import RowTile, dot, load, over_groups, over_tiles
 from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
 
 Gradients = dict[str, jax.Array]
-OF_ROWS = ("lhs", "lhs_scale")
+ROW_FIELDS = ("lhs", "lhs_scale")
 """Gradients that each tile has rows of; the others are sums over a group's tiles."""
 
 
@@ -40,11 +40,11 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
     if rows and grads:
 
         def group(g: jax.Array, first: jax.Array, end: jax.Array, grads: Gradients) -> Gradients:
-            def tile(at: Tile, carry: tuple[Gradients, Gradients]) -> tuple[Gradients, Gradients]:
-                return _tile(record, weights, at, jnp.where(at.own, at.take(cotangent), 0), carry)
+            def tile(at: RowTile, carry: tuple[Gradients, Gradients]) -> tuple[Gradients, Gradients]:
+                return _tile(record, weights, at, jnp.where(at.valid, at.take(cotangent), 0), carry)
 
             weights = load(record, g)
-            start = (_sums(record, grads), {name: x for name, x in grads.items() if name in OF_ROWS})
+            start = (_sums(record, grads), {name: x for name, x in grads.items() if name in ROW_FIELDS})
             sums, lhs = over_tiles(first, end, sizes(record, config), rows, tile, start)
             return {**_store(record, g, sums, grads), **lhs}
 
@@ -55,7 +55,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
 
 
 def _sums(record: GroupedMatmul, grads: Gradients) -> Gradients:
-    """Where a group's gradients are summed up over its rows."""
+    """Zeroed accumulators for a group's gradients, which are sums over its rows."""
     dtype, sums = accumulator(record), {}
     if grads.keys() & {"rhs", "rhs_scale"}:
         sums["weights"] = jnp.zeros(record.rhs.shape[1:], dtype)
@@ -65,16 +65,16 @@ def _sums(record: GroupedMatmul, grads: Gradients) -> Gradients:
 
 
 def _tile(
-    record: GroupedMatmul, weights: jax.Array, at: Tile, cotangent: jax.Array, carry: tuple[Gradients, Gradients]
+    record: GroupedMatmul, weights: jax.Array, at: RowTile, cotangent: jax.Array, carry: tuple[Gradients, Gradients]
 ) -> tuple[Gradients, Gradients]:
-    """What some rows contribute; the cotangent is 0 where they are not the tile's own."""
+    """Adds the contribution of a tile; the cotangent is 0 in rows that are not valid."""
     sums, lhs = (dict(part) for part in carry)
     if lhs:
         product = dot(record, cotangent, weights, (1, 0 if record.transpose_rhs else 1))
-        found = _of_rows(record, product, at)
+        found = _row_gradients(record, product, at)
         lhs = {name: at.put(x, found[name]) for name, x in lhs.items()}
     if "weights" in sums:
-        rows = jnp.where(at.own, at.rows(record), 0)
+        rows = jnp.where(at.valid, at.rows(record), 0)
         pair = (cotangent, rows) if record.transpose_rhs else (rows, cotangent)
         sums["weights"] = sums["weights"] + dot(record, *pair, (0, 0))
     if "bias" in sums:
@@ -82,7 +82,7 @@ def _tile(
     return sums, lhs
 
 
-def _of_rows(record: GroupedMatmul, product: jax.Array, at: Tile) -> Gradients:
+def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gradients:
     """Gradients of a tile's rows and of their scales, from that of the product of the two."""
     scale = at.scales(record)
     return {"lhs": product} if scale is None else gradients_of_rows(record, product, at.take(record.lhs), scale)

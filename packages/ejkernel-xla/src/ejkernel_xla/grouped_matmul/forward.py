@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows
-from ejkernel_xla.grouped_matmul.groups import Tile, dot, load, over_groups, over_tiles
+from ejkernel_xla.grouped_matmul.groups import RowTile, dot, load, over_groups, over_tiles
 from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
 
 
@@ -29,7 +29,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
     def group(g: jax.Array, first: jax.Array, end: jax.Array, output: jax.Array) -> jax.Array:
         weights, bias = load(record, g), _bias(record, g)
 
-        def tile(at: Tile, output: jax.Array) -> jax.Array:
+        def tile(at: RowTile, output: jax.Array) -> jax.Array:
             product = dot(record, at.rows(record), weights, (1, contracted))
             if bias is not None:
                 product = product + bias

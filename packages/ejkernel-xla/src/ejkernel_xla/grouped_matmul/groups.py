@@ -1,4 +1,8 @@
-"""Walking over the groups of a record and the tiles of rows they are cut into."""
+"""Loops over the groups of a record and over the tiles of rows they are cut into.
+
+group g     |  large tile  |  large tile  | quarter | quarter | small |..     sizes from large to small
+matrix g is loaded once; the last small tile masks the rows behind the group's end
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,24 +15,24 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix,
 from ejkernel.planning.precision import product_precision
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """Some rows of a group.
 
     Attributes:
         start: First row.
-        own: Which of the rows belong to the tile, bool [size, 1]. The last tile of a group goes on behind it, and one
+        valid: Which of the rows belong to the tile, bool [size, 1]. The last tile of a group extends behind it, and one
             that would end behind the array is moved back.
     """
 
     start: jax.Array
-    own: jax.Array
+    valid: jax.Array
 
     def take(self, x: jax.Array) -> jax.Array:
         """The tile's rows of x."""
-        return lax.dynamic_slice_in_dim(x, self.start, self.own.shape[0])
+        return lax.dynamic_slice_in_dim(x, self.start, self.valid.shape[0])
 
     def rows(self, record: GroupedMatmul) -> jax.Array:
-        """The tile's rows as they are multiplied with."""
+        """The tile's rows as an operand: with their scales applied."""
         return rows(record, self.take(record.lhs), self.scales(record))
 
     def scales(self, record: GroupedMatmul) -> jax.Array | None:
@@ -36,8 +40,8 @@ class Tile(NamedTuple):
         return None if record.lhs_scale is None else self.take(record.lhs_scale)
 
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
-        """x with the tile's own rows replaced."""
-        merged = jnp.where(self.own, rows.astype(x.dtype), self.take(x))
+        """x with the tile's valid rows replaced."""
+        merged = jnp.where(self.valid, rows.astype(x.dtype), self.take(x))
         return lax.dynamic_update_slice_in_dim(x, merged, self.start, 0)
 
 
@@ -46,14 +50,14 @@ def over_tiles(
 ) -> Any:
     """Folds `body(tile, carry)` over rows `first` to `end` of an array with `rows` of them."""
     for size in sizes:
-        left = end - first
-        count = -(-left // size) if size == sizes[-1] else left // size
+        remaining = end - first
+        count = -(-remaining // size) if size == sizes[-1] else remaining // size
 
         def step(n: jax.Array, carry: Any, first: jax.Array = first, size: int = size) -> Any:
-            begin = first + n * size
-            start = jnp.minimum(begin, rows - size)
+            tile_start = first + n * size
+            start = jnp.minimum(tile_start, rows - size)
             row = start + jnp.arange(size, dtype=jnp.int32)
-            return body(Tile(start, ((row >= begin) & (row < end))[:, None]), carry)
+            return body(RowTile(start, ((row >= tile_start) & (row < end))[:, None]), carry)
 
         carry = lax.fori_loop(jnp.int32(0), count, step, carry)
         first = first + count * size
@@ -64,15 +68,15 @@ def over_groups(first: jax.Array, end: jax.Array, body: Callable[..., Any], carr
     """Folds `body(group, first, end, carry)` over the groups that have rows."""
 
     def group(g: jax.Array, carry: Any) -> Any:
-        # A loop of at most one turn and not a branch, at whose end XLA would copy the carry.
-        some = (end[g] > first[g]).astype(jnp.int32)
-        return lax.fori_loop(jnp.int32(0), some, lambda _, carry: body(g, first[g], end[g], carry), carry)
+        # A loop of at most one iteration instead of a branch, at whose end XLA would copy the carry.
+        nonempty = (end[g] > first[g]).astype(jnp.int32)
+        return lax.fori_loop(jnp.int32(0), nonempty, lambda _, carry: body(g, first[g], end[g], carry), carry)
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(first.shape[0]), group, carry)
 
 
 def load(record: GroupedMatmul, g: jax.Array) -> jax.Array:
-    """The matrix of a group as it is multiplied with, [K, N] or [N, K]."""
+    """The matrix of a group as an operand, [K, N] or [N, K]: with its scales applied."""
     rhs = lax.dynamic_index_in_dim(record.rhs, g, keepdims=False)
     scale = None if record.rhs_scale is None else lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False)
     return matrix(record, rhs, scale)

@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,9 @@ from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops.config.params import Direction
 from ejkernel_xla.sizes import check_positive
 
-ROWS = (128, 256, 512)
-SMALLEST = 16
-"""Rows of the last tile of a group, which computes the rows it does not have too."""
+BLOCK_SIZES = (128, 256, 512)
+MIN_BLOCK = 16
+"""Rows of a group's last tile, which computes padding rows too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ FACES = {"block_m": "block_m"}
 def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
     """Rows of the tiles of a group, from the largest, by quarters: what one size leaves over is left to the next."""
     found = [config.block_m]
-    while found[-1] // 4 >= SMALLEST:
+    while found[-1] // 4 >= MIN_BLOCK:
         found.append(found[-1] // 4)
     rows = record.lhs.shape[0]
     return tuple(dict.fromkeys(min(size, rows) for size in found))
@@ -41,9 +41,9 @@ def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
 
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:
     """The tiles for a record on a device, not measured."""
-    return RowTiles(block_m=ROWS[1])
+    return RowTiles(block_m=BLOCK_SIZES[1])
 
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[RowTiles, ...]:
     """Tiles worth measuring for a record on a device."""
-    return tuple(RowTiles(block_m=rows) for rows in ROWS)
+    return tuple(RowTiles(block_m=rows) for rows in BLOCK_SIZES)

@@ -12,7 +12,7 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=optional_fields(FAMILY.record),
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.Chunk, faces=tiles.FACES
+            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.RecurrenceChunk, faces=tiles.FACES
         ),
     ),
 )

@@ -1,6 +1,9 @@
-"""Backward pass of a linear recurrence: the chunks once forwards for the states between them, then backwards.
+"""Backward pass of a linear recurrence.
 
-Each chunk is differentiated as it stands, from the state before it, so nothing but one state a chunk is ever stored.
+    state passing, forwards:   S_0 -> chunk 0 -> S_1 -> chunk 1 -> S_2 ...     stores the state before every chunk
+    gradients, in reverse:     ... dS_2 -> chunk 1 -> dS_1 -> chunk 0 -> dS_0  recomputes a chunk, then its VJP
+
+Each chunk is recomputed from the state before it, so memory holds one state a chunk and nothing of its tokens.
 """
 
 import dataclasses
@@ -12,15 +15,15 @@ from jax import lax
 from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.linear_recurrence.chunk import next_state, precision
+from ejkernel_xla.linear_recurrence.chunking import Chunking, assemble, cut, loop, make_chunking, paste, slices
 from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
-from ejkernel_xla.linear_recurrence.singles import read_singles
-from ejkernel_xla.linear_recurrence.tiles import Chunk
-from ejkernel_xla.linear_recurrence.walk import Walk, assemble, cut, loop, make_walk, paste, slices
+from ejkernel_xla.linear_recurrence.single_tokens import read_single_tokens
+from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
 
 Gradients = dict[str, jax.Array]
 
 
-def backward(pullback: Pullback, config: Chunk) -> Gradients:
+def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
     """Gradients of the wanted fields of a record.
 
     Args:
@@ -33,29 +36,29 @@ def backward(pullback: Pullback, config: Chunk) -> Gradients:
     record = pullback.record
     if not record.query.size:  # no rows
         return {name: jnp.zeros_like(getattr(record, name)) for name in sorted(pullback.wanted)}
-    walk = make_walk(record, config.chunk_size)
-    grads = _sweep(pullback, walk, _boundaries(record, walk))
+    chunking = make_chunking(record, config.chunk_size)
+    grads = _reverse_chunks(pullback, chunking, _chunk_states(record, chunking))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 
 
-def _boundaries(record: LinearRecurrence, walk: Walk) -> jax.Array:
+def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
     """The states before every chunk, [chunks, n, K, V]."""
     table = state_table(record)
-    found = jnp.zeros((walk.most, *load(record, table, walk.place(jnp.int32(0))).shape), table.dtype)
+    found = jnp.zeros((chunking.max_chunks, *load(record, table, chunking.chunk_at(jnp.int32(0))).shape), table.dtype)
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         found, table = carry
-        at = walk.place(n)
+        at = chunking.chunk_at(n)
         state = load(record, table, at)
         found = lax.dynamic_update_index_in_dim(found, state, n, 0)
-        after = next_state(state, assemble(record, walk, at, slices(record, walk, at)), precision(record))
+        after = next_state(state, assemble(record, chunking, at, slices(record, chunking, at)), precision(record))
         return found, store(record, table, at, after)
 
-    return loop(walk.count, step, (found, table))[0]
+    return loop(chunking.count, step, (found, table))[0]
 
 
-def _sweep(pullback: Pullback, walk: Walk, boundaries: jax.Array) -> Gradients:
-    """Through the chunks in reverse; the table holds the cotangents of the states behind the chunks seen so far."""
+def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Array) -> Gradients:
+    """Differentiates the chunks in reverse; the table holds the cotangents of the states behind the current chunk."""
     record, (outputs, finals) = pullback.record, pullback.cotangent
     table = finals.reshape(-1, *finals.shape[2:])
     names = [name for name in TOKEN_FIELDS if name in pullback.wanted]
@@ -63,38 +66,38 @@ def _sweep(pullback: Pullback, walk: Walk, boundaries: jax.Array) -> Gradients:
 
     def step(n: jax.Array, carry: tuple[Gradients, jax.Array]) -> tuple[Gradients, jax.Array]:
         grads, table = carry
-        n = walk.count - 1 - n
-        at = walk.place(n)
+        n = chunking.count - 1 - n
+        at = chunking.chunk_at(n)
 
         def run(state: jax.Array, parts: Gradients) -> tuple[jax.Array, jax.Array]:
-            return chunk_step(record, walk, at, state, parts)
+            return chunk_step(record, chunking, at, state, parts)
 
-        before = lax.dynamic_index_in_dim(boundaries, n, keepdims=False)
-        _, pull = jax.vjp(run, before, slices(record, walk, at))
-        behind, parts = pull((load(record, table, at), cut(outputs, walk, at).astype(table.dtype)))
+        before = lax.dynamic_index_in_dim(chunk_states, n, keepdims=False)
+        _, pull = jax.vjp(run, before, slices(record, chunking, at))
+        behind, parts = pull((load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)))
         grads = {name: paste(grads[name], parts[name], at) for name in names}
         return grads, store(record, table, at, behind)
 
-    grads, table = loop(walk.count, step, (grads, table))
+    grads, table = loop(chunking.count, step, (grads, table))
     if record.cu_seqlens is not None:
-        grads, table = _singles(pullback, grads, table)
+        grads, table = _single_token_gradients(pullback, grads, table)
     first = by_head(record, table)
     return {**grads, "initial_state": first, "sequence_state": first}
 
 
-def _singles(pullback: Pullback, grads: Gradients, table: jax.Array) -> tuple[Gradients, jax.Array]:
+def _single_token_gradients(pullback: Pullback, grads: Gradients, table: jax.Array) -> tuple[Gradients, jax.Array]:
     """Gradients with those of sequences of one token, which no chunk has, and the cotangents of all first states."""
     record, fields = pullback.record, {name: getattr(pullback.record, name) for name in grads}
 
     def run(fields: Gradients, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return read_singles(dataclasses.replace(record, **fields), table)
+        return read_single_tokens(dataclasses.replace(record, **fields), table)
 
     _, pull = jax.vjp(run, fields, state_table(record))
-    own, table = pull((pullback.cotangent[0], table))
-    return {name: x + own[name].astype(x.dtype) for name, x in grads.items()}, table
+    token_gradients, table = pull((pullback.cotangent[0], table))
+    return {name: x + token_gradients[name].astype(x.dtype) for name, x in grads.items()}, table
 
 
 def _zeros(x: jax.Array, record: LinearRecurrence) -> jax.Array:
-    """Where a gradient is collected. Only of what several tokens share it is a sum."""
+    """Zeros for a gradient; in the accumulator's dtype where tokens share the field, since it is a sum then."""
     shared = x.shape[1] < record.query.shape[1]
     return jnp.zeros(x.shape, accumulator(record) if shared else x.dtype)

@@ -23,15 +23,15 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.linear_recurrence.fading import Spans, corners, gather, spans
+from ejkernel_xla.linear_recurrence.decay_weights import DecaySpans, apply_triangle, corners, decay_spans
 from ejkernel_xla.linear_recurrence.gates import KeyGates, key_gates
-from ejkernel_xla.linear_recurrence.products import dots, expand, fade_columns, multiply, weigh
-from ejkernel_xla.linear_recurrence.solve import solve
+from ejkernel_xla.linear_recurrence.products import decay_columns, dots, expand, multiply, weigh
+from ejkernel_xla.linear_recurrence.ut_solve import ut_solve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """The tokens of a chunk; those that take part in nothing have keys and gates of 0.
+class ChunkTokens:
+    """The tokens of a chunk; masked tokens have keys and gates of 0.
 
     Attributes:
         query: [n|m, C, K].
@@ -41,7 +41,7 @@ class Chunk:
         value_decay: [n, C, V] log gates, or None.
         beta: [n, C], or None.
         dt: [n, C], or None.
-        skip: [n, C], alike for all tokens, or None.
+        skip: [n, C], the same for all tokens, or None.
     """
 
     query: jax.Array
@@ -54,7 +54,7 @@ class Chunk:
     skip: jax.Array | None
 
 
-def advance(state: jax.Array, chunk: Chunk, scale: float, precision: Any) -> tuple[jax.Array, jax.Array]:
+def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) -> tuple[jax.Array, jax.Array]:
     """Outputs [n, C, V] and the states [n, K, V] after a chunk, from the states before it."""
     count, keys = state.shape[0], key_gates(chunk.decay)
     write = _writes(state, chunk, keys, precision)
@@ -68,51 +68,51 @@ def advance(state: jax.Array, chunk: Chunk, scale: float, precision: Any) -> tup
     return output, after
 
 
-def _read(state: jax.Array, chunk: Chunk, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
-    """What the tokens find: of the states before the chunk, and of what they wrote themselves, [n, C, V]."""
+def _read(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
+    """What the tokens read, [n, C, V]: inter-chunk from the states before the chunk, intra-chunk from each other."""
     before = keys.read(chunk.query, state, precision)
     if (values := _value_levels(chunk)) is None:
         return before + multiply(keys.pairs(chunk.query, chunk.key, state.shape[0], precision), write, precision)
-    return before * values[-1].since[..., 0, :, :] + _own_faded(chunk, write, values, precision)
+    return before * values[-1].since[..., 0, :, :] + _intra_chunk_read(chunk, write, values, precision)
 
 
-def next_state(state: jax.Array, chunk: Chunk, precision: Any) -> jax.Array:
+def next_state(state: jax.Array, chunk: ChunkTokens, precision: Any) -> jax.Array:
     """The states after a chunk alone."""
     keys = key_gates(chunk.decay)
     return _after(state, chunk, _writes(state, chunk, keys, precision), keys, precision)
 
 
-def _after(state: jax.Array, chunk: Chunk, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
+def _after(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
     if (values := _value_levels(chunk)) is not None:
-        state = fade_columns(state, values[-1].since[..., 0, -1, :])
+        state = decay_columns(state, values[-1].since[..., 0, -1, :])
         write = write * values[-1].until[..., 0, :, :]
     return keys.add(state, chunk.key, write, precision)
 
 
-def _writes(state: jax.Array, chunk: Chunk, keys: KeyGates, precision: Any) -> jax.Array:
+def _writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precision: Any) -> jax.Array:
     """What every token writes, [n, C, V]."""
     count = state.shape[0]
     value = expand(chunk.value, count)
     if chunk.beta is None:
         return value if chunk.dt is None else weigh(value, chunk.dt)
-    wanted = weigh(value - keys.read(chunk.key, state, precision), chunk.beta)
+    rhs = weigh(value - keys.read(chunk.key, state, precision), chunk.beta)
     if value.shape[-2] == 1:
-        return wanted
-    return solve(weigh(keys.pairs(chunk.key, chunk.key, count, precision), chunk.beta), wanted, precision)
+        return rhs
+    return ut_solve(weigh(keys.pairs(chunk.key, chunk.key, count, precision), chunk.beta), rhs, precision)
 
 
-def _value_levels(chunk: Chunk) -> list[Spans] | None:
-    return None if chunk.value_decay is None else spans(chunk.value_decay)
+def _value_levels(chunk: ChunkTokens) -> list[DecaySpans] | None:
+    return None if chunk.value_decay is None else decay_spans(chunk.value_decay)
 
 
-def _own_faded(chunk: Chunk, write: jax.Array, values: list[Spans], precision: Any) -> jax.Array:
+def _intra_chunk_read(chunk: ChunkTokens, write: jax.Array, values: list[DecaySpans], precision: Any) -> jax.Array:
     """What the tokens of a chunk read from each other with gates of the values' channels, [n, C, V]."""
     count = write.shape[0]
     query, key = expand(chunk.query, count), expand(chunk.key, count)
-    squares = corners(query, key, None if chunk.decay is None else spans(chunk.decay), precision)
-    return gather(dots(query, key), squares, write, values, precision)
+    squares = corners(query, key, None if chunk.decay is None else decay_spans(chunk.decay), precision)
+    return apply_triangle(dots(query, key), squares, write, values, precision)
 
 
 def precision(record: LinearRecurrence) -> lax.Precision | None:
-    """Of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
+    """Precision of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
     return product_precision(record.query.dtype, record.precision)

@@ -6,23 +6,23 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, states
 from ejkernel_xla.linear_recurrence.chunk import advance, precision
-from ejkernel_xla.linear_recurrence.singles import read_singles
-from ejkernel_xla.linear_recurrence.tiles import Chunk
-from ejkernel_xla.linear_recurrence.walk import (
-    Place,
-    Walk,
-    apart,
+from ejkernel_xla.linear_recurrence.chunking import (
+    Chunking,
+    ChunkSlice,
     assemble,
     loop,
-    make_walk,
+    make_chunking,
     paste,
     replace,
     slices,
-    taking_part,
+    split_heads,
+    valid_tokens,
 )
+from ejkernel_xla.linear_recurrence.single_tokens import read_single_tokens
+from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
 
 
-def forward(record: LinearRecurrence, config: Chunk) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Output and final states of a record.
 
     Args:
@@ -35,23 +35,23 @@ def forward(record: LinearRecurrence, config: Chunk) -> tuple[tuple[jax.Array, j
     """
     if not record.query.size:  # no rows
         return (_outputs(record), states(record)), ()
-    walk = make_walk(record, config.chunk_size)
-    write = replace if walk.whole else paste
+    chunking = make_chunking(record, config.chunk_size)
+    write = replace if chunking.all_full else paste
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         output, table = carry
-        at = walk.place(n)
-        state, read = chunk_step(record, walk, at, load(record, table, at), slices(record, walk, at))
+        at = chunking.chunk_at(n)
+        state, read = chunk_step(record, chunking, at, load(record, table, at), slices(record, chunking, at))
         return write(output, read, at), store(record, table, at, state)
 
-    output, table = loop(walk.count, step, _initial(record))
+    output, table = loop(chunking.count, step, _initial(record))
     return (output, by_head(record, table)), ()
 
 
 def _initial(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
     """Outputs and states before the first chunk."""
     if record.cu_seqlens is not None:
-        return read_singles(record, state_table(record))
+        return read_single_tokens(record, state_table(record))
     return _outputs(record), state_table(record)
 
 
@@ -71,23 +71,23 @@ def by_head(record: LinearRecurrence, table: jax.Array) -> jax.Array:
 
 
 def chunk_step(
-    record: LinearRecurrence, walk: Walk, at: Place, state: jax.Array, parts: dict[str, jax.Array]
+    record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """The states after a chunk and its outputs [r, C, H, V], differentiable in the states before it and its slices."""
-    chunk = assemble(record, walk, at, parts)
+    chunk = assemble(record, chunking, at, parts)
     output, state = advance(state, chunk, record.softmax_scale, precision(record))
-    output, real = apart(output, head_count(record)), taking_part(walk, at)
-    return state, output if real is None else jnp.where(real[:, :, None, None], output, 0)
+    output, valid = split_heads(output, head_count(record)), valid_tokens(chunking, at)
+    return state, output if valid is None else jnp.where(valid[:, :, None, None], output, 0)
 
 
-def load(record: LinearRecurrence, table: jax.Array, at: Place) -> jax.Array:
+def load(record: LinearRecurrence, table: jax.Array, at: ChunkSlice) -> jax.Array:
     """The states of a chunk's rows, [n, K, V]."""
     if record.cu_seqlens is None:
         return table
     return lax.dynamic_slice_in_dim(table, at.sequence * head_count(record), head_count(record))
 
 
-def store(record: LinearRecurrence, table: jax.Array, at: Place, state: jax.Array) -> jax.Array:
+def store(record: LinearRecurrence, table: jax.Array, at: ChunkSlice, state: jax.Array) -> jax.Array:
     """The table with the states of a chunk's rows replaced."""
     if record.cu_seqlens is None:
         return state

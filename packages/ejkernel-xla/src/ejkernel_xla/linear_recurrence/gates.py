@@ -1,6 +1,6 @@
-"""Gates of a chunk: those of a head weigh whole tokens, those of channels weigh each channel of a token.
+"""Gates of a chunk: one a head decays whole tokens, one a channel decays each channel of a token.
 
-Weights are exponentials of sums of gates, never of differences, see `fading`.
+Weights are exponentials of sums of gates, never of differences; see `decay_weights`.
 """
 
 import dataclasses
@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_xla.linear_recurrence.fading import Spans, corners, spans, triangle
+from ejkernel_xla.linear_recurrence.decay_weights import DecaySpans, corners, decay_spans, triangle
 from ejkernel_xla.linear_recurrence.products import (
+    decay_rows,
     dots,
     expand,
-    fade,
     gram,
     masked,
     multiply,
@@ -43,7 +43,7 @@ class HeadGates:
         return cls(*_weights(gates[..., 0]))
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """What tokens find in the states before the chunk, once these have faded: [n, C, V]."""
+        """What tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
         return weigh(multiply(expand(left, state.shape[0]), state, precision), self.since)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
@@ -54,7 +54,7 @@ class HeadGates:
         """The states after the chunk."""
         write = weigh(write, self.between[..., -1, :])
         update = multiply_shared_columns(key, write, precision)
-        return fade(state, self.since[..., -1:]) + update
+        return decay_rows(state, self.since[..., -1:]) + update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,39 +65,39 @@ class ChannelGates:
         levels: The spans of the gates.
     """
 
-    levels: list[Spans]
+    levels: list[DecaySpans]
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """As of `HeadGates`."""
+        """Like the method of `HeadGates`."""
         left = expand(left, state.shape[0])
         return multiply(left * self.levels[-1].since[..., 0, :, :], state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """As of `HeadGates`."""
+        """Like the method of `HeadGates`."""
         left, right = expand(left, count), expand(right, count)
         return triangle(dots(left, right), corners(left, right, self.levels, precision))
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """As of `HeadGates`."""
+        """Like the method of `HeadGates`."""
         key = expand(key, state.shape[0]) * self.levels[-1].until[..., 0, :, :]
         update = multiply_columns(key, write, precision)
-        return fade(state, self.levels[-1].since[..., 0, -1, :]) + update
+        return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + update
 
 
 @dataclasses.dataclass(frozen=True)
 class NoGates:
-    """Nothing fades."""
+    """No decay."""
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """As of `HeadGates`."""
+        """Like the method of `HeadGates`."""
         return multiply(expand(left, state.shape[0]), state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """As of `HeadGates`."""
+        """Like the method of `HeadGates`."""
         return expand(jnp.tril(_shared_products(left, right, precision)), count)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """As of `HeadGates`."""
+        """Like the method of `HeadGates`."""
         return state + multiply_shared_columns(key, write, precision)
 
 
@@ -105,10 +105,10 @@ KeyGates = HeadGates | ChannelGates | NoGates
 
 
 def key_gates(decay: jax.Array | None) -> KeyGates:
-    """Of a chunk's `decay`."""
+    """The gates of a chunk, by the shape of its `decay`."""
     if decay is None:
         return NoGates()
-    return ChannelGates(spans(decay)) if decay.shape[-1] > 1 else HeadGates.of(decay)
+    return ChannelGates(decay_spans(decay)) if decay.shape[-1] > 1 else HeadGates.of(decay)
 
 
 def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
@@ -122,7 +122,7 @@ def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.A
 @jax.custom_vjp
 def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`between` and `since` of `HeadGates`, from [n, C]."""
-    levels = spans(gates[..., None])
+    levels = decay_spans(gates[..., None])
     one = jnp.ones((*gates.shape, 1), gates.dtype)
     between = triangle(one[..., 0], corners(one, one, levels))
     return between, levels[-1].since[..., 0, :, 0]
@@ -134,7 +134,7 @@ def _weights_saved(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple
 
 
 def _weights_gradient(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    """Gate k is in the weights of all pairs of a token from k on and one before it."""
+    """Gate k is a factor in the weights of all pairs of a token from k on with a token before k."""
     between, since = (x * y for x, y in zip(weights, cotangent, strict=True))
     ones = jnp.ones_like(between)
     behind = jnp.matmul(jnp.triu(ones), between, precision=lax.Precision.HIGHEST)

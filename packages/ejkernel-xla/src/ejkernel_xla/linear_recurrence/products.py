@@ -1,8 +1,8 @@
 """Products and their gradients in the forms that XLA's CPU backend runs fast.
 
-It takes sums over an axis of the product of two arrays many times slower than the same sums as a matrix product, so
-all of them are written as the latter. Of matrix products it is slow at those that contract the first axis of the left
-matrix, which is what JAX's own gradients of a matrix product do.
+A sum over an axis of the product of two arrays is many times slower there than the same sum as a matrix product, so all
+of them are written as matrix products. Slow among these are the ones that contract the first axis of the left matrix,
+and JAX's default gradients of a matrix product are of that kind.
 """
 
 import functools
@@ -40,16 +40,16 @@ def multiply(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
 @with_gradients(2)
 def multiply_rows(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
     """Products of the rows of two matrices: [..., n, d] and [..., m, d] to [..., n, m]."""
-    return jnp.matmul(left, _turn(right), precision=precision)
+    return jnp.matmul(left, _transpose(right), precision=precision)
 
 
 @with_gradients(2)
 def multiply_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
     """Products of the columns of two matrices: [..., d, n] and [..., d, m] to [..., n, m]."""
-    return jnp.matmul(_turn(left), right, precision=precision)
+    return jnp.matmul(_transpose(left), right, precision=precision)
 
 
-def _turn(x: jax.Array) -> jax.Array:
+def _transpose(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
 
 
@@ -78,8 +78,8 @@ multiply_columns.defvjp(_saving(multiply_columns), _columns_gradients)
 
 
 def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """`multiply_columns` of [m, a, b] and [n, a, d], where n / m in turn share their left matrix: [n, b, d]."""
-    return in_turn(multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
+    """`multiply_columns` of [m, a, b] and [n, a, d], where n / m neighbours share their left matrix: [n, b, d]."""
+    return from_side_by_side(multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
 
 
 def side_by_side(x: jax.Array, count: int) -> jax.Array:
@@ -89,7 +89,7 @@ def side_by_side(x: jax.Array, count: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(count, -1, *x.shape[1:]), 1, 2).reshape(count, x.shape[1], -1)
 
 
-def in_turn(x: jax.Array, count: int) -> jax.Array:
+def from_side_by_side(x: jax.Array, count: int) -> jax.Array:
     """Undoes `side_by_side`: [m, a, count / m * d] as [count, a, d]."""
     if x.shape[0] == count:
         return x
@@ -104,7 +104,7 @@ def gram(x: jax.Array, precision: Any) -> jax.Array:
 
 
 def _gram_gradient(precision: Any, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (multiply(cotangent + _turn(cotangent), x, precision),)
+    return (multiply(cotangent + _transpose(cotangent), x, precision),)
 
 
 gram.defvjp(lambda x, precision: (gram(x, precision), x), _gram_gradient)
@@ -126,7 +126,7 @@ weigh.defvjp(lambda x, weights: (weigh(x, weights), (x, weights)), _weigh_gradie
 
 @jax.custom_vjp
 def masked(products: jax.Array, weights: jax.Array) -> jax.Array:
-    """Products [m, C, C] times weights [n, C, C], where n / m in turn share products: [n, C, C]."""
+    """Products [m, C, C] times weights [n, C, C], where n / m neighbours share products: [n, C, C]."""
     return _repeat(products, weights.shape[0]) * weights
 
 
@@ -143,37 +143,37 @@ masked.defvjp(lambda products, weights: (masked(products, weights), (products, w
 
 
 @jax.custom_vjp
-def fade(state: jax.Array, weights: jax.Array) -> jax.Array:
+def decay_rows(state: jax.Array, weights: jax.Array) -> jax.Array:
     """States [n, K, V] times the weights of their rows [n, K], or of the whole [n, 1]."""
     return state * weights[..., :, None]
 
 
-def _fade_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+def _decay_rows_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     state, weights = saved
     one = weights.shape[-1] == 1
     of_weights = sums("nkv,nkv->n", cotangent, state)[..., None] if one else dots(cotangent, state)
     return cotangent * weights[..., :, None], of_weights
 
 
-fade.defvjp(lambda state, weights: (fade(state, weights), (state, weights)), _fade_gradients)
+decay_rows.defvjp(lambda state, weights: (decay_rows(state, weights), (state, weights)), _decay_rows_gradients)
 
 
 @jax.custom_vjp
-def fade_columns(state: jax.Array, weights: jax.Array) -> jax.Array:
+def decay_columns(state: jax.Array, weights: jax.Array) -> jax.Array:
     """States [n, K, V] times the weights of their columns [n, V]."""
     return state * weights[..., None, :]
 
 
-def _fade_columns_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+def _decay_columns_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     state, weights = saved
     return cotangent * weights[..., None, :], sums("nkv,nkv->nv", cotangent, state)
 
 
-fade_columns.defvjp(lambda state, weights: (fade_columns(state, weights), (state, weights)), _fade_columns_gradients)
+decay_columns.defvjp(lambda state, weights: (decay_columns(state, weights), (state, weights)), _decay_columns_gradients)
 
 
 def expand(x: jax.Array, count: int) -> jax.Array:
-    """[m, ...] as [count, ...]: each of the m stands for `count / m` in turn."""
+    """[m, ...] as [count, ...]: each of the m is repeated `count / m` times."""
     return x if x.shape[0] == count else _expand(x, count)
 
 

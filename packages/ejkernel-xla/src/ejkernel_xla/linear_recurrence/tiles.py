@@ -1,4 +1,4 @@
-"""Lengths of chunks: which is used when nobody chose, and which are worth measuring."""
+"""Lengths of chunks: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any
@@ -7,14 +7,14 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.config.params import Direction
 from ejkernel_xla.sizes import check_positive
 
-LENGTHS = (32, 64, 128)
+CHUNK_LENGTHS = (32, 64, 128)
 
-SMALL_STATE = 64 * 64
-"""Numbers of a state that a CPU updates every token in less time than it multiplies a chunk's scores."""
+MAX_TOKENWISE_STATE = 64 * 64
+"""Elements of the largest state that a CPU updates token by token faster than it multiplies a chunk's scores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
+class RecurrenceChunk:
     """The configuration of either pass.
 
     Attributes:
@@ -31,18 +31,18 @@ FACES = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
 """Public configuration field -> field of this."""
 
 
-def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Chunk:
+def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> RecurrenceChunk:
     """The length for a record on a device, not measured."""
-    return Chunk(chunk_size=_likely(record, device, direction))
+    return RecurrenceChunk(chunk_size=_default_length(record, device, direction))
 
 
-def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[Chunk, ...]:
+def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[RecurrenceChunk, ...]:
     """Lengths worth measuring for a record on a device: the likely one, and those that it has the tokens for."""
-    fitting = {n for n in LENGTHS if n <= record.query.shape[1]}
-    return tuple(Chunk(chunk_size=n) for n in sorted(fitting | {_likely(record, device, direction)}))
+    fitting = {n for n in CHUNK_LENGTHS if n <= record.query.shape[1]}
+    return tuple(RecurrenceChunk(chunk_size=n) for n in sorted(fitting | {_default_length(record, device, direction)}))
 
 
-def _likely(record: LinearRecurrence, device: Any, direction: Direction) -> int:
+def _default_length(record: LinearRecurrence, device: Any, direction: Direction) -> int:
     """Shorter for what a CPU does with few products a chunk, as long as no state is kept of every chunk.
 
     Half as long, and token by token where gates of channels make a chunk more work than a state that fits the caches.
@@ -53,5 +53,5 @@ def _likely(record: LinearRecurrence, device: Any, direction: Direction) -> int:
     by_channel = any(x is not None and x.shape[3] > 1 for x in (record.decay, record.value_decay))
     if direction == "backward" or record.beta is not None:
         return 32 if by_channel else 64
-    small = record.query.shape[3] * record.value.shape[3] <= SMALL_STATE
+    small = record.query.shape[3] * record.value.shape[3] <= MAX_TOKENWISE_STATE
     return 1 if by_channel and small else 32

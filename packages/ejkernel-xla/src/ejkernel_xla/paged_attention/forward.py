@@ -25,17 +25,17 @@ from ejkernel.families.paged_attention import PagedAttention, as_computed, band,
 from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_work import Work, find_work, longest_first, take
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.paged_attention.tiles import PagedTiles, Tiles, tiles
+from ejkernel_xla.paged_attention.tiles import PagedTiles, PagedTiling, tiles
 
 _BATCHES = ((0, 1), (0, 1))
 
 
-class Running(NamedTuple):
-    """Online softmax of a stack of query tiles: peak and total [n, h, r], output [n, h, r, v]."""
+class OnlineSoftmax(NamedTuple):
+    """Online softmax of a stack of query tiles: row_max and row_sum [n, h, r], acc [n, h, r, v]."""
 
-    peak: jax.Array
-    total: jax.Array
-    output: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+    acc: jax.Array
 
 
 def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array, ...], None]:
@@ -55,14 +55,14 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
     return (*state, *pages), None
 
 
-def _sweep(record: PagedAttention, cut: Tiles, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     work = longest_first(find_work(record, cut.queries, cut.stack))
 
     def batch(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = take(work, step, cut.stack)
         query, rows = _load_queries(record, cut, at)
 
-        def key_tile(tile: jax.Array, running: Running) -> Running:
+        def key_tile(tile: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
             positions = at.low[:, None] + tile * cut.keys + jnp.arange(cut.keys, dtype=jnp.int32)
             keys, values, present = _load_keys(record, at, positions)
             scores = _scores(record, at, positions, query, keys)
@@ -70,8 +70,8 @@ def _sweep(record: PagedAttention, cut: Tiles, state: tuple[jax.Array, ...]) -> 
             return _update(running, scores.reshape(*scores.shape[:3], -1), values)
 
         steps = (jnp.max(at.high - at.low) + cut.keys - 1) // cut.keys
-        running = lax.fori_loop(jnp.int32(0), steps, key_tile, _start(record, query))
-        tile = _finish(record, running)
+        running = lax.fori_loop(jnp.int32(0), steps, key_tile, _initial_softmax(record, query))
+        tile = _epilogue(record, running)
         return tuple(_store(x, rows, part, cut) for x, part in zip(state, tile, strict=True))
 
     return lax.fori_loop(jnp.int32(0), (work.live + cut.stack - 1) // cut.stack, batch, state)
@@ -89,11 +89,11 @@ def _initial(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     return output, jnp.full((rows, heads), -jnp.inf, accumulator(record))
 
 
-def _load_queries(record: PagedAttention, cut: Tiles, at: Work) -> tuple[jax.Array, jax.Array]:
+def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[jax.Array, jax.Array]:
     """Query rows [n, h, r, d] of a stack, and which of the record's rows they are, [n, t]; T for none."""
-    total, heads, size = record.query.shape
+    row_sum, heads, size = record.query.shape
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
-    rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, total)
+    rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, row_sum)
     kv_heads = paged_cache.kv_heads(record)
     query = as_computed(record.query.at[rows].get(mode="fill", fill_value=0), record)
     query = query.astype(_operand(record, record.key_pages)).reshape(
@@ -104,8 +104,8 @@ def _load_queries(record: PagedAttention, cut: Tiles, at: Work) -> tuple[jax.Arr
 
 def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys [n, h, k, d], values [n, h, k, v] and presence bool [n, k] at positions [n, k]; 0 where not present."""
-    wanted = positions < at.high[:, None]
-    page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(wanted, positions, -1))
+    in_range = positions < at.high[:, None]
+    page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(in_range, positions, -1))
     head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
     keys, values = (as_computed(x, record) for x in paged_cache.load(record, page[:, None], slot[:, None], head))
     stored = record.key_pages if record.value_pages is None else record.value_pages
@@ -114,7 +114,7 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
 
 
 def _operand(record: PagedAttention, pages: jax.Array) -> Any:
-    """The dtype in which queries meet keys."""
+    """The operands' dtype of the product of queries and keys."""
     return record.compute_dtype or _promoted(record.query.dtype, pages.dtype)
 
 
@@ -144,7 +144,7 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
     return scores
 
 
-def _allowed(record: PagedAttention, cut: Tiles, at: Work, positions: jax.Array, present: jax.Array) -> jax.Array:
+def _allowed(record: PagedAttention, cut: PagedTiling, at: Work, positions: jax.Array, present: jax.Array) -> jax.Array:
     """What the masks allow, bool broadcastable to [n, h, k, t, g]."""
     allowed = present[:, None, :, None, None]
     if cut.queries == 1:  # the keys from `low` to `high` are then exactly the row's
@@ -157,43 +157,43 @@ def _allowed(record: PagedAttention, cut: Tiles, at: Work, positions: jax.Array,
     return allowed if right is None else allowed & (key <= row + right)
 
 
-def _start(record: PagedAttention, query: jax.Array) -> Running:
+def _initial_softmax(record: PagedAttention, query: jax.Array) -> OnlineSoftmax:
     shape, dtype = query.shape[:3], accumulator(record)
-    output = jnp.zeros((*shape, paged_cache.value_size(record)), dtype)
-    return Running(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), output)
+    acc = jnp.zeros((*shape, paged_cache.value_size(record)), dtype)
+    return OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), acc)
 
 
-def _update(running: Running, scores: jax.Array, values: jax.Array) -> Running:
-    """Takes one tile of keys into the running softmax."""
-    peak = jnp.maximum(running.peak, jnp.max(scores, axis=2))
-    shift = jnp.where(peak == -jnp.inf, 0, peak)  # exp(-inf - 0) = 0 where nothing was seen yet
-    weights, fade = jnp.exp(scores - shift[:, :, None]), jnp.exp(running.peak - shift)
-    total = fade * running.total + jnp.sum(weights, axis=2)
+def _update(running: OnlineSoftmax, scores: jax.Array, values: jax.Array) -> OnlineSoftmax:
+    """One step of the online softmax, over a tile of keys: rescales by alpha and adds the tile."""
+    row_max = jnp.maximum(running.row_max, jnp.max(scores, axis=2))
+    shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # exp(-inf - 0) = 0 where nothing was seen yet
+    weights, alpha = jnp.exp(scores - shift[:, :, None]), jnp.exp(running.row_max - shift)
+    row_sum = alpha * running.row_sum + jnp.sum(weights, axis=2)
     contract = (((2,), (2,)), _BATCHES)
     weights = weights.astype(values.dtype)
     step = lax.dot_general(
         weights, values, contract, product_precision(values.dtype), preferred_element_type=scores.dtype
     )
-    return Running(peak, total, fade[..., None] * running.output + step)
+    return OnlineSoftmax(row_max, row_sum, alpha[..., None] * running.acc + step)
 
 
-def _finish(record: PagedAttention, running: Running) -> tuple[jax.Array, jax.Array]:
-    """Output [n, h, r, v] and lse [n, h, r]. The sink joins here, once."""
-    peak, total = running.peak, running.total
-    sink = jnp.array(-jnp.inf, peak.dtype)
+def _epilogue(record: PagedAttention, running: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
+    """The epilogue: output [n, h, r, v] and lse [n, h, r]. The denominator gets the sink here, once."""
+    row_max, row_sum = running.row_max, running.row_sum
+    sink = jnp.array(-jnp.inf, row_max.dtype)
     if record.softmax_aux is not None:
-        group = record.query.shape[1] // peak.shape[1]
-        sink = jnp.tile(record.softmax_aux.astype(peak.dtype).reshape(-1, group), peak.shape[2] // group)
-    highest = jnp.maximum(peak, sink)
-    shift = jnp.where(highest == -jnp.inf, 0, highest)
-    total = total * jnp.exp(peak - shift) + jnp.exp(sink - shift)
-    some = total > 0
-    lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + shift, -jnp.inf)
-    factor = record.value_scale * jnp.exp(peak - shift) / jnp.where(some, total, 1)
-    return running.output * factor[..., None], lse
+        group = record.query.shape[1] // row_max.shape[1]
+        sink = jnp.tile(record.softmax_aux.astype(row_max.dtype).reshape(-1, group), row_max.shape[2] // group)
+    max_with_sink = jnp.maximum(row_max, sink)
+    shift = jnp.where(max_with_sink == -jnp.inf, 0, max_with_sink)
+    row_sum = row_sum * jnp.exp(row_max - shift) + jnp.exp(sink - shift)
+    attends = row_sum > 0
+    lse = jnp.where(attends, jnp.log(jnp.where(attends, row_sum, 1)) + shift, -jnp.inf)
+    factor = record.value_scale * jnp.exp(row_max - shift) / jnp.where(attends, row_sum, 1)
+    return running.acc * factor[..., None], lse
 
 
-def _store(x: jax.Array, rows: jax.Array, tile: jax.Array, cut: Tiles) -> jax.Array:
+def _store(x: jax.Array, rows: jax.Array, tile: jax.Array, cut: PagedTiling) -> jax.Array:
     """x [T, H, ...] with rows [n, t] replaced by a tile [n, h, r, ...]."""
     stack, heads, _, *rest = tile.shape
     tile = tile.reshape(stack, heads, cut.queries, -1, *rest).swapaxes(1, 2)

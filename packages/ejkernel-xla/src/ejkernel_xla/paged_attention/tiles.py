@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 
@@ -8,13 +8,13 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
 from ejkernel_xla.sizes import check_positive
 
-KEYS = 256
+BLOCK_KV = 256
 """Keys a tile: long enough for the matrix products, short enough that a window or a short sequence wastes little."""
 
-QUERIES = 128
+MAX_BLOCK_Q = 128
 """Most query rows a tile."""
 
-ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
+GATHERED_ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
 """Key elements gathered at once: on a CPU they stay in its caches, elsewhere they fill the device."""
 
 
@@ -25,7 +25,7 @@ class PagedTiles:
     Attributes:
         block_q: Query rows of one sequence a tile.
         block_kv: Keys a tile.
-        stack: Tiles of query rows that are worked on at once.
+        stack: Tiles of query rows in one batched product.
     """
 
     block_q: int
@@ -41,25 +41,25 @@ FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "seq_blocksize": 
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """How a record is cut: `stack` tiles of `queries` rows of one sequence each are worked on at once, by `keys`."""
+class PagedTiling:
+    """How a record is cut: products have `stack` tiles of `queries` rows of one sequence each, and `keys` keys."""
 
     queries: int
     keys: int
     stack: int
 
 
-def tiles(record: PagedAttention, config: PagedTiles) -> Tiles:
+def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
     """The tiles of a record, of which no axis is empty: none larger than it can fill."""
     rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
     queries = 1 if record.query_start is None else max(1, min(config.block_q, rows))
     keys = max(1, min(config.block_kv, paged_cache.capacity(record)))
-    return Tiles(queries, keys, max(1, min(config.stack, sequences + rows // queries)))
+    return PagedTiling(queries, keys, max(1, min(config.stack, sequences + rows // queries)))
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
     """Tile sizes for a record on a device, not measured."""
-    return _sized(record, device, KEYS)
+    return _sized(record, device, BLOCK_KV)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedTiles, ...]:
@@ -71,9 +71,9 @@ def _sized(record: PagedAttention, device: DeviceInfo, keys: int) -> PagedTiles:
     """Query tiles of the average length of a sequence's queries; as many at once as keep their keys close."""
     rows, sequences = record.query.shape[0], max(1, record.kv_lens.shape[0])
     average = max(1, rows // sequences)
-    queries = min(QUERIES, 2 ** (average - 1).bit_length())
+    queries = min(MAX_BLOCK_Q, 2 ** (average - 1).bit_length())
     keys = max(1, min(keys, paged_cache.capacity(record)))
     key_elements = keys * paged_cache.kv_heads(record) * record.query.shape[-1]
     score_elements = keys * record.query.shape[1] * queries
-    stack = max(1, ELEMENTS[device.platform] // max(1, key_elements, score_elements))
+    stack = max(1, GATHERED_ELEMENTS[device.platform] // max(1, key_elements, score_elements))
     return PagedTiles(block_q=queries, block_kv=keys, stack=min(stack, sequences, 64))

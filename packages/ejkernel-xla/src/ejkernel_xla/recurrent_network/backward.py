@@ -1,7 +1,9 @@
 """Backward pass of a recurrent network.
 
-Only the cotangents of the states go through the tokens one by one. The gradients of all weights are products of what
-is known of the tokens of a block, taken at once.
+    per block, last token first:   states' cotangents, token by token -> cotangents of gates [t, B, G * H]
+    then, for the whole block:     dW_ih, dW_hh, biases, dx as matrix products over all its tokens
+
+Only the cotangents of the states need a loop over tokens.
 """
 
 import functools
@@ -23,7 +25,15 @@ from ejkernel.families.recurrent_network import (
 )
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.recurrent_network.blocks import Blocks
-from ejkernel_xla.recurrent_network.layer import Direction, joined, kept, precision, product, real, time_major
+from ejkernel_xla.recurrent_network.layer import (
+    Direction,
+    concatenated,
+    precision,
+    product,
+    select_state,
+    time_major,
+    valid_tokens,
+)
 from ejkernel_xla.recurrent_network.tiles import TokenBlocks
 
 Gradients = dict[str, Any]
@@ -34,7 +44,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
 
     Args:
         pullback: Record, gates and states of every token, cotangents of output and final states, and the wanted names.
-        config: Tokens a block and a turn of the loop.
+        config: Tokens a block and an iteration of the loop.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -59,10 +69,10 @@ def _inputs(pullback: Pullback, layer: int) -> jax.Array:
     """What a layer reads, [T, B, inputs]."""
     record = pullback.record
     if layer == 0:
-        return joined([time_major(record.x)], real(record))  # 0 in padding, whatever it holds
+        return concatenated([time_major(record.x)], valid_tokens(record))  # 0 in padding, whatever it holds
     directions = shape(record)[1]
     below = pullback.residuals.hidden[(layer - 1) * directions : layer * directions]
-    return joined([time_major(hidden) for hidden in below], real(record))
+    return concatenated([time_major(hidden) for hidden in below], valid_tokens(record))
 
 
 def _direction(
@@ -73,9 +83,9 @@ def _direction(
     token = _token(at)
 
     def block(carry: tuple[State, Gradients], parts: tuple[Any, ...]) -> tuple[tuple[State, Gradients], jax.Array]:
-        behind, sums = carry
+        after, sums = carry
         inputs, tokens = parts[0], parts[1:]
-        ahead, to_gates = lax.scan(token, behind, tokens, reverse=not at.backwards, unroll=config.unroll)
+        before, to_gates = lax.scan(token, after, tokens, reverse=not at.backwards, unroll=config.unroll)
         to_inputs, to_recurrent = separated(record.cell, to_gates)
         found = {
             "weight_ih": _outer(record, to_inputs, inputs),
@@ -83,29 +93,29 @@ def _direction(
             "bias_ih": to_inputs.sum(axis=(0, 1)),
             "bias_hh": to_recurrent.sum(axis=(0, 1)),
         }
-        return (ahead, jax.tree.map(jnp.add, sums, found)), product(record, to_inputs, weight_ih)
+        return (before, jax.tree.map(jnp.add, sums, found)), product(record, to_inputs, weight_ih)
 
     blocks = Blocks.of(record, config.block_t, at.backwards)
     gates = time_major(pullback.residuals.gates[at.index])
     tokens = (inputs, gates, _states_before(pullback, at), outputs)
     final = tuple(x[at.index].astype(outputs.dtype) for x in pullback.cotangent[1:])
-    parts = (*jax.tree.map(blocks.cut, tokens), blocks.real(record))
+    parts = (*jax.tree.map(blocks.cut, tokens), blocks.valid(record))
     (first, sums), pulled = lax.scan(block, (final, at.zeros()), parts, reverse=not at.backwards)
-    return {**sums, "inputs": blocks.joined(pulled), "first": first}
+    return {**sums, "inputs": blocks.merge(pulled), "first": first}
 
 
 def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax.Array]]:
     """The step of a loop over tokens: cotangents of the state behind a token to those of the state before it."""
     weights, cell = at.weight_hh.astype(accumulator(at.record)), at.record.cell
 
-    def token(behind: State, parts: tuple[Any, ...]) -> tuple[State, jax.Array]:
+    def token(after: State, parts: tuple[Any, ...]) -> tuple[State, jax.Array]:
         gates, state, cotangent, is_real = parts
         count = gates.shape[-1] // state[0].shape[-1]
         _, pull = jax.vjp(lambda gates, state: after_token(cell, gates_of(gates, count), state), gates, state)
-        to_gates, direct = pull((behind[0] + cotangent, *behind[1:]))
-        ahead = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
+        to_gates, direct = pull((after[0] + cotangent, *after[1:]))
+        before = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
-        return kept(is_real, ahead, behind), to_gates
+        return select_state(is_real, before, after), to_gates
 
     return token
 

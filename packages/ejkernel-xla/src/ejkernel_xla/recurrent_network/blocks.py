@@ -23,10 +23,10 @@ class Blocks:
     backwards: bool
 
     @classmethod
-    def of(cls, record: RecurrentNetwork, most: int, backwards: bool) -> "Blocks":
-        """As few blocks as there can be with `most` tokens, and as little padding."""
+    def of(cls, record: RecurrentNetwork, max_tokens: int, backwards: bool) -> "Blocks":
+        """As few blocks as there can be with `max_tokens` tokens, and as little padding."""
         tokens = record.x.shape[1]
-        count = -(-tokens // max(1, min(most, tokens)))
+        count = -(-tokens // max(1, min(max_tokens, tokens)))
         return cls(tokens=tokens, length=-(-tokens // count), backwards=backwards)
 
     @property
@@ -36,7 +36,7 @@ class Blocks:
 
     @property
     def padding(self) -> int:
-        """Tokens that are not there."""
+        """Tokens of padding."""
         return self.count * self.length - self.tokens
 
     def cut(self, x: jax.Array) -> jax.Array:
@@ -46,13 +46,13 @@ class Blocks:
             x = jnp.pad(x, (ends, *((0, 0),) * (x.ndim - 1)))
         return x.reshape(self.count, self.length, *x.shape[1:])
 
-    def joined(self, x: jax.Array) -> jax.Array:
+    def merge(self, x: jax.Array) -> jax.Array:
         """[blocks, length, ...] to [T, ...]."""
         x = x.reshape(self.count * self.length, *x.shape[2:])
         return x[self.padding :] if self.backwards else x[: self.tokens]
 
-    def real(self, record: RecurrentNetwork) -> jax.Array | None:
-        """Which tokens of each block there are, bool [blocks, length, B or 1, 1]; None for all."""
+    def valid(self, record: RecurrentNetwork) -> jax.Array | None:
+        """Which tokens of each block are no padding, bool [blocks, length, B or 1, 1]; None for all."""
         tokens = real_tokens(record)
         if tokens is None and not self.padding:
             return None

@@ -14,7 +14,7 @@ from ejkernel.families.recurrent_network import (
     stacked,
 )
 from ejkernel_xla.recurrent_network.blocks import Blocks
-from ejkernel_xla.recurrent_network.layer import Direction, joined, kept, real, time_major
+from ejkernel_xla.recurrent_network.layer import Direction, concatenated, select_state, time_major, valid_tokens
 from ejkernel_xla.recurrent_network.tiles import TokenBlocks
 
 
@@ -23,21 +23,21 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
 
     Args:
         record: The canonical arguments.
-        config: Tokens a block and a turn of the loop.
+        config: Tokens a block and an iteration of the loop.
 
     Returns:
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
         and the gates of every token and the states after it.
     """
     layers, directions, _ = shape(record)
-    inputs, tokens = time_major(record.x), real(record)
+    inputs, tokens = time_major(record.x), valid_tokens(record)
     found: list[State] = []  # gates and states
     finals: list[State] = []
     for layer in range(layers):
         runs = [_run(Direction.of(record, layer, n), inputs, config) for n in range(directions)]
         finals += [last for last, _ in runs]
         found += [tuple(map(time_major, each)) for _, each in runs]
-        inputs = joined([each[1] for _, each in runs], tokens)
+        inputs = concatenated([each[1] for _, each in runs], tokens)
     output = time_major(inputs).astype(record.x.dtype)
     return (output, *stacked(finals)), NetworkResiduals.of(stacked(found))
 
@@ -45,8 +45,8 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
 def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, State]:
     """The final states [B, H], and the gates of every token and the states after it [T, B, ...].
 
-    What a token gets from its inputs is handed to it by the token before: XLA's CPU backend does not vectorise what
-    is fused with the cut out of a longer array.
+    The loop carries each token's projected inputs from the iteration before: XLA's CPU backend does not vectorise a
+    loop body that is fused with a slice of a longer array.
     """
 
     def token(
@@ -55,7 +55,7 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
         (state, projected), (following, is_real) = carry, parts
         gates = combined(at.record.cell, projected, at.from_state(state[0]))
         gates = gates if is_real is None else tuple(jnp.where(is_real, x, 0) for x in gates)
-        after = kept(is_real, after_token(at.record.cell, gates, state), state)
+        after = select_state(is_real, after_token(at.record.cell, gates, state), state)
         return (after, following), (jnp.concatenate(gates, axis=-1), *after)
 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
@@ -68,6 +68,6 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
         return state, found
 
     blocks = Blocks.of(at.record, config.block_t, at.backwards)
-    parts = (blocks.cut(inputs), blocks.real(at.record))
+    parts = (blocks.cut(inputs), blocks.valid(at.record))
     final, found = lax.scan(block, at.first_state(), parts, reverse=at.backwards)
-    return final, tuple(map(blocks.joined, found))
+    return final, tuple(map(blocks.merge, found))

@@ -29,7 +29,7 @@ class Direction:
         weight_ih: [G * H, inputs].
         weight_hh: [G * H, H].
         bias_ih: [G * H] in the accumulator's dtype, or None.
-        bias_hh: [G * H] likewise.
+        bias_hh: [G * H] in the accumulator's dtype, or None.
     """
 
     record: RecurrentNetwork
@@ -87,7 +87,7 @@ def product(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.
 
 
 def precision(record: RecurrentNetwork) -> lax.Precision | None:
-    """Of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
+    """Precision of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
     return product_precision(record.x.dtype)
 
 
@@ -96,18 +96,18 @@ def time_major(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 0, 1)
 
 
-def real(record: RecurrentNetwork) -> jax.Array | None:
-    """Which tokens there are, bool [T, B, 1]; None for all."""
+def valid_tokens(record: RecurrentNetwork) -> jax.Array | None:
+    """Which tokens are no padding, bool [T, B, 1]; None for all."""
     tokens = real_tokens(record)
     return None if tokens is None else time_major(tokens)[..., None]
 
 
-def kept(real: jax.Array | None, new: State, old: State) -> State:
+def select_state(valid_tokens: jax.Array | None, new: State, old: State) -> State:
     """`new` where tokens are real, `old` elsewhere."""
-    return new if real is None else tuple(jnp.where(real, n, o) for n, o in zip(new, old, strict=True))
+    return new if valid_tokens is None else tuple(jnp.where(valid_tokens, n, o) for n, o in zip(new, old, strict=True))
 
 
-def joined(hidden: list[jax.Array], real: jax.Array | None) -> jax.Array:
-    """What a layer hands on, [T, B, R * H]: its directions side by side, and 0 in padding."""
+def concatenated(hidden: list[jax.Array], valid_tokens: jax.Array | None) -> jax.Array:
+    """Output of a layer, [T, B, R * H]: its directions side by side, and 0 in padding."""
     outputs = jnp.concatenate(hidden, axis=-1)
-    return outputs if real is None else jnp.where(real, outputs, 0)
+    return outputs if valid_tokens is None else jnp.where(valid_tokens, outputs, 0)

@@ -1,4 +1,4 @@
-"""Blocks of tokens: which are used when nobody chose, and which are worth measuring."""
+"""Blocks of tokens: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,9 @@ from ejkernel.families.recurrent_network import RecurrentNetwork
 from ejkernel.ops.config.params import Direction
 from ejkernel_xla.sizes import check_positive
 
-ROWS = {"forward": 256, "backward": 512}
-"""Tokens of all rows that are multiplied at once on a CPU: enough for the products to be efficient, of which the
-backward pass adds some to gradients of weights, and few enough for the results to fit a cache."""
+CACHED_TOKENS = {"forward": 256, "backward": 512}
+"""Tokens of all rows in one product on a CPU: enough for efficient products, few enough that the results fit a cache.
+The backward pass has more, since it also adds products to the gradients of weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class TokenBlocks:
 
     Attributes:
         block_t: Tokens whose inputs are multiplied at once.
-        unroll: Tokens a turn of the loop.
+        unroll: Tokens an iteration of the loop.
     """
 
     block_t: int
@@ -47,4 +47,4 @@ def candidates(record: RecurrentNetwork, device: Any, direction: Direction) -> t
 
 def _in_cache(record: RecurrentNetwork, direction: Direction) -> int:
     rows, tokens, _ = record.x.shape
-    return max(1, min(tokens, ROWS[direction] // max(1, rows)))
+    return max(1, min(tokens, CACHED_TOKENS[direction] // max(1, rows)))

@@ -1,8 +1,10 @@
 """Backward pass of ring attention: keys travel as in the forward pass, and their gradients with them.
 
-The formulas are those of `ejkernel_xla.tiled_attention.backward`. They need of the whole row only its lse and
-`<cotangent, output>`, which are there from the forward pass; what one device's keys contribute then depends on no
-other's.
+    ring step:   another device's keys and values, and their gradients so far   <- receive
+                 add what this device's queries contribute                      -> send, until they are home
+
+The formulas are those of `ejkernel_xla.tiled_attention.backward`. Of a whole row they need only lse and
+`<cotangent, output>`, both known from the forward pass, so contributions of different devices' keys are independent.
 """
 
 import dataclasses
@@ -18,11 +20,11 @@ from ejkernel.planning.ring_schedule import (
     Load,
     Ring,
     columns,
-    encounter,
     load_of,
     local_part,
     put_columns,
     ring_of,
+    step_record,
 )
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
@@ -68,13 +70,13 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
     travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 
-    def visit(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
+    def ring_step(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
         keys, partial = load["key"].shape[1], {**staying, **travelling}
         if "bias" in staying:
             partial["bias"] = columns(staying["bias"], ring, source, keys)
         part = dataclasses.replace(
             pullback,
-            record=encounter(record, ring, source, load),
+            record=step_record(record, ring, source, load),
             wanted=pullback.wanted - {"softmax_aux"},
         )
         grads = tiles.accumulate(part, params, partial)
@@ -82,7 +84,7 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
             grads["bias"] = put_columns(staying["bias"], grads["bias"], ring, source, keys)
         return {name: grads[name] for name in travelling}, {name: grads[name] for name in staying}
 
-    collected, kept = ring.walk(load_of(record), travelling, visit, staying)
+    collected, kept = ring.walk(load_of(record), travelling, ring_step, staying)
     return {**collected, **kept}
 
 
@@ -98,7 +100,7 @@ def _sink_gradient(pullback: Pullback) -> jax.Array:
     """`-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`, [H]."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
     output = pullback.output.astype(dtype)
-    # An output of nothing, as padding has, gives nothing, whatever its cotangent holds.
+    # Padding rows have an output of 0 and contribute 0, whatever their cotangent holds.
     delta = jnp.sum(jnp.where(output == 0, 0, pullback.cotangent.astype(dtype)) * output, axis=-1).swapaxes(1, 2)
     lse = pullback.residuals.lse
     sinks = record.softmax_aux.astype(dtype)[:, None]

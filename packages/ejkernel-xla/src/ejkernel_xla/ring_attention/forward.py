@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.planning.ring_schedule import Load, encounter, load_of, local_part, ring_of
+from ejkernel.planning.ring_schedule import Load, load_of, local_part, ring_of, step_record
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_xla.tiled_attention import forward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
@@ -28,11 +28,11 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
         return tiles.forward(tiled(record), params)
     local, dtype = local_part(record, ring), accumulator(tiled(record))
 
-    def visit(source: jax.Array, load: Load, so_far: Partial) -> tuple[Load, Partial]:
-        output, residuals = tiles.attend(encounter(local, ring, source, load), params, dtype)
+    def ring_step(source: jax.Array, load: Load, so_far: Partial) -> tuple[Load, Partial]:
+        output, residuals = tiles.attend(step_record(local, ring, source, load), params, dtype)
         return {}, merge(so_far, Partial(output, residuals.lse))
 
-    _, done = ring.walk(load_of(local), {}, visit, _compat.as_varying(_start(record), record))
+    _, done = ring.walk(load_of(local), {}, ring_step, _compat.as_varying(_start(record), record))
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
 

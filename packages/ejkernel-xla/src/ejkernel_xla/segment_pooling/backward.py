@@ -32,8 +32,8 @@ def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
     gradient = jnp.repeat(shares, record.chunk_size, axis=1)[:, :tokens]
     if record.lengths is None:
         return gradient
-    inside = jnp.arange(tokens, dtype=jnp.int32) < record.lengths[:, None]
-    return jnp.where(inside[..., None, None], gradient, 0)
+    valid = jnp.arange(tokens, dtype=jnp.int32) < record.lengths[:, None]
+    return jnp.where(valid[..., None, None], gradient, 0)
 
 
 def _of_ranges(ranges: jax.Array, tokens: int, shares: jax.Array) -> jax.Array:
@@ -41,5 +41,5 @@ def _of_ranges(ranges: jax.Array, tokens: int, shares: jax.Array) -> jax.Array:
     token = jnp.arange(tokens, dtype=jnp.int32)
     # The first pool that ends behind a token: neither empty ones nor those before it.
     pool = jnp.minimum(jnp.searchsorted(end, token, side="right"), end.shape[0] - 1)
-    inside = (token >= first[pool]) & (token < end[pool])
-    return jnp.where(inside[:, None, None], shares[0, pool], 0)[None]
+    valid = (token >= first[pool]) & (token < end[pool])
+    return jnp.where(valid[:, None, None], shares[0, pool], 0)[None]

@@ -50,8 +50,11 @@ def _chunk_sums(record: SegmentPooling) -> jax.Array:
 def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Array:
     """Sums over runs of any length, [1, M, H, D].
 
+        tokens   |  tile 0  |  tile 1  |  tile 2  |  tile 3  |      sums of all tiles at once
+        pool          |-----|==========|==========|---|             tokens, whole tiles, tokens
+
     Tiles of `size` tokens are summed all at once, wherever pools begin and end. A pool is then the sum of the tiles
-    that are wholly its own and of the tokens before and after them, fewer than `size` on either side.
+    that lie wholly inside of it, and of the tokens before and after these, fewer than `size` on either side.
     """
     _, tokens, *channels = record.values.shape
     values = record.values.reshape(tokens, -1)

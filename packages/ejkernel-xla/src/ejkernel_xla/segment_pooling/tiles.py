@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import current_device
 from ejkernel_xla.sizes import check_positive
 
-SIZES = (16, 32, 64, 256)
+BLOCK_SIZES = (16, 32, 64, 256)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tup
     """Tiles worth measuring for a record on a device: only pools of any length, and only forward, have tiles."""
     if record.ranges is None or direction == "backward":
         return ()
-    return tuple(TokenTiles(block_size=size) for size in SIZES)
+    return tuple(TokenTiles(block_size=size) for size in BLOCK_SIZES)
 
 
 def _typical(record: SegmentPooling) -> int:

@@ -1,6 +1,6 @@
 """Backward pass of the selected branch, by recomputation of the scores.
 
-With the branch's own cotangent do, its softmax p = exp(s - lse) and delta_i = <do_i, o_i>:
+With the cotangent do of the branch, its softmax p = exp(s - lse) and delta_i = <do_i, o_i>:
 
     dv_j = sum_i p_ij do_i
     ds_ij = p_ij (<do_i, v_j> - delta_i)
@@ -20,7 +20,7 @@ from ejkernel.planning import selected_branches
 from ejkernel_xla.selected_attention.forward import DENSE
 from ejkernel_xla.selected_attention.lists import (
     Operands,
-    Plan,
+    SelectedPlan,
     add,
     arrange,
     by_group,
@@ -30,7 +30,7 @@ from ejkernel_xla.selected_attention.lists import (
     make_plan,
     take,
 )
-from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.selected_attention.scores import PlanStep, accumulator, block_of, dot, score, tile_of
 from ejkernel_xla.selected_attention.tiles import SelectedTiles
 from ejkernel_xla.tiled_attention import blocks
 from ejkernel_xla.tiled_attention.forward import finite
@@ -68,17 +68,17 @@ def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, c
     grads = {name: jnp.zeros(getattr(operands, name).shape, dtype) for name in ("query", "key", "value")}
 
     def step(n: jax.Array, grads: Gradients) -> Gradients:
-        at = Place(*plan.place(n))
-        here = {name: tile_of(x, plan, at) for name, x in rows.items()}
+        at = PlanStep(*plan.step_at(n))
+        query_rows = {name: tile_of(x, plan, at) for name, x in rows.items()}
         carry = {**grads, "query": jnp.zeros((plan.queries, *grads["query"].shape[3:]), dtype)}
         readers = find_readers(tile_of(operands.listed, plan, at), plan)
 
         def read(c: jax.Array, lines: jax.Array, carry: Gradients) -> Gradients:
-            return _read(record, operands, plan, at, here, (c, lines), carry)
+            return _read(record, operands, plan, at, query_rows, (c, lines), carry)
 
         carry = fold(readers, plan, read, carry)
-        where = (at.batch, at.head, at.query, 0, 0)
-        return {**carry, "query": blocks.put(grads["query"], where, carry["query"][None, None])}
+        offsets = (at.batch, at.head, at.query, 0, 0)
+        return {**carry, "query": blocks.put(grads["query"], offsets, carry["query"][None, None])}
 
     grads = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, grads)
     length, keys = record.query.shape[1], record.key.shape[1]
@@ -91,25 +91,25 @@ def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, c
 def _read(
     record: SelectedAttention,
     operands: Operands,
-    plan: Plan,
-    at: Place,
-    here: dict[str, jax.Array],
-    visit: tuple[jax.Array, jax.Array],
+    plan: SelectedPlan,
+    at: PlanStep,
+    query_rows: dict[str, jax.Array],
+    listed_block: tuple[jax.Array, jax.Array],
     grads: Gradients,
 ) -> Gradients:
-    """Adds what some queries' reading of a block contributes; the query's gradient is [t, g, d], of its step alone."""
-    block, rows = visit
+    """Adds what some queries of one block contribute; the query's gradient is [t, g, d], of its step alone."""
+    block, rows = listed_block
     start = operands.starts[block]
     scores, query, key = score(record, operands, plan, at, start, rows)
     value = block_of(operands.value, at, start, record.block_size)
-    cotangent = take(here["cotangent"], rows)
-    weights = jnp.exp(scores - take(here["lse"], rows)[..., None])
+    cotangent = take(query_rows["cotangent"], rows)
+    weights = jnp.exp(scores - take(query_rows["lse"], rows)[..., None])
     dweights = dot("pgv,kv->pgk", cotangent, value)
-    dscores = weights * (dweights - take(here["delta"], rows)[..., None]) * record.softmax_scale
+    dscores = weights * (dweights - take(query_rows["delta"], rows)[..., None]) * record.softmax_scale
     dscores, weights = dscores.astype(key.dtype), weights.astype(value.dtype)
-    where = (at.batch, at.head, start, 0)
+    offsets = (at.batch, at.head, start, 0)
     return {
         "query": add(grads["query"], rows, dot("pgk,kd->pgd", dscores, key)),
-        "key": blocks.add(grads["key"], where, dot("pgk,pgd->kd", dscores, query)[None, None]),
-        "value": blocks.add(grads["value"], where, dot("pgk,pgv->kv", weights, cotangent)[None, None]),
+        "key": blocks.add(grads["key"], offsets, dot("pgk,pgd->kd", dscores, query)[None, None]),
+        "value": blocks.add(grads["value"], offsets, dot("pgk,pgv->kv", weights, cotangent)[None, None]),
     }

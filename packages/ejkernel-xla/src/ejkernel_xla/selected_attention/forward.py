@@ -12,7 +12,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import selected_branches
 from ejkernel.planning.selected_branches import DenseKernel
 from ejkernel_xla.selected_attention.lists import arrange, by_token, find_readers, fold, make_plan, put, take
-from ejkernel_xla.selected_attention.scores import Place, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.selected_attention.scores import PlanStep, accumulator, block_of, dot, score, tile_of
 from ejkernel_xla.selected_attention.tiles import SelectedTiles
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import blocks
@@ -52,18 +52,18 @@ DENSE = DenseKernel(_dense_forward, _dense_backward)
 """The branches that are tiled attention."""
 
 
-class Running(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """Online softmax of the queries of a step.
 
     Attributes:
-        peak: [t, g], largest score so far.
-        total: [t, g], sum of exp(score - peak).
-        output: [t, g, v], sum of exp(score - peak) times values.
+        row_max: [t, g], largest score so far.
+        row_sum: [t, g], sum of exp(score - row_max).
+        acc: [t, g, v], sum of exp(score - row_max) times values.
     """
 
-    peak: jax.Array
-    total: jax.Array
-    output: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+    acc: jax.Array
 
 
 def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
@@ -71,25 +71,25 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
     plan = make_plan(record, config)
     operands, dtype = arrange(record, plan), accumulator(record)
     shape, size = (plan.queries, plan.group), record.value.shape[3]
-    empty = Running(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, size), dtype))
+    empty = OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, size), dtype))
 
     def step(n: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at = Place(*plan.place(n))
+        at = PlanStep(*plan.step_at(n))
 
-        def read(c: jax.Array, rows: jax.Array, running: Running) -> Running:
+        def read(c: jax.Array, rows: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
             start = operands.starts[c]
             scores, _, _ = score(record, operands, plan, at, start, rows)
             return _update(running, rows, scores, block_of(operands.value, at, start, record.block_size))
 
         running = fold(find_readers(tile_of(operands.listed, plan, at), plan), plan, read, empty)
-        some = running.total > 0
-        total = jnp.where(some, running.total, 1)
-        lse = jnp.where(some, jnp.log(total) + finite(running.peak), -jnp.inf)
-        output = (running.output / total[..., None]).astype(record.query.dtype)
-        where = (at.batch, at.head, at.query, 0)
+        attends = running.row_sum > 0
+        denominator = jnp.where(attends, running.row_sum, 1)
+        lse = jnp.where(attends, jnp.log(denominator) + finite(running.row_max), -jnp.inf)
+        output = (running.acc / denominator[..., None]).astype(record.query.dtype)
+        offsets = (at.batch, at.head, at.query, 0)
         return (
-            blocks.put(state[0], (*where, 0), output[None, None]),
-            blocks.put(state[1], where, lse[None, None]),
+            blocks.put(state[0], (*offsets, 0), output[None, None]),
+            blocks.put(state[1], offsets, lse[None, None]),
         )
 
     lead = (plan.batch, plan.heads, plan.tiles * plan.queries, plan.group)
@@ -99,12 +99,14 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
     return Branch(output=by_token(output, length), lse=by_token(lse[..., None], length)[..., 0].swapaxes(1, 2))
 
 
-def _update(running: Running, rows: jax.Array, scores: jax.Array, value: jax.Array) -> Running:
-    """Takes one block, values [k, v], into the running softmax of some queries."""
-    before = take(running.peak, rows)
-    peak = jnp.maximum(before, jnp.max(scores, axis=-1))
-    shift = finite(peak)
-    weights, fade = jnp.exp(scores - shift[..., None]), jnp.exp(before - shift)
-    total = fade * take(running.total, rows) + jnp.sum(weights, axis=-1)
-    output = fade[..., None] * take(running.output, rows) + dot("pgk,kv->pgv", weights.astype(value.dtype), value)
-    return Running(put(running.peak, rows, peak), put(running.total, rows, total), put(running.output, rows, output))
+def _update(running: OnlineSoftmax, rows: jax.Array, scores: jax.Array, value: jax.Array) -> OnlineSoftmax:
+    """One step of the online softmax of some queries, over a block of values [k, v]."""
+    previous_max = take(running.row_max, rows)
+    row_max = jnp.maximum(previous_max, jnp.max(scores, axis=-1))
+    shift = finite(row_max)
+    weights, alpha = jnp.exp(scores - shift[..., None]), jnp.exp(previous_max - shift)
+    row_sum = alpha * take(running.row_sum, rows) + jnp.sum(weights, axis=-1)
+    acc = alpha[..., None] * take(running.acc, rows) + dot("pgk,kv->pgv", weights.astype(value.dtype), value)
+    return OnlineSoftmax(
+        put(running.row_max, rows, row_max), put(running.row_sum, rows, row_sum), put(running.acc, rows, acc)
+    )

@@ -1,7 +1,10 @@
-"""Turning lists around: from the blocks that a query reads to the queries that read a block.
+"""Inverting lists: from the blocks that a query reads to the queries that read a block.
 
-Gathering the keys of every query's blocks would copy each block once for every query that lists it. The other way
-round a block is sliced where it lies, and what is gathered are rows of queries, `block_size` times smaller.
+    listed [T, N]  --sort by (block, query)-->  rows: | queries of block 0 | queries of block 1 | ...
+                                                block c: keys and values sliced once; its queries gathered
+
+Gathering the keys of every query's blocks would copy each block once for every query that lists it. Inverted, a block
+is sliced in place, and the gathered rows of queries are `block_size` times fewer.
 """
 
 import dataclasses
@@ -19,8 +22,8 @@ Carry = TypeVar("Carry")
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a record is cut: batch rows times KV heads times tiles of `queries` queries; `rows` of them meet a block.
+class SelectedPlan:
+    """How a record is cut: batch rows times KV heads times tiles of `queries` queries; a product has `rows` of them.
 
     `group` query heads share a KV head, and so their blocks.
     """
@@ -38,17 +41,17 @@ class Plan:
         """Steps of the outer loop."""
         return self.batch * self.heads * self.tiles
 
-    def place(self, step: Any) -> tuple[Any, Any, Any]:
+    def step_at(self, step: Any) -> tuple[Any, Any, Any]:
         """Batch row, KV head and first query of a step."""
         row, tile = step // self.tiles, step % self.tiles
         return row // self.heads, row % self.heads, tile * self.queries
 
 
-def make_plan(record: SelectedAttention, config: SelectedTiles) -> Plan:
+def make_plan(record: SelectedAttention, config: SelectedTiles) -> SelectedPlan:
     """Cuts a record."""
     (batch, length, heads, _), kv_heads = record.query.shape, record.key.shape[2]
     queries, rows = sizes(record, config)
-    return Plan(batch, kv_heads, heads // kv_heads, queries, -(-length // queries), rows, blocks(record))
+    return SelectedPlan(batch, kv_heads, heads // kv_heads, queries, -(-length // queries), rows, blocks(record))
 
 
 class Operands(NamedTuple):
@@ -59,7 +62,7 @@ class Operands(NamedTuple):
         key: [B, Hk, S, D].
         value: [B, Hk, S, Dv].
         listed: [B, Hk, T, N] int32, -1 for no block.
-        own: [B|1, T] int32, index of the query's own key.
+        q_positions: [B|1, T] int32, index of the key at the query's position.
         starts: [M] int32, first key of a block.
         ids: Segment ids of queries [B, T] and of keys [B, S]; None where they restrict nothing.
     """
@@ -68,12 +71,12 @@ class Operands(NamedTuple):
     key: jax.Array
     value: jax.Array
     listed: jax.Array
-    own: jax.Array
+    q_positions: jax.Array
     starts: jax.Array
     ids: tuple[jax.Array, jax.Array] | None
 
 
-def arrange(record: SelectedAttention, plan: Plan) -> Operands:
+def arrange(record: SelectedAttention, plan: SelectedPlan) -> Operands:
     """The operands of a record whose padding is clean, and whose blocks are listed."""
     assert record.block_indices is not None  # selected by now
     listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.blocks)
@@ -89,13 +92,13 @@ def arrange(record: SelectedAttention, plan: Plan) -> Operands:
         key=_by_head(record.key, record.block_size),
         value=_by_head(record.value, record.block_size),
         listed=fill(listed.transpose(0, 2, 1, 3), 2, plan.tiles * plan.queries, plan.blocks),
-        own=fill(query_positions(record), 1, plan.tiles * plan.queries, 0),
+        q_positions=fill(query_positions(record), 1, plan.tiles * plan.queries, 0),
         starts=starts(record),
         ids=ids,
     )
 
 
-def by_group(x: jax.Array, plan: Plan) -> jax.Array:
+def by_group(x: jax.Array, plan: SelectedPlan) -> jax.Array:
     """[B, t, H, n] -> [B, Hk, T, g, n]."""
     x = x.reshape(*x.shape[:2], plan.heads, plan.group, -1).transpose(0, 2, 1, 3, 4)
     return fill(x, 2, plan.tiles * plan.queries, 0)
@@ -130,7 +133,7 @@ class Readers(NamedTuple):
     bounds: jax.Array
 
 
-def find_readers(listed: jax.Array, plan: Plan) -> Readers:
+def find_readers(listed: jax.Array, plan: SelectedPlan) -> Readers:
     """Sorts the lists [T, N] of a tile of queries by block; `plan.blocks` stands for none."""
     count, slots = listed.size, listed.shape[1]
     pair = jnp.arange(count, dtype=jnp.uint32)
@@ -142,7 +145,9 @@ def find_readers(listed: jax.Array, plan: Plan) -> Readers:
     return Readers(fill(rows, 0, count + plan.rows, 0), bounds)
 
 
-def fold(readers: Readers, plan: Plan, step: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry) -> Carry:
+def fold(
+    readers: Readers, plan: SelectedPlan, step: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry
+) -> Carry:
     """Applies `step(block, rows, carry)` to every block and every `plan.rows` of the queries that read it.
 
     Rows that fill up the last tile of a block lie behind all queries: they read any, and write nothing.

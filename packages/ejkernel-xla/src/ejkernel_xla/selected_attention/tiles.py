@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,10 @@ from ejkernel.families.selected_attention import SelectedAttention, blocks, slot
 from ejkernel.ops.config.params import Direction
 from ejkernel_xla.sizes import check_positive
 
-ROWS = 512
+ROWS_PER_BLOCK = 512
 """Query rows that read a block at once, all query heads of a KV head counted: a long matrix product whose operands
 still fit into a cache."""
-QUERIES = 256
+MAX_BLOCK_Q = 256
 """Most queries a tile: longer ones fill up with nothing behind the last query of a block."""
 
 
@@ -36,14 +36,14 @@ FACES = {"block_q": "block_q"}
 
 def sizes(record: SelectedAttention, config: SelectedTiles) -> tuple[int, int]:
     """Queries whose lists are sorted together, and queries a tile, no more than there can be."""
-    queries = min(config.sorted_queries, _most(record))
+    queries = min(config.sorted_queries, _max_sorted_queries(record))
     return queries, min(config.block_q, queries)
 
 
 def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> SelectedTiles:
     """Tile sizes for a record on a device, not measured."""
     group = record.query.shape[2] // record.key.shape[2]
-    return _sized(record, min(QUERIES, max(16, ROWS // group)))
+    return _sized(record, min(MAX_BLOCK_Q, max(16, ROWS_PER_BLOCK // group)))
 
 
 def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[SelectedTiles, ...]:
@@ -52,11 +52,11 @@ def candidates(record: SelectedAttention, device: Any, direction: Direction) -> 
 
 
 def _sized(record: SelectedAttention, rows: int) -> SelectedTiles:
-    queries = _most(record)
+    queries = _max_sorted_queries(record)
     return SelectedTiles(sorted_queries=queries, block_q=min(queries, rows))
 
 
-def _most(record: SelectedAttention) -> int:
+def _max_sorted_queries(record: SelectedAttention) -> int:
     """The most queries whose pairs of block and slot can be numbered in 32 bits, for the sort."""
     pairs = (blocks(record) + 1) * max(1, slots(record))
     return max(1, min(record.query.shape[1], 2**31 // pairs))

@@ -7,8 +7,8 @@ from jax import lax
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.selective_scan.chunk import pull
+from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, load, paste
 from ejkernel_xla.selective_scan.tiles import ScanSteps
-from ejkernel_xla.selective_scan.walk import chunks, cut, load, paste, place
 
 Gradients = dict[str, jax.Array]
 
@@ -33,14 +33,14 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     def chunk(n: jax.Array, carry: tuple[Gradients, Gradients, jax.Array]) -> tuple[Gradients, Gradients, jax.Array]:
         grads, sums, behind = carry
         n = chunks(record) - 1 - n
-        at = place(record, n)
-        x, cotangent = cut(record.x, at).astype(dtype), jnp.where(at.own, cut(outputs, at), 0).astype(dtype)
+        at = chunk_at(record, n)
+        x, cotangent = cut(record.x, at).astype(dtype), jnp.where(at.fresh, cut(outputs, at), 0).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
         cotangents = (behind, jnp.moveaxis(cotangent, 1, 0))
-        before, pulled, moved = pull(config.associative, before, load(record, at), decay, cotangents)
+        before, pulled, ddecay = pull(config.associative, before, load(record, at), decay, cotangents)
         parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
         parts["x"] = parts["x"] + skip * cotangent
-        sums = {"decay": sums["decay"] + moved, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
+        sums = {"decay": sums["decay"] + ddecay, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
         return {name: paste(grads[name], at, parts[name]) for name in grads}, sums, before
 
     grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKENS if name in pullback.wanted}

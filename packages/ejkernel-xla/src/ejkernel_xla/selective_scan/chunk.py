@@ -1,4 +1,4 @@
-"""The tokens of a chunk: the states before them to what they read and the states behind them, and back again.
+"""The tokens of a chunk: from the states before them to their reads and the states behind them, and the pullback.
 
 Arrays are time-major, [L, r, ...], and states are [r, E, I], so that the channels lie side by side.
 """
@@ -13,11 +13,11 @@ from ejkernel.planning.precision import product_precision
 
 
 class Tokens(NamedTuple):
-    """What the tokens of a chunk bring, in the accumulator's dtype.
+    """Inputs of the tokens of a chunk, in the accumulator's dtype.
 
     Attributes:
         x: [L, r, I].
-        step: [L, r, I]; 0 for tokens that take part in nothing, which leaves the states as they are.
+        step: [L, r, I]; 0 for masked tokens, which leaves the states as they are.
         write: [L, r, E].
         read: [L, r, E].
     """
@@ -47,22 +47,22 @@ def pull(
 
 
 def _tree(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
-    fade = jnp.exp(tokens.step[:, :, None] * decay)
+    decays = jnp.exp(tokens.step[:, :, None] * decay)
     written = tokens.write[..., None] * (tokens.step * tokens.x)[:, :, None]
-    fades, sums = lax.associative_scan(_join, (fade, written))
-    states = fades * state + sums
+    decay_products, sums = lax.associative_scan(_join, (decays, written))
+    states = decay_products * state + sums
     return states[-1], _dot("lrei,lre->lri", states, tokens.read)
 
 
 def _join(one: Behind, other: Behind) -> Behind:
-    """Two runs of tokens as one: how much they fade the states and what they add."""
+    """Combines two runs of tokens: the decay of the states across both, and what both add."""
     return one[0] * other[0], other[0] * one[1] + other[1]
 
 
 def _loop(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
     def token(state: jax.Array, token: Tokens) -> Behind:
         state = _next(state, token, decay)
-        # A product and not a sum: XLA would fuse a sum with the state and compute that twice.
+        # A matrix product instead of a sum: XLA would fuse the sum with the state and compute the state twice.
         return state, _dot("rei,re->ri", state, token.read)
 
     return lax.scan(token, state, tokens)
@@ -75,28 +75,28 @@ def _next(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
 def _pull_loop(
     state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: Behind
 ) -> tuple[jax.Array, Tokens, jax.Array]:
-    """The states of the chunk again, forwards, and then their cotangents, backwards."""
+    """Recomputes the states of the chunk forwards, then passes their cotangents backwards."""
     last, states = lax.scan(lambda state, token: (_next(state, token, decay), state), state, tokens)
     ones = jnp.ones(state.shape[:2], state.dtype)
 
     def token(carry: tuple[jax.Array, ...], parts: tuple[Tokens, jax.Array, jax.Array]) -> tuple[Any, Tokens]:
-        gradient, summed, after = carry
+        gradient, ddecay_acc, after = carry
         token, cotangent, before = parts
         gradient = gradient + token.read[..., None] * cotangent[:, None]
-        faded = gradient * jnp.exp(token.step[:, None] * decay)
-        exponent = faded * before  # cotangent of step * decay
-        moved = _dot("rei,re->ri", gradient, token.write)  # of step * x
+        decayed_gradient = gradient * jnp.exp(token.step[:, None] * decay)
+        exponent = decayed_gradient * before  # cotangent of step * decay
+        dproduct = _dot("rei,re->ri", gradient, token.write)  # of step * x
         pulled = Tokens(
-            x=moved * token.step,
-            step=moved * token.x + _dot("rei,re->ri", exponent * decay, ones),
+            x=dproduct * token.step,
+            step=dproduct * token.x + _dot("rei,re->ri", exponent * decay, ones),
             write=_dot("rei,ri->re", gradient, token.step * token.x),
             read=_dot("rei,ri->re", after, cotangent),
         )
-        return (faded, summed + exponent * token.step[:, None], before), pulled
+        return (decayed_gradient, ddecay_acc + exponent * token.step[:, None], before), pulled
 
     start = (cotangents[0], jnp.zeros_like(state), last)
-    (gradient, summed, _), pulled = lax.scan(token, start, (tokens, cotangents[1], states), reverse=True)
-    return gradient, pulled, summed.sum(axis=0)
+    (gradient, ddecay_acc, _), pulled = lax.scan(token, start, (tokens, cotangents[1], states), reverse=True)
+    return gradient, pulled, ddecay_acc.sum(axis=0)
 
 
 def _dot(axes: str, one: jax.Array, other: jax.Array) -> jax.Array:

@@ -6,8 +6,8 @@ from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
 from ejkernel_xla.selective_scan.chunk import advance
+from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, load, paste
 from ejkernel_xla.selective_scan.tiles import ScanSteps
-from ejkernel_xla.selective_scan.walk import chunks, cut, load, paste, place
 
 
 def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
@@ -22,16 +22,16 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
     """
     dtype = accumulator(record)
     decay, skip, state = record.decay.T.astype(dtype), record.skip.astype(dtype), first_state(record)
-    kept = jnp.zeros((state.shape[0], chunks(record), *state.shape[1:]), dtype)
+    chunk_states = jnp.zeros((state.shape[0], chunks(record), *state.shape[1:]), dtype)
 
     def chunk(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        output, kept, state = carry
-        at = place(record, n)
-        kept = lax.dynamic_update_index_in_dim(kept, state, n, axis=1)
+        output, chunk_states, state = carry
+        at = chunk_at(record, n)
+        chunk_states = lax.dynamic_update_index_in_dim(chunk_states, state, n, axis=1)
         state, read = advance(config.associative, state, load(record, at), decay)
         part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
-        return paste(output, at, part), kept, state
+        return paste(output, at, part), chunk_states, state
 
-    start = (jnp.zeros_like(record.x), kept, state)
-    output, kept, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
-    return (output, jnp.swapaxes(state, 1, 2)), ScanResiduals(states=kept)
+    start = (jnp.zeros_like(record.x), chunk_states, state)
+    output, chunk_states, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
+    return (output, jnp.swapaxes(state, 1, 2)), ScanResiduals(states=chunk_states)

@@ -1,4 +1,4 @@
-"""How the tokens of a chunk are worked on: what is used when nobody chose, and what is worth measuring."""
+"""How the tokens of a chunk are combined: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any

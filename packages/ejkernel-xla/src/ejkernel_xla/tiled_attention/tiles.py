@@ -1,4 +1,4 @@
-"""Tile sizes: which are used when nobody chose, and which are worth measuring."""
+"""Tile sizes: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
 from typing import Any

@@ -166,11 +166,11 @@ def attention(
 
 def validate(args: AttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    _check_own(args)
+    _check_call(args)
     jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
 
 
-def _check_own(args: AttentionArguments) -> None:
+def _check_call(args: AttentionArguments) -> None:
     """What the call of `flash_attention` cannot be made without."""
     for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
         check_shape(name, getattr(args, name), axes, {})
@@ -250,7 +250,7 @@ def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, 
     """Without weights, a call of `flash_attention`."""
     if args.return_weights:
         return OP, args, options
-    _check_own(args)
+    _check_call(args)
     cfg, specs = options["cfg"], options["in_specs"]
     if isinstance(cfg, AttentionConfig):
         cfg = _tiles_of_output(cfg)

@@ -1,4 +1,4 @@
-"""Block-sparse attention: softmax attention that never visits the tiles its pattern leaves out."""
+"""Block-sparse attention: softmax attention that computes only the tiles in which its pattern has pairs."""
 
 import dataclasses
 import inspect
@@ -141,7 +141,7 @@ def blocksparse_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b h t v"] | WithLse:
-    """Softmax attention over a pattern that is known when the call is traced; tiles without a pair are not visited.
+    """Softmax attention over a pattern that is known when the call is traced; tiles without a pair cost nothing.
 
     Shape letters: B batch, H query heads, Hk KV heads, T queries, S keys, D head size, V value size: heads come before
     tokens. Query head h reads KV head `h // (H // Hk)`. The formula, term by term, is in

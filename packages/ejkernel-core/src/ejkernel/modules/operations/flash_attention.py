@@ -281,7 +281,7 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
         # With the same packing on both sides the difference of two indices in a sequence is that of their positions,
         # and indices let tiles be skipped at compile time. In padded rows they are the positions.
         if explicit or (batch == 1 and args.cum_seqlens_k is not None):
-            places = [own if x is None else x for own, x in zip((q_places, k_places), places, strict=True)]
+            places = [indices if x is None else x for indices, x in zip((q_places, k_places), places, strict=True)]
     bounded = args.causal or args.sliding_window is not None  # otherwise nothing compares positions
     return (*ids, *(places if bounded else (None, None)))
 

@@ -77,7 +77,7 @@ def gated_delta_rule(
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
     """The gated delta rule, computed chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
 
-    Every head carries a state S of shape [K, V]. Each token first fades it by `exp(decay)`, then corrects what it
+    Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it
     holds for its key, `S += key (beta (value - S^T key))^T`, then reads `K ** -0.5 * S^T query`. Query head h reads
     KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 

@@ -1,4 +1,4 @@
-"""Gated linear attention: a recurrence whose state fades by gates of its key channels."""
+"""Gated linear attention: a recurrence whose state decays by gates of its key channels."""
 
 from typing import Any
 
@@ -58,8 +58,8 @@ def gated_linear_attention(
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
     """Gated linear attention, computed chunk by chunk (Yang et al. 2023, arXiv:2312.06635).
 
-    Every head carries a state of shape [K, V]. Each token first fades it by its gates, which are logs (at most 0, to
-    fade; -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Query head h
+    Every head carries a state of shape [K, V]. Each token first decays it by its gates, which are logs (at most 0;
+    -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Query head h
     reads KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 
     Over devices, batch and heads can be split.

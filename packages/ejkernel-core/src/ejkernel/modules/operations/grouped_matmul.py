@@ -68,7 +68,7 @@ class GroupedMatmulArguments:
             preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
-            # Of no meaning here, where dispatch chooses the kernel and none pads: a call is one, whatever they say.
+            # Dispatch chooses the kernel and none pads: these mean nothing, and calls with them are one.
             use_v2=as_flag("use_v2", self.use_v2) and False,
             use_v3=as_flag("use_v3", self.use_v3) and False,
             do_padding=as_flag("do_padding", self.do_padding) or True,
@@ -330,7 +330,7 @@ OP = Op(
         "float32": Tolerance(rtol=2e-5, atol=2e-5),
         "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
         "float16": Tolerance(rtol=3e-3, atol=3e-3),
-        # Of outputs in float32 of products that are exact: what summing in another order changes.
+        # Outputs in float32 of exact products: what another order of summation changes.
         "float8_e4m3fn": Tolerance(rtol=2e-4, atol=2e-4),
     },
     make_inputs=cases.make_inputs,

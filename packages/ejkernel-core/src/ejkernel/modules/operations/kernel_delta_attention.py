@@ -67,7 +67,7 @@ def kernel_delta_attention(
     """The delta rule with gates, computed chunk by chunk (Kimi Team 2025, arXiv:2510.26692; Yang et al. 2024,
     arXiv:2412.06464).
 
-    Every head carries a state S of shape [K, V]. Each token first fades it by `exp(decay)`, then corrects what it
+    Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it
     holds for its key, `S += key (beta (value - S^T key))^T`, then reads `softmax_scale * S^T query`. Query head h reads
     KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 

@@ -1,4 +1,4 @@
-"""Lightning attention: linear attention whose heads fade at fixed rates."""
+"""Lightning attention: linear attention whose heads decay at fixed rates."""
 
 from typing import Any
 
@@ -62,8 +62,8 @@ def lightning_attention(
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
     """Linear attention with a fixed decay for each head, computed chunk by chunk (Qin et al. 2024, arXiv:2401.04658).
 
-    `recurrent_attention` with `g_gamma[h] = -(8 / H) * (1 - layer_idx / num_layers) * h`: head 0 never fades, later
-    layers fade less, and `layer_idx == num_layers` not at all. H is the number of query heads of the whole call, also
+    `recurrent_attention` with `g_gamma[h] = -(8 / H) * (1 - layer_idx / num_layers) * h`: head 0 never decays, later
+    layers decay less, and `layer_idx == num_layers` not at all. H is the number of query heads of the whole call, also
     when the heads are split over devices by `mesh`. Query head h reads KV head `h // (H // Hk)`.
 
     Over devices, batch and heads can be split.
@@ -110,7 +110,7 @@ def slopes(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32
 
 
 def _recurrent(args: LightningAttentionArguments) -> RecurrentAttentionArguments:
-    """The same call with its decay spelt out; nothing fades where every slope is 0."""
+    """The same call with its decay spelt out; without decay where every slope is 0."""
     if rank(args.query) < 3 or args.layer_idx == args.num_layers:
         return as_recurrent(args)
     dtype = jnp.promote_types(args.query.dtype, jnp.float32)

@@ -167,13 +167,13 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
     absorbed = jnp.einsum("bghn,rgn->bghr", nope, args.w_kc, **exact).astype(rope.dtype)
     query = jnp.concatenate([absorbed.reshape(*rope.shape[:2], -1), rope], axis=-1)
     cache = args.latent_cache
-    joined = cache if args.rope_cache is None else jnp.concatenate([cache, args.rope_cache], axis=-1)
+    both_caches = cache if args.rope_cache is None else jnp.concatenate([cache, args.rope_cache], axis=-1)
     lengths = args.lengths.astype(jnp.int32)[:, None]
     token = jnp.arange(cache.shape[1], dtype=jnp.int32)
     return flash_attention.lower(
         flash_call(
             query=query[:, None],
-            key=joined[:, :, None],
+            key=both_caches[:, :, None],
             value=cache[:, :, None],
             softmax_aux=args.softmax_aux,
             mask_info=MaskInfo(

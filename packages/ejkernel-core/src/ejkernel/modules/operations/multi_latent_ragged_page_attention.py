@@ -111,14 +111,14 @@ def multi_latent_ragged_page_attention(
     and the model takes `o_h` to the head's values by `w_vc_h`. `mla_decode` does both around a dense cache.
 
     Shape letters: T rows, N sequences, P pages of S slots, H query heads, R latent size, Dr size of the rotary part.
-    Sequences, lengths, tables, starts and distribution are those of `ragged_page_attention_v3`: sequence n owns rows
+    Sequences, lengths, tables, starts and distribution are those of `ragged_page_attention_v3`: sequence n has rows
     `query_start_loc[n] : query_start_loc[n + 1]`, and row i of q is its token at position `kv_lens[n] - q + i`, which
     attends to those up to itself. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 
     With `pack = 32 // bits(cache dtype)` a cache is [P, S / pack, pack, lanes]; axes 1 and 2 together are the slots. A
-    row is the latent vector, filled with 0 to a multiple of 128, and the rotary part, likewise. Nothing but the new
-    tokens' own rows is written. Call under `jax.jit` with `donate_argnums` for the cache and use the returned one: the
-    update is then in place.
+    row is the latent vector, filled with 0 to a multiple of 128, then the rotary part, filled in the same way. Only
+    the rows of the new tokens are written. Call under `jax.jit` with `donate_argnums` for the cache and use the
+    returned one: the update is then in place.
 
     Over devices, query heads can be split.
 

@@ -215,7 +215,7 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
     selected = 0
     if args.block_indices is None:
         assert means is not None  # `validate` wants gates or blocks
-        assert isinstance(args.block_counts, Slots)  # likewise
+        assert isinstance(args.block_counts, Slots)  # `validate` wants gates or blocks
         selected = min(args.block_counts.count, means.shape[1])
     return SelectedAttention(
         query=args.query,

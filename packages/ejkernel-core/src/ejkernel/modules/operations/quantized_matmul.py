@@ -58,7 +58,7 @@ class QuantizedMatmulArguments:
             bits=form.bits,
             axis=None,
             precision=as_precision("precision", self.precision),
-            # Of no meaning here, where dispatch chooses the kernel and the tuned configuration is always taken.
+            # Means nothing: dispatch chooses the kernel, and takes the tuned configuration.
             use_best_config=as_flag("use_best_config", self.use_best_config) and False,
         )
 

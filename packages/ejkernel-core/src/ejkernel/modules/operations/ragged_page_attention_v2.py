@@ -104,7 +104,7 @@ def ragged_page_attention_v2(
     """Causal attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n
-    owns rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the cache holds already: row i of
+    has rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the cache holds already: row i of
     q is at position `context_lens[n] - q + i`. The token at position k lies in page `block_tables[n, k // S]`, slot
     `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 

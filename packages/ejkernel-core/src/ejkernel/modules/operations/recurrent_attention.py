@@ -1,4 +1,4 @@
-"""Recurrent attention: linear attention whose state fades by any combination of gates."""
+"""Recurrent attention: linear attention whose state decays by any combination of gates."""
 
 from typing import Any
 
@@ -39,8 +39,8 @@ def recurrent_attention(
     """Linear attention with gates, computed chunk by chunk (Katharopoulos et al. 2020; Yang et al. 2023,
     arXiv:2312.06635).
 
-    Every head carries a state of shape [K, V]. Each token first fades it by its gates, which are logs (at most 0, to
-    fade; -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Gates that are
+    Every head carries a state of shape [K, V]. Each token first decays it by its gates, which are logs (at most 0;
+    -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Gates that are
     given together add up. Query head h reads KV head `h // (H // Hk)`. The formula is in
     `ejkernel.families.linear_recurrence`.
 

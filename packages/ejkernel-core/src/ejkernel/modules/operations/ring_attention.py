@@ -202,8 +202,8 @@ def lower(args: RingAttentionArguments) -> Record:
     record = Record(
         **{name: getattr(dense, name) for name in same},
         axis_name=args.axis_name,
-        bias=_own_queries(args.bias, args),
-        mask=None if args.mask_info is None else _own_queries(args.mask_info.explicit_mask, args),
+        bias=_local_queries(args.bias, args),
+        mask=None if args.mask_info is None else _local_queries(args.mask_info.explicit_mask, args),
     )
     if args.chunk_size is not None:
         record = _chunked(record, args.mask_info or MaskInfo(), args.chunk_size)
@@ -230,7 +230,7 @@ def _dense(args: RingAttentionArguments) -> flash.FlashAttentionArguments:
     )
 
 
-def _own_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax.Array | None:
+def _local_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax.Array | None:
     """The rows of this device's queries."""
     length = args.query.shape[1]
     if pairs is None or args.axis_name is None or pairs.shape[2] in (1, length):
@@ -245,7 +245,7 @@ def _chunked(record: Record, info: MaskInfo, size: int) -> Record:
     chunks = [_indices(record, n)[None] // size if x is None else x.astype(jnp.int32) // size for x, n in places]
     chunks = [jnp.broadcast_to(x, (rows, x.shape[1])) for x in chunks]
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
-        chunks = _joined(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))
+        chunks = _both_ids(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))
     return dataclasses.replace(record, q_segment_ids=chunks[0], kv_segment_ids=chunks[1])
 
 
@@ -258,15 +258,15 @@ def _indices(record: Record, length: int) -> jax.Array:
 Ids = tuple[jax.Array, jax.Array]
 
 
-def _joined(record: Record, one: Ids, other: Ids) -> Ids:
+def _both_ids(record: Record, one: Ids, other: Ids) -> Ids:
     """Segment ids that are equal where both given pairs are. All devices have to number the pairs alike."""
     if axis_size(record.axis_name) == 1:
         return packing.both_ids(one, other)
     axis, index = record.axis_name, lax.axis_index(record.axis_name)
     one, other = (tuple(lax.all_gather(x, axis, axis=1, tiled=True) for x in pair) for pair in (one, other))
-    joined, lengths = packing.both_ids(one, other), (record.query.shape[1], record.key.shape[1])
-    own = [lax.dynamic_slice_in_dim(x, index * n, n, axis=1) for x, n in zip(joined, lengths, strict=True)]
-    return own[0], own[1]
+    both, lengths = packing.both_ids(one, other), (record.query.shape[1], record.key.shape[1])
+    local = [lax.dynamic_slice_in_dim(x, index * n, n, axis=1) for x, n in zip(both, lengths, strict=True)]
+    return local[0], local[1]
 
 
 def reference(args: RingAttentionArguments) -> Any:

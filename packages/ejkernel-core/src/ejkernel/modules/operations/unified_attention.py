@@ -101,7 +101,7 @@ def unified_attention(
     """Attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value
-    size. Sequence n owns rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the caches hold
+    size. Sequence n has rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the caches hold
     already: row i of q is at position `kv_lens[n] - q + i`. The token at position k lies in page
     `block_tables[n, k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`: the biases are part
     of the score that the soft cap is applied to, where vLLM's kernel adds them afterwards. Not differentiable.

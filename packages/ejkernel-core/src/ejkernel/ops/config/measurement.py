@@ -42,7 +42,7 @@ class TuningResult:
         implementation: Whose candidates.
         measurements: The candidates.
         kind: What the call has in common with those that share its entry in a shipped table, if there are others.
-        rule: What the heuristics would have taken; None where nobody says.
+        rule: What the heuristics would have taken; None without a rule.
     """
 
     key: ConfigKey
@@ -55,14 +55,14 @@ class TuningResult:
     def winner(self) -> Measurement:
         """What is to be used: the fastest, if it is ahead of the rule's by more than their spread; else the rule's.
 
-        Noise alone puts some candidate first. Where it cannot be told from the rule's own, the rule stays, so that two
+        Noise alone puts some candidate first. Where it cannot be told from the rule's time, the rule stays, so that two
         machines of a fleet do not disagree for nothing.
         """
-        own = next((m for m in self.measurements if m.part == self.rule and m.seconds is not None), self.best)
-        assert own.seconds is not None  # `next` has looked, and a tuner raises where nothing ran
+        of_rule = next((m for m in self.measurements if m.part == self.rule and m.seconds is not None), self.best)
+        assert of_rule.seconds is not None  # `next` has looked, and a tuner raises where nothing ran
         assert self.best.seconds is not None
-        ahead = own.seconds - self.best.seconds
-        return self.best if ahead > max(own.spread, self.best.spread) else own
+        gain = of_rule.seconds - self.best.seconds
+        return self.best if gain > max(of_rule.spread, self.best.spread) else of_rule
 
     @property
     def best(self) -> Measurement:

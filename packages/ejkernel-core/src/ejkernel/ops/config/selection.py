@@ -47,7 +47,7 @@ class Request:
 
     def part_type(self) -> type:
         """Type of the configuration part of this direction."""
-        return self.implementation.config.own_type(self.direction)
+        return self.implementation.config.kernel_type(self.direction)
 
     def kernel(self) -> Callable[[Any, Any], Any]:
         """What is measured: (record, or `Pullback` for the backward pass or both, configuration part) -> results."""
@@ -95,6 +95,6 @@ class Selection:
 def foreign_part(op: Op, implementation: Implementation, part: Any, direction: Direction) -> str | None:
     """Why a configuration part cannot be the implementation's: it is of another kernel's own type."""
     face = op.config.part_types.get(piece(direction), op.config)
-    if isinstance(part, (face, implementation.config.own_type(direction))):
+    if isinstance(part, (face, implementation.config.kernel_type(direction))):
         return None
     return f"{type(part).__name__} is a configuration of another kernel"

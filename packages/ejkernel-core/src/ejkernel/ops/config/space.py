@@ -46,18 +46,18 @@ class ConfigSpace:
         default_factory=dict[str, str | tuple[str, ...]], hash=False
     )
 
-    def own_type(self, direction: Direction) -> type:
+    def kernel_type(self, direction: Direction) -> type:
         """The kernel's own type of one direction."""
         return (self.backward or self.forward) if direction == "backward" else self.forward
 
-    def is_own(self, part: Any, direction: Direction) -> bool:
+    def is_kernel_type(self, part: Any, direction: Direction) -> bool:
         """Whether a part is in the kernel's own fields, and not in public ones."""
-        return isinstance(part, self.own_type(direction)) and not isinstance(part, PUBLIC)
+        return isinstance(part, self.kernel_type(direction)) and not isinstance(part, PUBLIC)
 
     def completed(self, ruled: Any, part: Any, direction: Direction) -> Any:
         """A part that a rule made, with the fields replaced that another part sets, public or the kernel's own."""
         given = given_leaves(part)
-        if not self.is_own(part, direction):
+        if not self.is_kernel_type(part, direction):
             faces = self._faces(direction)
             given = {field: value for name, value in given.items() for field in faces.get(name, ())}
         for path, value in given.items():
@@ -69,7 +69,7 @@ class ConfigSpace:
 
         A public configuration without parts sets both directions, and a field needs to be that of one.
         """
-        if self.is_own(part, direction):
+        if self.is_kernel_type(part, direction):
             return []
         if not isinstance(part, BaseOperationConfig):
             return sorted(given_leaves(part).keys() - self.read(direction))
@@ -88,7 +88,7 @@ class ConfigSpace:
 
     def shown(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
         """A part in the public fields; as it is where they cannot express it and the public class can hold it."""
-        if not self.is_own(part, direction):
+        if not self.is_kernel_type(part, direction):
             return part
         face = config.part_types.get(direction, config)
         has = {field.name for field in dataclasses.fields(face)}
@@ -101,21 +101,21 @@ class ConfigSpace:
         return part if direction in config.part_types and len(expressed) < len(values) else face(**shown)
 
     def _faces(self, direction: Direction) -> dict[str, tuple[str, ...]]:
-        has = leaf_names(self.own_type(direction))
+        has = leaf_names(self.kernel_type(direction))
         named = {face: (to,) if isinstance(to, str) else to for face, to in self.faces.items()}
         found = {face: tuple(field for field in fields if field in has) for face, fields in named.items()}
         return {face: fields for face, fields in found.items() if fields}
 
 
 @functools.cache
-def leaf_names(own: type) -> frozenset[str]:
+def leaf_names(config_type: type) -> frozenset[str]:
     """The fields of a configuration type, those of its fields that are such types themselves with a dot."""
-    return frozenset(_leaf_names(own))
+    return frozenset(_leaf_names(config_type))
 
 
-def _leaf_names(own: type) -> Iterator[str]:
-    hints = typing.get_type_hints(own)
-    for field in dataclasses.fields(own):
+def _leaf_names(config_type: type) -> Iterator[str]:
+    hints = typing.get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
         inner = hints[field.name]
         if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             yield from (f"{field.name}.{name}" for name in _leaf_names(inner))

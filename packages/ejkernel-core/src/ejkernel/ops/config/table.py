@@ -30,7 +30,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         measured_at: ISO 8601 time of the measurement, UTC.
         spread: Interquartile range of its samples, in seconds.
         samples: How many there were; 0 where that was not noted.
-        predicted: Whether nobody measured it: a model of the device gave the time. Never served as measured.
+        predicted: Whether a model of the device gave the time, instead of a measurement. Never served as measured.
     """
 
     config: dict[str, Any]

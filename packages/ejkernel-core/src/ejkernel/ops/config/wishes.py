@@ -45,7 +45,7 @@ def read_by_any(op: Op, direction: Direction, *, split: bool) -> frozenset[str]:
     found: set[str] = set()
     for implementation in registry().implementations.get(op.name, ()):
         both: tuple[Direction, ...] = ("both",) if implementation.paired else ("forward", "backward")
-        for own in both:
-            if not split or own in (direction, "both"):
-                found |= implementation.config.read(own)
+        for role in both:
+            if not split or role in (direction, "both"):
+                found |= implementation.config.read(role)
     return frozenset(found)

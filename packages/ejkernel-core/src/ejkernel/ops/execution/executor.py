@@ -15,7 +15,7 @@ from ejkernel.ops.config.params import BaseOperationConfig
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.dispatch import Decision, NoImplementationError
-from ejkernel.ops.execution import own_kernel
+from ejkernel.ops.execution import custom_kernel
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.execution.tuner import Tuner
 from ejkernel.ops.model import Op
@@ -52,8 +52,8 @@ class Executor:
         prefix = self.stamp_prefix if stamp else None
         name = f"{prefix}#{kernel.op_id}@v{kernel.version}"
         with contextlib.nullcontext() if prefix is None else jax.named_scope(name):
-            if kernel.is_own:
-                return own_kernel.run(self.chooser, kernel, args, cfg, kwargs)
+            if kernel.is_custom:
+                return custom_kernel.run(self.chooser, kernel, args, cfg, kwargs)
             return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
 
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
@@ -69,9 +69,9 @@ class Executor:
         Raises:
             NoImplementationError: No implementation serves the call.
         """
-        if kernel.is_own:
+        if kernel.is_custom:
             args, kwargs = kernel.prepare(*args, **kwargs)
-            return own_kernel.choose(self.chooser, kernel, args, kwargs.pop("cfg", None), kwargs)
+            return custom_kernel.choose(self.chooser, kernel, args, kwargs.pop("cfg", None), kwargs)
         op, decision = self._decide(kernel, *args, **kwargs)
         forward, backward = decision.forward, decision.backward
         chosen = forward.implementation

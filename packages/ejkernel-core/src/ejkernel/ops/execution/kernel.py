@@ -14,7 +14,7 @@ from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import NoImplementationError, made_for
 from ejkernel.ops.execution.lowering import lowered
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.model import Implementation, Op
 from ejkernel.ops.plugins import registry
 
@@ -56,8 +56,13 @@ class Invocation:
 
     def options(self) -> dict[str, Any]:
         """The call options that were given: `platform`, `cfg`, `mesh`, `in_specs`, `out_specs`."""
-        own = {"cfg": self.override_cfg, "mesh": self.mesh, "in_specs": self.in_specs, "out_specs": self.out_specs}
-        given = self._bound[1] | {name: value for name, value in own.items() if value is not None}
+        given_here = {
+            "cfg": self.override_cfg,
+            "mesh": self.mesh,
+            "in_specs": self.in_specs,
+            "out_specs": self.out_specs,
+        }
+        given = self._bound[1] | {name: value for name, value in given_here.items() if value is not None}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
@@ -87,31 +92,31 @@ class Kernel(Generic[Cfg, Out]):
         """Makes a kernel.
 
         Args:
-            op_id: Name of a kernel of the caller's own, which has no `op`: see `ejkernel.ops.execution.own_kernel`.
+            op_id: Name of a kernel of the caller's own, which has no `op`: see `ejkernel.ops.execution.custom_kernel`.
 
         Raises:
             ValueError: The kernel is one of an operation, which has a name.
         """
-        if op_id is not None and not self.is_own:
+        if op_id is not None and not self.is_custom:
             raise ValueError(f"op_id: got {op_id!r}, wants None: {type(self).__name__} is {self.op.name!r}")
-        self._own_id = op_id
+        self._custom_id = op_id
 
     @property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether this is a kernel of the caller's own, without an operation."""
         return getattr(type(self), "op", None) is None
 
     @property
     def op_id(self) -> str:
         """The operation's name, or that of a kernel of the caller's own."""
-        if not self.is_own:
+        if not self.is_custom:
             return self.op.name
-        return self._own_id or f"{type(self).__module__}.{type(self).__qualname__}"
+        return self._custom_id or f"{type(self).__module__}.{type(self).__qualname__}"
 
     @property
     def version(self) -> str:
         """Version of the operation's configurations."""
-        return "0" if self.is_own else self.op.version
+        return "0" if self.is_custom else self.op.version
 
     def invocation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Invocation:
         """A call of this kernel, as data."""
@@ -179,7 +184,7 @@ class Kernel(Generic[Cfg, Out]):
     def candidate_cfgs(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Configurations worth measuring on this machine: of every implementation that could serve the call, the rule's
         first."""
-        if self.is_own:
+        if self.is_custom:
             return (self.heuristic_cfg(inv),)
         plan, record = self._situation(inv)
         verdicts = plan.pick(record, "forward").verdicts
@@ -205,9 +210,9 @@ class Kernel(Generic[Cfg, Out]):
     candidate_cfgs_shard_map_tpu = candidate_cfgs_tpu
     candidate_cfgs_shard_map_xla = candidate_cfgs_xla
 
-    def _situation(self, inv: Invocation) -> tuple[Plan, Any]:
+    def _situation(self, inv: Invocation) -> tuple[CallPlan, Any]:
         """How the call would be carried out, and the record that kernels would see, with shapes for arrays."""
-        if self.is_own:
+        if self.is_custom:
             raise NotImplementedError(f"{type(self).__name__} has no rule: define heuristic_cfg")
         options, args = inv.options(), inv.arguments()
         plan = make_plan(self.op, args, options.get("platform"), options.get("cfg"), default_chain())
@@ -219,8 +224,8 @@ class Kernel(Generic[Cfg, Out]):
         plan, record = self._situation(inv)
         device = plan.device if plan.device.platform == platform else _TYPICAL[platform]
         everything = registry().implementations.get(plan.op.name, ())
-        own = [i for i in everything if i.requires.devices & device.names]
-        return [i for i in own if made_for(plan.op.family, i, record, "forward")], record, device
+        fitting = [i for i in everything if i.requires.devices & device.names]
+        return [i for i in fitting if made_for(plan.op.family, i, record, "forward")], record, device
 
     def _first_rule(self, inv: Invocation, platform: str) -> Cfg:
         implementations, record, device = self._made_for(inv, platform)

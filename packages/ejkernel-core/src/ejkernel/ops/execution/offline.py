@@ -8,7 +8,7 @@ import jax
 from ejkernel.ops.config.measurement import TunerError, TuningResult
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.execution.tuner import BOTH, traced, tune_call
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.recording import RecordedCall, forget, get_recorded
 
 
@@ -49,7 +49,7 @@ def autotune_recorded(
 
 
 def tune_abstract(
-    plan: Plan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
+    plan: CallPlan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
 ) -> list[TuningResult]:
     """Measures a call known by its shapes, on inputs that the operation itself makes.
 

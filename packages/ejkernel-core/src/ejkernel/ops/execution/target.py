@@ -1,4 +1,4 @@
-"""Devices that need not be here: tuning for them, by whoever can predict how fast a kernel is.
+"""Devices that need not be here: tuning for them, by a model that predicts how fast a kernel is.
 
 A distribution offers targets by an entry point of the group `ejkernel.targets`: a function without arguments that
 returns `{name: Target}`.
@@ -21,7 +21,7 @@ from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.execution.lowering import lowered
 from ejkernel.ops.execution.tuner import BOTH, pair_gradients, passes
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.pullback import Pullback, Results
 
 GROUP = "ejkernel.targets"
@@ -42,7 +42,7 @@ class Target:
 
 
 def tune_described(
-    plan: Plan, make: Callable[[jax.Array], Any], directions: tuple[Direction, ...] = BOTH
+    plan: CallPlan, make: Callable[[jax.Array], Any], directions: tuple[Direction, ...] = BOTH
 ) -> list[TuningResult]:
     """Has the given passes of a call predicted for the plan's device, and stores the winners; nothing is run on it.
 
@@ -82,7 +82,7 @@ def describe(make: Callable[[], Any]) -> Any:
     return jax.tree.unflatten(structure, made)
 
 
-def _argument(plan: Plan, record: Any, choice: Choice, forward: Choice) -> Any:
+def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> Any:
     """What a kernel is given: a record, or a `Pullback` that has shapes but for the record."""
     assert forward.implementation is not None  # the caller has looked
     paired = forward.implementation.paired

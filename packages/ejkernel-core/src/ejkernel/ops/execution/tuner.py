@@ -22,7 +22,7 @@ from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import DeviceInfo, device_info
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.execution.lowering import lowered
-from ejkernel.ops.grad import Plan
+from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.pullback import Pullback, Results
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
@@ -188,16 +188,16 @@ class Tuner:
         return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind(), request.heuristic())
 
     def _race(self, contenders: list[_Contender], advance: Callable[[str], None]) -> None:
-        """Lets the contenders take turns, in rounds, so that a device that slows down does so for all of them."""
+        """Measures the contenders interleaved, in rounds, so that a device that slows down does so for all of them."""
         for contender in contenders:
             contender.attempt(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
             advance("measuring")
         running = contenders
-        for turn in range(self.timing_iterations):
-            for contender in running[:: -1 if turn % 2 else 1]:
+        for number in range(self.timing_iterations):
+            for contender in running[:: -1 if number % 2 else 1]:
                 contender.attempt(contender.sample)
             running = [contender for contender in running if contender.error is None]
-            if turn > 0:
+            if number > 0:
                 limit = SLOW * min((min(contender.times) for contender in running), default=0.0)
                 running = [contender for contender in running if min(contender.times) <= limit]
 
@@ -243,7 +243,7 @@ def traced(tree: Any) -> bool:
     return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def tune_missing(plan: Plan, args: Any) -> None:
+def tune_missing(plan: CallPlan, args: Any) -> None:
     """Before an eager call: measures its forward pass, unless a tier before autotune knows it.
 
     In a job of several processes only process 0 measures; the others take its decision. Arrays that are spread over
@@ -264,7 +264,7 @@ def tune_missing(plan: Plan, args: Any) -> None:
 
 
 def tune_call(
-    plan: Plan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
+    plan: CallPlan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
 ) -> list[TuningResult]:
     """Measures the given passes of a concrete call and stores the winners.
 
@@ -292,7 +292,7 @@ def tune_call(
     return [result for result in results if result is not None]
 
 
-def passes(plan: Plan, record: Any, directions: tuple[Direction, ...]) -> Iterator[tuple[Choice, Choice]]:
+def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> Iterator[tuple[Choice, Choice]]:
     """The choices to tune, each with the forward choice that it follows; a pair is one choice, whichever pass is asked
     for."""
     wanted = _wanted(plan, record)
@@ -307,7 +307,7 @@ def passes(plan: Plan, record: Any, directions: tuple[Direction, ...]) -> Iterat
         yield backward, forward
 
 
-def argument_of(plan: Plan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
+def argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
     """What the kernel of a choice is measured with: a record, or a `Pullback` with a random cotangent.
 
     Args:
@@ -323,11 +323,11 @@ def argument_of(plan: Plan, record: Any, choice: Choice, forward: Choice | None 
     return record if forward is None or choice is forward else _pullback(plan, record, forward, _wanted(plan, record))
 
 
-def _wanted(plan: Plan, record: Any) -> frozenset[str]:
+def _wanted(plan: CallPlan, record: Any) -> frozenset[str]:
     return frozenset(plan.op.family.differentiable) & set(array_fields(record))
 
 
-def _pair_argument(plan: Plan, record: Any, choice: Choice) -> Pullback:
+def _pair_argument(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
     """Where the backward function does not give every gradient, the forward pass is measured alone."""
     wanted = pair_gradients(plan, record, choice)
     assert choice.implementation is not None  # callers have looked
@@ -337,12 +337,12 @@ def _pair_argument(plan: Plan, record: Any, choice: Choice) -> Pullback:
     return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, wanted=wanted)
 
 
-def pair_gradients(plan: Plan, record: Any, choice: Choice) -> frozenset[str]:
+def pair_gradients(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str]:
     """The fields whose gradient a pair is measured with: all that have one, or none where it does not serve them."""
     wanted = _wanted(plan, record)
     verdicts = plan.pick(record, "backward", wanted).verdicts
-    own = [v for v in verdicts if v.implementation is choice.implementation and v.status != "refused"]
-    return wanted if own else frozenset()
+    serving = [v for v in verdicts if v.implementation is choice.implementation and v.status != "refused"]
+    return wanted if serving else frozenset()
 
 
 def _cotangent(output: Any) -> Any:
@@ -350,7 +350,7 @@ def _cotangent(output: Any) -> Any:
     return jax.tree.map(lambda x: draw(shape=x.shape).astype(x.dtype), output)
 
 
-def _pullback(plan: Plan, record: Any, forward: Choice, wanted: frozenset[str]) -> Pullback:
+def _pullback(plan: CallPlan, record: Any, forward: Choice, wanted: frozenset[str]) -> Pullback:
     """What the backward implementation is given, with a random cotangent."""
     assert forward.implementation is not None  # the caller has looked
     kernel = forward.implementation.function("forward")
@@ -361,7 +361,7 @@ def _pullback(plan: Plan, record: Any, forward: Choice, wanted: frozenset[str]) 
     return Pullback(record=record, cotangent=_cotangent(made.output), wanted=wanted, **made._asdict())
 
 
-def _lowered(plan: Plan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:
+def _lowered(plan: CallPlan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:
     record = jax.jit(lambda args: lowered(plan.op, args, mesh, in_specs))(args)
     return record, plan.pick(record, "forward")
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.grouped_matmul.spec import Spec
+from ejkernel_pallas.gpu.grouped_matmul.spec import GroupedSpec
 from ejkernel_pallas.gpu.hopper import clusters
 
 
@@ -22,7 +22,7 @@ class Call:
         shared: Shared memory and barriers: the `Shared` of the kernel's module.
     """
 
-    spec: Spec
+    spec: GroupedSpec
     blocks: int
     operands: dict[str, Any]
     output: Any

@@ -86,8 +86,8 @@ def matrices_kernel(call: Call) -> None:
     warpgroup, spec = lax.axis_index("warpgroup"), call.spec
     count = spec.matrices * spec.down * spec.across
 
-    def every(turn: Any) -> None:
-        lax.while_loop(lambda carry: carry[0] < count, functools.partial(turn, call), (lax.axis_index("block"), I32(0)))
+    def every(work: Any) -> None:
+        lax.while_loop(lambda carry: carry[0] < count, functools.partial(work, call), (lax.axis_index("block"), I32(0)))
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
@@ -133,17 +133,17 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
 
         def fetch(there: Any) -> None:
             down, across = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, spec.tile.block_n)
-            # Of what both members of a cluster have, each reads a half for both.
+            # Multicast: each member of a cluster copies one half of what both of them read.
             beside = clusters.AXIS if spec.tile.cluster_n > 1 else None
             below = clusters.AXIS if spec.tile.cluster_m > 1 else None
             copy = plgpu.copy_gmem_to_smem
             copy(left.at[rows, down], shared.left.at[slot], there, collective_axes=beside)
             copy(right.at[rows, across], shared.right.at[slot], there, collective_axes=below)
 
-        own = (start >= tile.first) & (start + STEP <= tile.end)
-        pl.when(own)(lambda: fetch(full))
+        aligned = (start >= tile.first) & (start + STEP <= tile.end)
+        pl.when(aligned)(lambda: fetch(full))
 
-        @pl.when(~own)
+        @pl.when(~aligned)
         def _clean() -> None:
             raw = shared.raw.at[slot]
             fetch(raw)
@@ -169,8 +169,8 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
         def step(index: Any, done: Any) -> Any:
             slot = lax.rem(done, I32(stages))
             plgpu.barrier_wait(shared.full.at[slot])
-            own = shared.left.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
-            plgpu.wgmma(acc, plgpu.transpose_ref(own, (1, 0)), shared.right.at[slot])
+            aligned = shared.left.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
+            plgpu.wgmma(acc, plgpu.transpose_ref(aligned, (1, 0)), shared.right.at[slot])
             plgpu.wgmma_wait(1)  # the product before this one has read its operands
             last = lax.rem(done + (stages - 1), I32(stages))
             pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))

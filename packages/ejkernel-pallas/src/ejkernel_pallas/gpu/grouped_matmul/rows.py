@@ -30,7 +30,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     REGISTERS,
     STEP,
     WARPGROUPS,
-    Spec,
+    GroupedSpec,
 )
 from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
@@ -93,9 +93,9 @@ def rows_kernel(call: Call) -> None:
     before, count, total = (table[spec.entries, n] for n in range(3))
     first = lax.axis_index("block")
 
-    def every(turn: Any, tiles: Any, *state: Any) -> Any:
-        limit = _turns(spec, tiles) * spec.across
-        return lax.while_loop(lambda carry: carry[0] < limit, turn, (first, I32(0), *state))[2:]
+    def every(work: Any, tiles: Any, *state: Any) -> Any:
+        limit = _cluster_tiles(spec, tiles) * spec.across
+        return lax.while_loop(lambda carry: carry[0] < limit, work, (first, I32(0), *state))[2:]
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
@@ -117,8 +117,8 @@ def rows_kernel(call: Call) -> None:
         clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
 
 
-def _turns(spec: Spec, tiles: Any) -> Any:
-    """What clusters take of so many tiles of rows: a tile for each member."""
+def _cluster_tiles(spec: GroupedSpec, tiles: Any) -> Any:
+    """Work items of so many tiles of rows: a cluster takes a tile for each member."""
     return lax.div(tiles + (spec.tile.cluster_m - 1), I32(spec.tile.cluster_m))
 
 
@@ -128,10 +128,12 @@ def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
     members, per_band = spec.tile.cluster_m, spec.tile.band * spec.across
     band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
     start = band * spec.tile.band
-    height = jnp.minimum(_turns(spec, count) - start, spec.tile.band)
-    turn, column = start + lax.rem(place, height), lax.div(place, height) * spec.tile.cluster_n + call.beside
+    height = jnp.minimum(_cluster_tiles(spec, count) - start, spec.tile.band)
+    tile_row, column = start + lax.rem(place, height), lax.div(place, height) * spec.tile.cluster_n + call.beside
     # Where the last member has no tile, it has the one before too: both store the same bits.
-    entry, other = (before + jnp.minimum(turn * members + n, count - 1) for n in (call.below, members - 1 - call.below))
+    entry, other = (
+        before + jnp.minimum(tile_row * members + n, count - 1) for n in (call.below, members - 1 - call.below)
+    )
     matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
     shared = table[other, 0] == matrix if members > 1 else jnp.bool_(False)
     return Tile(matrix, shared, row, begin, end, column * spec.tile.block_n)
@@ -258,8 +260,8 @@ def _multiply(call: Call, done: Any, part: Part, acc: Any) -> None:
     columns = () if part.size == spec.tile.block_n else (pl.ds(part.start, part.size),)
     slot = lax.rem(done, I32(spec.tile.stages))
     plgpu.barrier_wait(shared.full.at[slot])
-    own = columns if spec.transposed or not columns else (slice(None), *columns)
-    matrix = shared.b.at[slot, *own]
+    half = columns if spec.transposed or not columns else (slice(None), *columns)
+    matrix = shared.b.at[slot, *half]
     matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
     plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
 
@@ -268,8 +270,8 @@ def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
     """Zeros for a warpgroup's part of a tile of rows of no group: the first entries and the last ones."""
     number, done = carry
     spec, table = call.spec, call.operands["tiles"]
-    turn = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below
-    entry = jnp.minimum(turn, total - count - 1)
+    tile_row = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below
+    entry = jnp.minimum(tile_row, total - count - 1)
     entry = jnp.where(entry < before, entry, entry + count)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
     column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n

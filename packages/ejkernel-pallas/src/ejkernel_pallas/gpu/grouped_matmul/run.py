@@ -17,9 +17,9 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     STEP,
     WARPGROUPS,
+    GroupedSpec,
     HopperGrouped,
     HopperGroupedBackward,
-    Spec,
     make_spec,
 )
 from ejkernel_pallas.gpu.hopper import clusters
@@ -69,12 +69,12 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
     if "rhs" in pullback.wanted:
         pair = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
         sizes = {"contracted": pair[0].shape[1], "columns": pair[1].shape[1]}
-        own = make_spec(record, params.of_rhs, record.rhs.dtype)
-        gradients["rhs"] = _matrix_sums(dataclasses.replace(own, **sizes), *pair, record)
+        of_rhs = make_spec(record, params.of_rhs, record.rhs.dtype)
+        gradients["rhs"] = _matrix_sums(dataclasses.replace(of_rhs, **sizes), *pair, record)
     return gradients
 
 
-def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> jax.Array:
+def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul) -> jax.Array:
     """Rows [M, contracted] times the matrices of their groups."""
     blocks = multiprocessors() // spec.members
 
@@ -94,7 +94,7 @@ def _times_matrices(spec: Spec, operand: jax.Array, record: GroupedMatmul) -> ja
     return run(operand, record.rhs, find_row_tiles(record, BLOCK_M))
 
 
-def _matrix_sums(spec: Spec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
+def _matrix_sums(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
     """Sums of left_i^T right_i over the rows of each group."""
     first, end = group_rows(record)
     blocks = multiprocessors() // spec.members
@@ -111,12 +111,12 @@ def _matrix_sums(spec: Spec, left: jax.Array, right: jax.Array, record: GroupedM
     return run(left, right, jnp.stack((first, end), axis=1))
 
 
-def _cluster(spec: Spec) -> dict[str, int] | None:
+def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
     """Name and number of the blocks of a cluster."""
     return {clusters.AXIS: spec.members} if spec.members > 1 else None
 
 
-def _free_barrier(spec: Spec) -> Any:
+def _free_barrier(spec: GroupedSpec) -> Any:
     """What says that a stage has been read: by both members of a cluster, as copies of both may write there."""
     options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": spec.tile.stages}
     if spec.members == 1:
@@ -135,7 +135,7 @@ def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),)))
 
 
-def _rows_scratch(spec: Spec) -> dict[str, Any]:
+def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `rows.Shared`."""
     tile = spec.tile
     part = (tile.block_n, STEP) if spec.transposed else (STEP, tile.block_n)
@@ -148,7 +148,7 @@ def _rows_scratch(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _matrices_scratch(spec: Spec) -> dict[str, Any]:
+def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `matrices.Shared`."""
     tile, out = spec.tile, transforms()
     if spec.out.itemsize == 4:

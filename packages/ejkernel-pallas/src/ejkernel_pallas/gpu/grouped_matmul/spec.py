@@ -27,7 +27,7 @@ LINE = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperGrouped:
-    """Configuration of the kernel whose blocks own rows of the output.
+    """Configuration of the kernel that multiplies rows with matrices (rows.py).
 
     Attributes:
         block_n: Columns of a tile.
@@ -114,7 +114,7 @@ OF_ROWS = (
     Tile(256, 4, 2, 16, halves=True),
     Tile(256, 4, 2, 4, 2, 1),
 )
-"""Of the kernel that owns rows. The first has passed the whole suite on a chip; the others' values were compared there.
+"""Tiles of rows.py. The first has passed the whole suite on a chip; the others' values were compared there.
 
 On an H200, M65536 K2048 N1536 G128, forward: 540, 554, 575, 569, 558 and 547 TFLOP/s.
 """
@@ -126,11 +126,11 @@ OF_MATRICES = (
     Tile(256, 4, 2, 8, 1, 2),
     Tile(256, 4, 2, 8, 2, 1),
 )
-"""Of the kernel that owns matrices. The same shape: 488, 497, 476 and 485 TFLOP/s."""
+"""Tiles of matrices.py. The same shape: 488, 497, 476 and 485 TFLOP/s."""
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
-    """The configuration when nobody chose one."""
+    """The configuration of a call without a chosen or tuned one."""
     return candidates(record, device, direction)[0]
 
 
@@ -150,12 +150,12 @@ def _both(of_lhs: Tile, of_rhs: Tile) -> HopperGroupedBackward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
+class GroupedSpec:
     """Constants of a kernel.
 
     Attributes:
         rows: M.
-        contracted: Contracted elements of the kernel that owns rows; rows of the result of the one that owns matrices.
+        contracted: Contracted elements in rows.py; rows of the result in matrices.py.
         columns: Columns of the result.
         matrices: E.
         transposed: Whether matrices lie with the columns of the result first.
@@ -210,7 +210,7 @@ class Spec:
 
     @property
     def steps(self) -> int:
-        """Steps of a tile, for the kernel that owns rows."""
+        """Steps of a tile in rows.py."""
         return self.contracted // STEP
 
     @property
@@ -219,7 +219,7 @@ class Spec:
         return most_tiles(self.rows, self.matrices, BLOCK_M)
 
 
-def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Spec:
+def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> GroupedSpec:
     """The constants of the forward kernel.
 
     Raises:
@@ -233,7 +233,7 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Spec:
         raise ValueError(f"cfg: got {given_values(params)}, wants clusters of 1 by 1, 1 by 2 or 2 by 1 blocks")
     if shared_bytes(params) > SHARED_MEMORY - RESERVE:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
-    return Spec(
+    return GroupedSpec(
         rows=record.lhs.shape[0],
         contracted=record.lhs.shape[1],
         columns=columns(record),

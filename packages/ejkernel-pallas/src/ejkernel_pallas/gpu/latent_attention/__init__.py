@@ -31,7 +31,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def _decode_reasons(record: Any) -> Iterable[str]:
-    """Likewise, for the records of `mla_decode`."""
+    """What `Requires` has no word for in the records of `mla_decode`."""
     yield from _newer()
     yield from spec.decode_reasons(record)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT, Spec
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
 
 I32 = jnp.int32
 
@@ -28,11 +28,11 @@ class Shared:
         present: [2] int32, bit n: the page of rows 8 n to 8 n + 7 is there.
         q_full: Queries are there.
         q_free: No warpgroup reads them any more.
-        own_full: [2] of block 0 the left half, of block 1 the right one is there: values of the warpgroup whose keys
-            they are.
-        other_full: [2] the other half and the rotary columns are there.
-        own_free: [2] nobody reads the first of these any more.
-        other_free: [2] likewise the second.
+        exclusive_full: [2] the left half of block 0, or the right half of block 1, is there: as values, only the
+            warpgroup that scores the block reads it.
+        shared_full: [2] the other half and the rotary columns are there; both warpgroups read them.
+        exclusive_free: [2] the products that read the exclusive half are done.
+        shared_free: [2] the products that read the other half are done.
         weights_full: [2] weights and maxima of a block are there.
         sums_full: [2] sums of a warpgroup are there.
     """
@@ -48,10 +48,10 @@ class Shared:
     present: Any
     q_full: Any
     q_free: Any
-    own_full: Any
-    other_full: Any
-    own_free: Any
-    other_free: Any
+    exclusive_full: Any
+    shared_full: Any
+    exclusive_free: Any
+    shared_free: Any
     weights_full: Any
     sums_full: Any
 
@@ -67,7 +67,7 @@ class Call:
         shared: Shared memory and barriers.
     """
 
-    spec: Spec
+    spec: LatentSpec
     operands: dict[str, Any]
     outputs: Any
     shared: Shared

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import mla_decode as dense
 from ejkernel.modules.operations.cases import paged_latent as paged
-from ejkernel.modules.operations.cases.paged_inputs import Sizes
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.modules.operations.cases.tables import Row, table, tagged
 from ejkernel.modules.operations.mla_decode import MLADecodeArguments
 from ejkernel.modules.operations.multi_latent_ragged_page_attention import MultiLatentRaggedPageAttentionArguments
@@ -17,16 +17,16 @@ from ejkernel.modules.operations.multi_latent_ragged_page_attention_v2 import (
 from ejkernel.ops.model import Case
 
 # Small, as the reference gathers a row's keys once for every head.
-MIXED = Sizes(lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16)
-SMALL_PAGES = Sizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
+MIXED = PagedSizes(lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16)
+SMALL_PAGES = PagedSizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
 NEWS = ("latent", "new_keys", "num_seqs")
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """By operation."""
-    mixed: Row[Sizes] = ("512 + 64, mixed", MIXED, lambda key: {"return_lse": True}, NEWS, ())
+    mixed: Row[PagedSizes] = ("512 + 64, mixed", MIXED, lambda key: {"return_lse": True}, NEWS, ())
     given = {"v_scale": 0.5, "sliding_window": 40}
-    small: Row[Sizes] = (
+    small: Row[PagedSizes] = (
         "512 + 64, small pages, window",
         SMALL_PAGES,
         lambda key: given,
@@ -40,18 +40,20 @@ def cases() -> dict[str, tuple[Case, ...]]:
         "multi_latent_ragged_page_attention_v2": table(
             MultiLatentRaggedPageAttentionV2Arguments, paged.inputs, (small,)
         ),
-        "mla_decode": (_dense(joined=True), _dense(joined=False)),
+        "mla_decode": (_dense(one_cache=True), _dense(one_cache=False)),
     }
 
 
-def _dense(joined: bool) -> Case:
+def _dense(one_cache: bool) -> Case:
     lengths = (136, 0, 131)
-    sizes = dense.Sizes(3, 136, 64, 1, 512, n=16, rope=64, joined=joined, lengths=lengths, dtype=jnp.bfloat16)
+    sizes = dense.DecodeSizes(
+        3, 136, 64, 1, 512, n=16, rope=64, one_cache=one_cache, lengths=lengths, dtype=jnp.bfloat16
+    )
 
     def make(key: jax.Array) -> MLADecodeArguments:
         given: dict[str, Any] = {**dense.arrays(key, sizes), "return_lse": True}
-        given |= {"sliding_window": 70} if joined else {}
+        given |= {"sliding_window": 70} if one_cache else {}
         return MLADecodeArguments(**given)
 
-    fields = ("q_segment_ids", "kv_segment_ids", *(("q_positions", "sliding_window") if joined else ()))
+    fields = ("q_segment_ids", "kv_segment_ids", *(("q_positions", "sliding_window") if one_cache else ()))
     return tagged(f"512 + 64, {'one cache, window' if joined else 'two caches'}", make, fields, ())

@@ -16,12 +16,12 @@ from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.launch import launch
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
-from ejkernel_pallas.gpu.latent_attention.plan import Plan
-from ejkernel_pallas.gpu.latent_attention.spec import LATENT, Spec
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
+from ejkernel_pallas.gpu.latent_attention.spec import LATENT, LatentSpec
 
 I32 = jnp.int32
 COLUMNS = 64
-"""Of a block."""
+"""Columns of a thread block."""
 LOWEST = -1e30
 """The maximum of no parts: finite, so that differences are no NaN."""
 
@@ -32,7 +32,7 @@ class Parts:
 
     Attributes:
         output: [T * tiles * 64, 512] of items that one program had.
-        lse: [T * tiles, 64] likewise.
+        lse: [T * tiles, 64] of the same items.
         parts: [programs * 2 * tiles, 64, 512] float32, of parts of the others.
         part_lse: [programs * 2 * tiles, 64].
     """
@@ -43,7 +43,7 @@ class Parts:
     part_lse: Any
 
 
-def combined(spec: Spec, plan: Plan, made: Parts) -> tuple[jax.Array, jax.Array]:
+def combined(spec: LatentSpec, plan: LatentSchedule, made: Parts) -> tuple[jax.Array, jax.Array]:
     """Output [T, H, 512] and lse [T, H] of all items."""
     operands = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     operands |= {"items": plan.items, "shares": plan.shares}
@@ -67,7 +67,7 @@ def _nothing() -> Any:
     return plgpu.SMEM((1,), jnp.int32)
 
 
-def _combine(spec: Spec, given: dict[str, Any], outputs: Any, number: Any, column: Any) -> None:
+def _combine(spec: LatentSpec, given: dict[str, Any], outputs: Any, number: Any, column: Any) -> None:
     """The columns of one tile of heads of an item."""
     item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
     start, steps = given["items"][item, 2], given["items"][item, 3]

@@ -9,7 +9,7 @@ both multiply both blocks of weights with their half of the values. A latent vec
 
 The running maximum goes from block 0 to block 1, and from there to block 0 of the next step, so both accumulators are
 relative to the same one. Weights lie where the rotary columns of their block were, which only the product with the
-queries reads. Of a block, the half of the warpgroup that owns it is free first.
+queries reads. The half of a block that only its warpgroup reads as values is free first.
 """
 
 import functools
@@ -40,7 +40,7 @@ class State(NamedTuple):
     Attributes:
         output: [64, 256], its half of the numerators.
         row_max: [64] running maximum, as a power of two.
-        row_sum: [64] sums of the weights of its own blocks.
+        row_sum: [64] sums of the weights of the blocks it scores.
     """
 
     output: Any
@@ -56,7 +56,7 @@ def latent_kernel(call: Call) -> None:
         @pl.when(warpgroup == number)
         def _consume(number: int = number, step: Any = step) -> None:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            every_item(call, lambda item, carry: _own_item(call, number, step, item, carry), I32(0))
+            every_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
 
     @pl.when(warpgroup == WARPGROUPS)
     def _produce() -> None:
@@ -64,7 +64,7 @@ def latent_kernel(call: Call) -> None:
         produce(call)
 
 
-def _own_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
+def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
     """A warpgroup's half of the output of a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
@@ -81,7 +81,7 @@ def _own_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any
 
 
 def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
-    """A step of the warpgroup that owns block 0 and the left half."""
+    """A step of the warpgroup that scores block 0 and accumulates the left half."""
     shared = call.shared
     scores = _scores(call, item, 0, step)
     row_max = _moved(call, state.row_max, scores.max(axis=1))
@@ -91,24 +91,24 @@ def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
     weights = _publish(call, 0, weights, row_max)
     output = _rescaled(call, state.output, alpha)
     output = _product(output, weights, shared.left.at[0])
-    plgpu.barrier_arrive(shared.own_free.at[0])
+    plgpu.barrier_arrive(shared.exclusive_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
     after = arrays.load_rows(shared.row_max.at[1])
     alpha = jnp.exp2(row_max - after)
     output = _rescaled(call, output, alpha)
     output = _product(output, shared.rotary.at[1], shared.left.at[1])
-    plgpu.barrier_arrive(shared.other_free.at[1])
+    plgpu.barrier_arrive(shared.shared_free.at[1])
     return State(output, after, row_sum * alpha)
 
 
 def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
-    """A step of the warpgroup that owns block 1 and the right half.
+    """A step of the warpgroup that scores block 1 and accumulates the right half.
 
-    The product of the other's weights is under way while it exponentiates its own scores.
+    The product of the other's weights is under way while this one exponentiates its scores.
     """
     shared = call.shared
     scores = _scores(call, item, 1, step)
-    own_max = scores.max(axis=1)
+    block_max = scores.max(axis=1)
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_rows(shared.row_max.at[0])
     output = _rescaled(call, state.output, jnp.exp2(state.row_max - before))
@@ -116,7 +116,7 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     def multiply(refs: Any) -> None:
         output_ref, weights_ref, max_ref, sum_ref = refs
         plgpu.wgmma(output_ref, shared.rotary.at[0], shared.right.at[0])
-        row_max = _moved(call, before, own_max)
+        row_max = _moved(call, before, block_max)
         weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
         sum_ref[...] = state.row_sum * jnp.exp2(state.row_max - row_max) + weights.sum(axis=1)
         max_ref[...] = row_max
@@ -125,10 +125,10 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     narrow = scores.astype(call.spec.dtype)
     refs = plgpu.WGMMAAccumulatorRef.init(output), narrow, state.row_max, state.row_sum
     output, weights, row_max, row_sum = pl.run_state(multiply)(refs)
-    plgpu.barrier_arrive(shared.other_free.at[0])
+    plgpu.barrier_arrive(shared.shared_free.at[0])
     output = _rescaled(call, output, jnp.exp2(before - row_max))
     output = _product(output, lax.optimization_barrier(weights), shared.right.at[1])
-    plgpu.barrier_arrive(shared.own_free.at[1])
+    plgpu.barrier_arrive(shared.exclusive_free.at[1])
     return State(output, row_max, row_sum)
 
 
@@ -136,19 +136,19 @@ def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
     """Scores of a block as powers of two, `LOWEST` where there is no key."""
     shared = call.shared
     left, right, rotary = shared.left.at[block], shared.right.at[block], shared.rotary.at[block]
-    own, other = ((shared.q_left, left), (shared.q_right, right))[:: 1 if block == 0 else -1]
+    exclusive, both = ((shared.q_left, left), (shared.q_right, right))[:: 1 if block == 0 else -1]
     key = step * UNIT + block * BLOCK_KV
     first, end = item.low - key, item.keys - key
     partial = end < BLOCK_KV
     if call.spec.started:
         partial = partial | (first > 0)
-    plgpu.barrier_wait(shared.own_full.at[block])
-    # Slots of keys that nobody attends may hold NaN, and a weight of zero times NaN is NaN.
-    pl.when(partial)(lambda: _zero(own[1:], first, end))
-    scores = wgmma.issue(*own)
-    plgpu.barrier_wait(shared.other_full.at[block])
-    pl.when(partial)(lambda: _zero((other[1], rotary), first, end))
-    scores = wgmma.extend(scores, other, (shared.q_rotary, rotary))
+    plgpu.barrier_wait(shared.exclusive_full.at[block])
+    # Slots of masked keys may hold NaN, and a weight of zero times NaN is NaN.
+    pl.when(partial)(lambda: _zero(exclusive[1:], first, end))
+    scores = wgmma.issue(*exclusive)
+    plgpu.barrier_wait(shared.shared_full.at[block])
+    pl.when(partial)(lambda: _zero((both[1], rotary), first, end))
+    scores = wgmma.extend(scores, both, (shared.q_rotary, rotary))
     present = shared.present[block]
     scores = wgmma.wait(scores, in_flight=0)
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)

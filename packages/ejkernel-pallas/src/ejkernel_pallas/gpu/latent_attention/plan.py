@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT, Spec
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
 
 
-class Plan(NamedTuple):
+class LatentSchedule(NamedTuple):
     """Items and shares, int32.
 
     Attributes:
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     shares: jax.Array
 
 
-def make_plan(record: PagedAttention, spec: Spec) -> Plan:
+def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     """The items of a record, and the programs' shares."""
     if record.query_start is None:
         sequence, position = jnp.arange(spec.rows, dtype=jnp.int32), record.kv_lens.astype(jnp.int32) - 1
@@ -55,4 +55,4 @@ def make_plan(record: PagedAttention, spec: Spec) -> Plan:
     begin = jnp.minimum(jnp.arange(spec.programs + 1, dtype=jnp.int32) * share, total)
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
     items = jnp.stack((owner, keys, ends - steps, steps, low), axis=1)
-    return Plan(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))
+    return LatentSchedule(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))

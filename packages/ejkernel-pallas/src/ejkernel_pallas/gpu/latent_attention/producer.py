@@ -44,8 +44,8 @@ def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
     """Copies two blocks in halves, each as soon as its place is free."""
     for block in (0, 1):
         places, present = _places(call, item, step * UNIT + block * BLOCK_KV)
-        _copy_own(call, places, count, block)
-        _copy_other(call, places, present, count, block)
+        _copy_exclusive(call, places, count, block)
+        _copy_shared(call, places, present, count, block)
     return count + 1
 
 
@@ -69,19 +69,19 @@ def _places(call: Call, item: Item, key: Any) -> tuple[Places, Any]:
     return places, bits
 
 
-def _copy_own(call: Call, places: Places, count: Any, block: int) -> None:
-    """Copies the half of a block that only the warpgroup reads whose keys they are, which is free first."""
+def _copy_exclusive(call: Call, places: Places, count: Any, block: int) -> None:
+    """Copies the half of a block that only the warpgroup that scores it reads as values, which is free first."""
     shared = call.shared
-    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.own_free.at[block]))
+    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.exclusive_free.at[block]))
     target = (shared.left, shared.right)[block].at[block]
-    _copy(call, places, "latent", pl.ds(block * HALF, HALF), target, shared.own_full.at[block])
+    _copy(call, places, "latent", pl.ds(block * HALF, HALF), target, shared.exclusive_full.at[block])
 
 
-def _copy_other(call: Call, places: Places, present: Any, count: Any, block: int) -> None:
-    """Copies the other half and the rotary columns."""
+def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: int) -> None:
+    """Copies the half that both warpgroups read, and the rotary columns."""
     shared = call.shared
-    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.other_free.at[block]))
-    full = shared.other_full.at[block]
+    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.shared_free.at[block]))
+    full = shared.shared_full.at[block]
     shared.present[block] = present
     target = (shared.right, shared.left)[block].at[block]
     _copy(call, places, "latent", pl.ds((1 - block) * HALF, HALF), target, full)

@@ -16,7 +16,7 @@ from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.latent_attention.call import Call, Shared
 from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
 from ejkernel_pallas.gpu.latent_attention.kernel import latent_kernel
-from ejkernel_pallas.gpu.latent_attention.plan import Plan, make_plan
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, make_plan
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
     HALF,
@@ -24,12 +24,12 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
     ROTARY,
     WARPGROUPS,
     HopperLatent,
-    Spec,
+    LatentSpec,
     make_spec,
 )
 
 OPERANDS: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "shares")
-"""Of the kernel, in the order in which `attend` gives them."""
+"""Names of the kernel's operands, in the order in which `attend` gives them."""
 
 
 def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Array, ...], None]:
@@ -56,7 +56,7 @@ def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Arr
 def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
     """Output [B, 1, H, 512] and residuals of a record that `mla_decode` made.
 
-    Of a joined cache all 576 columns are values, of which the operation reads the first 512: the others are 0 here.
+    With one cache all 576 columns are values, of which the operation reads the first 512: the others are 0 here.
     """
     pages, rotary = as_pages(record)
     output, lse = attend(pages, rotary, params)
@@ -73,13 +73,13 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
-        return combined(spec, Plan(*arrays[-2:]), Parts(*_launch(spec, operands)))
+        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
     return output, jnp.where(plan.items[:, 1:2] > 0, lse, -jnp.inf)
 
 
-def _launch(spec: Spec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Outputs of whole items, and parts of the others."""
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ def _launch(spec: Spec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]
     return launch(body, operands, outputs, _scratch(spec), spec.blocks, WARPGROUPS)
 
 
-def _scratch(spec: Spec) -> dict[str, Any]:
+def _scratch(spec: LatentSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Shared`."""
     copies = BLOCK_KV // spec.copied
     barrier = plgpu.Barrier
@@ -111,10 +111,10 @@ def _scratch(spec: Spec) -> dict[str, Any]:
         "present": plgpu.SMEM((2,), jnp.int32),
         "q_full": barrier(num_arrivals=3),
         "q_free": barrier(num_arrivals=WARPGROUPS),
-        "own_full": barrier(num_arrivals=copies, num_barriers=2),
-        "other_full": barrier(num_arrivals=2 * copies + 1, num_barriers=2),
-        "own_free": barrier(num_arrivals=1, num_barriers=2),
-        "other_free": barrier(num_arrivals=1, num_barriers=2),
+        "exclusive_full": barrier(num_arrivals=copies, num_barriers=2),
+        "shared_full": barrier(num_arrivals=2 * copies + 1, num_barriers=2),
+        "exclusive_free": barrier(num_arrivals=1, num_barriers=2),
+        "shared_free": barrier(num_arrivals=1, num_barriers=2),
         "weights_full": barrier(num_arrivals=1, num_barriers=2),
         "sums_full": barrier(num_arrivals=1, num_barriers=2),
     }

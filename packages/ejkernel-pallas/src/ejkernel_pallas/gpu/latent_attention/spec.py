@@ -16,7 +16,7 @@ from ejkernel_pallas.gpu.hopper.sizes import ROWS
 LATENT = 512
 """Columns of a latent vector."""
 HALF = LATENT // 2
-"""Of them, those whose outputs one consumer warpgroup accumulates."""
+"""Columns of the output that one consumer warpgroup accumulates."""
 ROTARY = 64
 """Key columns beside it."""
 BLOCK_KV = 64
@@ -30,7 +30,7 @@ WARPGROUPS = 2
 SLACK = 8.0
 """How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256."""
 REGISTERS = (240, 24)
-"""Of their threads, and of those that copy."""
+"""Registers of a thread of a consumer warpgroup, and of the producer's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class HopperLatent:
     """Configuration of the latent kernel.
 
     Attributes:
-        num_programs: Thread blocks that the key blocks of a call are dealt to.
+        num_programs: Thread blocks over which the key blocks of a call are distributed (split-KV).
         lazy_rescaling: Whether a row's maximum moves only where scores are `SLACK` above it.
     """
 
@@ -51,14 +51,14 @@ FACES: dict[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class LatentSpec:
     """Constants of the kernel.
 
     Attributes:
         rows: Query rows of the call.
         heads: Query heads.
         tiles: Tiles of 64 heads.
-        programs: Programs that the key blocks are dealt to, for each tile of heads.
+        programs: Programs over which the key blocks are distributed, for each tile of heads.
         page_size: Slots of a page.
         pages: Pages of the cache.
         columns: Entries of a block table; 0 where each sequence has the page of its own number.
@@ -96,7 +96,7 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 
-def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Spec:
+def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> LatentSpec:
     """The constants of a record's kernel.
 
     Args:
@@ -111,7 +111,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Spec:
         raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
     rows, heads, _ = record.query.shape
     tiles, page_size = -(-heads // ROWS), paged_cache.page_size(record)
-    return Spec(
+    return LatentSpec(
         rows=rows,
         heads=heads,
         tiles=tiles,

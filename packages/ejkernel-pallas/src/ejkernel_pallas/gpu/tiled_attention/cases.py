@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments
-from ejkernel.modules.operations.cases.flash_attention import Sizes, qkv
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
 from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, NumpyMask
 
-SIZES = Sizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
+SIZES = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
 
 
 def _blocks(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:

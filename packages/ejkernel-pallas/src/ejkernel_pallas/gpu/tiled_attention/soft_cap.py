@@ -66,7 +66,7 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
 
 
 def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[Any]:
-    """Weights of a thread's products, and at the end the sums of its two rows, which have two products in turns."""
+    """Weights of a thread's products, then the sums of its two rows; pairs of products alternate between the rows."""
     made, sums = [], [number(0.0)] * 2
     for n, product in enumerate(products):
         made.append(weight(n, product))

@@ -12,15 +12,15 @@ from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 WARPGROUPS = 2
-"""Warpgroups that multiply in a backward pass."""
+"""Consumer warpgroups of a backward pass."""
 RESERVE = 4 * 1024
-"""Of these, in a forward pass, for barriers and for what Mosaic keeps there."""
+"""Bytes of shared memory that a forward pass leaves for barriers and for Mosaic."""
 BARRIERS = 512
-"""Likewise in a backward pass."""
+"""Bytes of shared memory that a backward pass leaves for barriers and for Mosaic."""
 ALIGNMENT = 1024
-"""Of the places where Mosaic has arrays begin there."""
+"""Alignment in bytes of the arrays that Mosaic puts into shared memory."""
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
-"""By warpgroups that multiply: registers of their threads, and of those that fetch. A multiprocessor has 65536."""
+"""By number of consumer warpgroups: registers of their threads, and of the producer's. A multiprocessor has 65536."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +68,12 @@ class ForwardTile:
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread that multiplies."""
+        """Registers of a thread of a consumer warpgroup."""
         return REGISTERS[self.warpgroups][0]
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread that fetches."""
+        """Registers of a thread of the producer warpgroup."""
         return REGISTERS[self.warpgroups][1]
 
 
@@ -92,8 +92,8 @@ class BackwardTile:
     Attributes:
         size: Head dimension of queries and keys.
         value_size: Head dimension of values.
-        keys: Keys that a block owns, or a pair of blocks.
-        queries: Queries of a visited tile.
+        keys: Keys whose dk and dv a block accumulates, or the two blocks of a cluster.
+        queries: Queries of a step.
         depth: Tiles of queries in shared memory.
     """
 
@@ -158,12 +158,12 @@ class BackwardTile:
 
     @property
     def pieces(self) -> int:
-        """Pieces of a visit's part of dq that take turns by themselves: of each warpgroup, or one of both."""
+        """Pieces of a step's part of dq that are added in order by themselves: one a warpgroup, or one of both."""
         return WARPGROUPS if self.wide else 1
 
     @property
     def adders(self) -> int:
-        """Warps that add to device memory, one piece after the other: an addition takes longer than a visit may."""
+        """Warps that add to device memory, one piece after the other: an addition takes longer than a step may."""
         return 3 if self.wide else 2
 
     @property
@@ -198,7 +198,7 @@ class BackwardTile:
 
     @property
     def ping_pongs_scores(self) -> bool:
-        """Whether warpgroups take turns at scores, too.
+        """Whether ping-pong scheduling covers the products of scores, too.
 
         On an H200 it makes a causal backward pass 3% faster with these tiles, and costs as much with larger ones.
         """
@@ -206,16 +206,16 @@ class BackwardTile:
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread that multiplies."""
+        """Registers of a thread of a consumer warpgroup."""
         return REGISTERS[WARPGROUPS][0]
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread that fetches."""
+        """Registers of a thread of the producer warpgroup."""
         return REGISTERS[WARPGROUPS][1]
 
     def row_bytes(self, spec: HopperSpec) -> int:
-        """Of a query in device memory, with its cotangent and, in float32, its gradient."""
+        """Bytes of a query in device memory, with its cotangent and, in float32, its gradient."""
         narrow, single = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
         return self.size * (narrow + single) + self.value_size * narrow
 
@@ -242,15 +242,15 @@ class BackwardTile:
 def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     """Shared memory of the backward kernel."""
     itemsize = jnp.dtype(spec.dtype).itemsize
-    own = ROWS * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * PART) * itemsize
+    accumulated = ROWS * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * PART) * itemsize
     stages = tile.stages
-    visited = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
+    streamed = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
     ds, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
     extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
     packed = tile.wide or tile.register_bound
     small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if packed else [1, *extras]
     small += [tile.keys] * len(tile.extras(spec, "k"))
-    return own + visited + ds + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
+    return accumulated + streamed + ds + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
 
 
 VALUES = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
@@ -307,7 +307,7 @@ BACKWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
 
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> HopperForward | HopperBackward:
-    """The configuration when nobody chose one."""
+    """The configuration of a call without a chosen or tuned one."""
     return candidates(record, device, direction)[0]
 
 
@@ -353,12 +353,14 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     return tile
 
 
-def _checked(params: HopperForward | HopperBackward, own: str, visit: str, stages: str) -> tuple[int, int, int]:
-    """Warpgroups, visited rows and stages."""
-    values = {name: getattr(params, name) for name in (own, visit, stages)}
-    wants = {own: "64, 128 or 192", visit: "64, 128 or 192", stages: "2 or more"}
+def _checked(
+    params: HopperForward | HopperBackward, accumulated: str, streamed: str, stages: str
+) -> tuple[int, int, int]:
+    """Warpgroups, rows of a streamed block, and stages."""
+    values = {name: getattr(params, name) for name in (accumulated, streamed, stages)}
+    wants = {accumulated: "64, 128 or 192", streamed: "64, 128 or 192", stages: "2 or more"}
     for name, value in values.items():
         fine = value is not None and (value >= 2 if name == stages else value in (64, 128, 192))
         if not fine:
             raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {wants[name]}")
-    return values[own] // ROWS, values[visit], values[stages]
+    return values[accumulated] // ROWS, values[streamed], values[stages]

@@ -1,7 +1,7 @@
 """Conformance cases of this kernel: a soft cap alone, where the operations' own cases combine it with biases."""
 
 from ejkernel.modules.operations.cases.paged import MIXED
-from ejkernel.modules.operations.cases.paged_inputs import Sizes, chunked_inputs, packed_inputs
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, chunked_inputs, packed_inputs
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.modules.operations.chunked_prefill_paged_decode import ChunkedPrefillPagedDecodeArguments
 from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
@@ -10,7 +10,7 @@ from ejkernel.ops.model import Case
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """By operation."""
-    rows: tuple[Row[Sizes], ...] = (
+    rows: tuple[Row[PagedSizes], ...] = (
         ("soft cap", MIXED, lambda key: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
     )
     return {

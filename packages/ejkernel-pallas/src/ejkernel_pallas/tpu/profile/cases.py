@@ -22,8 +22,8 @@ class Workload:
         function: A JAX function.
         args: Its arguments, pytrees included. Leaves are `jax.ShapeDtypeStruct`s, or arrays where their values decide
             what the kernel does: lengths, page tables, group sizes and masks that it prefetches.
-        flops: Its useful operations, for MFU; None where nobody says.
-        bytes: What has to be read from HBM and written to it, whatever the kernel; None where nobody says.
+        flops: Its useful operations, for MFU; None where unknown.
+        bytes: What has to be read from HBM and written to it, whatever the kernel; None where unknown.
         axes: Axes of the mesh of devices, and their sizes; one device unless given. The function finds the mesh by
             `jax.sharding.get_abstract_mesh()`; the device with the least indices is simulated.
         specs: How each argument is spread over them, `PartitionSpec`s; every device has all of it unless given.

@@ -65,7 +65,7 @@ class Machine:
         copied: Bytes by the kind of copy, such as `hbm_to_vmem`.
         copies: Copies by their kind.
         waited: Cycles spent waiting for copies.
-        unknown: Reads of scalar memory that nobody has written, by the allocation or operand.
+        unknown: Reads of scalar memory that was not written, by the allocation or operand.
     """
 
     def __init__(self, chip: Chip, operands: Mapping[int, Sequence[int]]) -> None:
@@ -127,8 +127,8 @@ class Machine:
         self._link_free = max(cycle, self._link_free) + size / self._link_bytes_per_cycle
         done = self._link_free + self._latencies.dma_write
         for semaphore in (source, target):
-            own = semaphore // POINTER * POINTER + (semaphore % POINTER & _FLAGS)
-            self._arrivals[own].append(_Arrival(done, granules))
+            slot = semaphore // POINTER * POINTER + (semaphore % POINTER & _FLAGS)
+            self._arrivals[slot].append(_Arrival(done, granules))
 
     def _count(self, kind: str, size: int) -> None:
         self.copied[kind] += size
@@ -153,7 +153,7 @@ class Machine:
             self.memory[address + offset] = word
 
     def unknown_reads(self, allocations: Mapping[str, int]) -> dict[str, int]:
-        """How often words that nobody has written were read, by name."""
+        """How often words that were not written were read, by name."""
         names = {number: name for name, number in allocations.items()}
         return {
             names.get(place, f"operand {place - _FIRST_OPERAND}" if place >= _FIRST_OPERAND else str(place)): count

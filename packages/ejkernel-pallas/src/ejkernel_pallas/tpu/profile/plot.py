@@ -38,7 +38,7 @@ def draw(reports: Sequence[Report], path: Path) -> None:
 def issued(kernel: KernelReport, columns: int = _COLUMNS) -> np.ndarray[Any, Any]:
     """Share of slots in use, [kinds of slots, columns]: every column is as many issued bundles as the others."""
     used = np.asarray(kernel.utilisation.used, np.float64) / np.asarray(kernel.utilisation.capacity)
-    counts = np.array([kernel.simulation.visits.get(k, 0) for k in range(len(used))], np.float64)
+    counts = np.array([kernel.simulation.issues.get(k, 0) for k in range(len(used))], np.float64)
     ends = np.concatenate([[0.0], np.cumsum(counts)])
     sums = np.concatenate([np.zeros((1, used.shape[1])), np.cumsum(used * counts[:, None], axis=0)])
     edges = np.linspace(0.0, ends[-1], columns + 1)
@@ -51,8 +51,8 @@ def _label(axis: Any, report: Report, kernel: KernelReport) -> None:
     axis.set_yticks([(k + 0.5) / len(slots) for k in range(len(slots))], slots, fontsize=8)
     axis.set_xlabel("per cent of the bundles issued, in the order of the schedule", fontsize=8)
     for loop in kernel.loops:
-        before = sum(count for k, count in kernel.simulation.visits.items() if k < loop.start)
-        inside = sum(count for k, count in kernel.simulation.visits.items() if loop.start <= k <= loop.end)
+        before = sum(count for k, count in kernel.simulation.issues.items() if k < loop.start)
+        inside = sum(count for k, count in kernel.simulation.issues.items() if loop.start <= k <= loop.end)
         share = 100 / max(1, kernel.simulation.bundles)
         for edge in (before * share, (before + inside) * share):
             axis.axvline(edge, color="white", linewidth=0.6, alpha=0.8)

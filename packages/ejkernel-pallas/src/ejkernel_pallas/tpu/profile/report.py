@@ -50,7 +50,7 @@ class Simulation:
         waited_cycles: Cycles spent waiting for copies.
         mxu_cycles: Cycles for which products keep the matrix units, divided among them.
         blocks: How often each basic block was entered, by its first bundle.
-        visits: How often each bundle was issued.
+        issues: How often each bundle was issued.
         copied: Bytes by kind of copy, such as `hbm_to_vmem`.
         copies: Copies by kind.
         unknown: Reads of scalar memory whose value is not known, by allocation or operand.
@@ -62,7 +62,7 @@ class Simulation:
     waited_cycles: float
     mxu_cycles: float
     blocks: Mapping[int, int]
-    visits: Mapping[int, int]
+    issues: Mapping[int, int]
     copied: Mapping[str, int]
     copies: Mapping[str, int]
     unknown: Mapping[str, int]
@@ -85,7 +85,7 @@ class Simulation:
     @property
     def bundles(self) -> int:
         """Bundles issued."""
-        return sum(self.visits.values())
+        return sum(self.issues.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,17 +150,17 @@ class KernelReport:
     @property
     def slots(self) -> dict[str, float]:
         """Share of each kind of slot that is in use, over the bundles issued."""
-        return self.utilisation.shares(self.simulation.visits)
+        return self.utilisation.shares(self.simulation.issues)
 
     @property
     def fills(self) -> int:
         """Vector registers reloaded from where they were spilled, over the whole run."""
-        return self.utilisation.total(FILL, self.simulation.visits)
+        return self.utilisation.total(FILL, self.simulation.issues)
 
     @property
     def spills(self) -> int:
         """Vector registers spilled, over the whole run."""
-        return self.utilisation.total(SPILL, self.simulation.visits)
+        return self.utilisation.total(SPILL, self.simulation.issues)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ class Report:
         label: What the case is called.
         target: Name of the chip.
         kernels: In the order of the compiled program.
-        flops: Useful operations of the case; None where nobody said.
-        bytes: What any kernel has to copy to and from HBM; None where nobody said.
+        flops: Useful operations of the case; None where unknown.
+        bytes: What any kernel has to copy to and from HBM; None where unknown.
         lower_seconds: What tracing and lowering took.
         compile_seconds: What libtpu took.
         error: Why there is no profile; None where there is one.
@@ -199,7 +199,7 @@ class Report:
 
     @property
     def mfu(self) -> float | None:
-        """Useful operations over those that the device could have done; None where nobody said how many are useful."""
+        """Useful operations over those that the device could have done; None where their number is unknown."""
         return self.flops / self.seconds / self.chip.flops if self.flops and self.seconds else None
 
     @property
@@ -211,7 +211,7 @@ class Report:
 
     @property
     def bound_seconds(self) -> float | None:
-        """The time that no kernel at all can beat on the device; None where nobody said what there is to do."""
+        """The time that no kernel at all can beat on the device; None where the work is unknown."""
         if self.flops is None or self.bytes is None:
             return None
         return max(self.flops / self.chip.flops, self.bytes / self.chip.bandwidth)

@@ -23,7 +23,7 @@ class Kind(enum.Enum):
 
     MATMUL = enum.auto()
     PUSH = enum.auto()
-    WEIGHTS = enum.auto()  # other work on the weight registers: it waits for them, and delays nobody
+    WEIGHTS = enum.auto()  # other work on the weight registers: it waits for them, and delays no other
     POP_QUEUE = enum.auto()  # results of the matrix unit come out in order ...
     POP_BUFFER = enum.auto()  # ... or, on newer chips, by their number
     POP_TRANSPOSED = enum.auto()

@@ -64,18 +64,18 @@ class Schedule:
             if allocation.tag.endswith(_ZEROS):
                 machine.memory[code.names.address(allocation.name)] = 0
         blocks, complete = self._execute(code, machine, seconds)
-        visits = collections.Counter[int]()
+        issues = collections.Counter[int]()
         for start, count in blocks.items():
             block = self.flow.blocks[start]
-            visits.update(dict.fromkeys(range(block.start, block.end), count))
+            issues.update(dict.fromkeys(range(block.start, block.end), count))
         return Simulation(
             complete=complete,
             cycles=machine.t,
             compute_cycles=sum(count * self.times[start].cycles for start, count in blocks.items()),
             waited_cycles=machine.waited,
-            mxu_cycles=self._mxu_cycles(visits),
+            mxu_cycles=self._mxu_cycles(issues),
             blocks=dict(blocks),
-            visits=dict(visits),
+            issues=dict(issues),
             copied=dict(machine.copied),
             copies=dict(machine.copies),
             unknown=machine.unknown_reads(code.names.allocations),
@@ -95,9 +95,9 @@ class Schedule:
             bundle = functions[bundle](registers, machine, memory)
         return blocks, True
 
-    def _mxu_cycles(self, visits: Mapping[int, int]) -> float:
+    def _mxu_cycles(self, issues: Mapping[int, int]) -> float:
         latencies, cycles = self.chip.latencies, 0
-        for k, count in visits.items():
+        for k, count in issues.items():
             for instruction in self.bundles[k].instructions:
                 of = work(instruction.opcode)
                 if of.kind is Kind.MATMUL:

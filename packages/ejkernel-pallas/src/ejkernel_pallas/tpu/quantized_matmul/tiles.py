@@ -39,7 +39,7 @@ MEMORY = 32 * 2**20
 """Bytes of VMEM for blocks and sums: what every chip has, with room for the compiler."""
 
 MULTIPLICATIONS = 2**30
-"""Of a tile at most: its products follow each other without a loop, and libtpu takes minutes for more, on v7x twice."""
+"""The most that a tile may have: its products follow each other without a loop; libtpu takes minutes for more."""
 
 
 def heuristic(record: QuantizedMatmul, device: Any, direction: Direction) -> TpuQuantized:

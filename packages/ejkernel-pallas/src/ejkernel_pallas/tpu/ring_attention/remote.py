@@ -41,10 +41,10 @@ def forward(record: RingAttention, params: TpuForward) -> tuple[jax.Array, Softm
     me, local = lax.axis_index(ring.axis_name), load_of(plan.record)
     shard = plan.shard(me, local)
     spec, state = plan.spec(shard, forward_blocks(params)), _compat.as_varying(empty_state(record), record)
-    state = _one_direction(plan, spec, shard, state, range(0, ring.back + 1))
-    if ring.ahead:
+    state = _one_direction(plan, spec, shard, state, range(0, ring.before + 1))
+    if ring.after:
         moved = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local}, -1))
-        state = _one_direction(plan, spec, moved, state, range(-1, -ring.ahead - 1, -1))
+        state = _one_direction(plan, spec, moved, state, range(-1, -ring.after - 1, -1))
     output = ring.unstripe(state[0].astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(state[1], 2))
 

@@ -47,10 +47,10 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     plan, parts = RingPlan.of(record, ring), striped(given, ring)
     local = load_of(plan.record)
     shard = plan.shard(lax.axis_index(ring.axis_name), local)
-    query, *home_ = _one_direction(plan, shard, parts, params, range(0, ring.back + 1), None)
-    if ring.ahead:
+    query, *home_ = _one_direction(plan, shard, parts, params, range(0, ring.before + 1), None)
+    if ring.after:
         moved = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local}, -1))
-        query, *more = _one_direction(plan, moved, parts, params, range(-1, -ring.ahead - 1, -1), query)
+        query, *more = _one_direction(plan, moved, parts, params, range(-1, -ring.after - 1, -1), query)
         home_ = [one + other for one, other in zip(home_, more, strict=True)]
     grads = {"query": query, "key": home_[0], "value": home_[1]}
     if "softmax_aux" in pullback.wanted:

@@ -16,7 +16,7 @@ from jax import lax
 
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.planning.ring_schedule import Load, Ring, encounter, local_part
+from ejkernel.planning.ring_schedule import Load, Ring, local_part, step_record
 from ejkernel_pallas.tpu.ring_attention.tiles import fitted
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spec
@@ -53,7 +53,7 @@ class RingPlan:
 
     def shard(self, source: jax.Array, load: Load) -> TiledAttention:
         """The local queries and one load of keys, as kernels get them."""
-        shard = canonical(encounter(self.record, self.ring, source, load))
+        shard = canonical(step_record(self.record, self.ring, source, load))
         return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
 
     def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: Lister) -> Any:

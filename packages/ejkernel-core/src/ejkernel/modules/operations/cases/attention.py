@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.flash_attention import Sizes, exact, qkv
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, exact, qkv
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
-SMALL = Sizes(t=20, s=33, d=8, v=12)
-SQUARE = Sizes(t=33, s=33, d=8, v=8)
+SMALL = AttentionSizes(t=20, s=33, d=8, v=12)
+SQUARE = AttentionSizes(t=33, s=33, d=8, v=8)
 
 
 def _masked(key: jax.Array) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def _sinks(key: jax.Array) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "sliding_window": 5}
 
 
-_TABLE: tuple[Row[Sizes], ...] = (
+_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("plain", SQUARE, lambda k: {}, (), ()),
-    ("one query, head size 60", Sizes(t=1, s=129, g=1, d=60, v=48), lambda k: {}, (), ("awkward",)),
+    ("one query, head size 60", AttentionSizes(t=1, s=129, g=1, d=60, v=48), lambda k: {}, (), ("awkward",)),
     ("bias of KV heads and mask, empty rows", SMALL, _masked, ("bias", "mask"), ("awkward",)),
     ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
     (
@@ -54,7 +54,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
         "model",
-        Sizes(b=1, t=1024, s=1024, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        AttentionSizes(b=1, t=1024, s=1024, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},
         (),
         ("bench",),

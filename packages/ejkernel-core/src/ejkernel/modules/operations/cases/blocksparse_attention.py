@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
-from ejkernel.modules.operations.cases.flash_attention import Sizes, qkv
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask, Mask, NumpyMask
 
-SMALL = Sizes(t=40, s=62, d=8, v=12)
-SQUARE = Sizes(t=64, s=64, d=8, v=8)
+SMALL = AttentionSizes(t=40, s=62, d=8, v=12)
+SQUARE = AttentionSizes(t=64, s=64, d=8, v=8)
 
 
 def _by_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
@@ -53,9 +53,15 @@ def _sinks(key: jax.Array) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "return_lse": True}
 
 
-_TABLE: tuple[Row[Sizes], ...] = (
+_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("causal", SQUARE, lambda k: {}, ("causal",), ()),
-    ("one query, head size 60", Sizes(t=1, s=129, g=1, d=60, v=48), lambda k: {"causal": False}, (), ("awkward",)),
+    (
+        "one query, head size 60",
+        AttentionSizes(t=1, s=129, g=1, d=60, v=48),
+        lambda k: {"causal": False},
+        (),
+        ("awkward",),
+    ),
     ("patterns by head", SQUARE, _pattern, ("pattern",), ()),
     ("scattered blocks, mask and bias, empty rows", SMALL, _masked, ("pattern", "mask", "bias"), ("awkward",)),
     ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
@@ -70,7 +76,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), _pattern, ("pattern",), ()),
     (
         "model",
-        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {"mask_builder": lambda q, k, *_: LocalMask((q, k), (512, 0)), "causal": False},
         (),
         ("bench",),
@@ -83,7 +89,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
     return table(arguments, _heads_first, _TABLE)
 
 
-def _heads_first(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+def _heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
     return {name: x.swapaxes(1, 2) for name, x in qkv(key, sizes).items()}
 
 

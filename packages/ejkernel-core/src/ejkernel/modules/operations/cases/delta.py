@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.recurrence import (
     BOUNDS,
+    RecurrenceSizes,
     Row,
-    Sizes,
     gates,
     log_gate,
     make_cases,
@@ -19,14 +19,14 @@ from ejkernel.ops.model import Case
 SLOTS = 6
 
 
-def _decay_of_channels(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+def _decay_of_channels(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
     """Beta, a decay of each key channel and a state."""
     beta, decay, state = jax.random.split(key, 3)
     made = gates("beta", "initial_state")(state, sizes)
     return {**made, "beta": jax.random.uniform(beta, sizes.shape("beta")), "decay": log_gate(decay, sizes.shape("gk"))}
 
 
-def _segments(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+def _segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
     """Three segments a row with padding in front, between and behind, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
@@ -34,39 +34,39 @@ def _segments(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
     return {**made, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
 
 
-def _weak(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """For keys that are not normalised: strong corrections for long keys make the recurrence itself grow."""
     made = gates("beta", "decay")(key, sizes)
     return {**made, "beta": made["beta"] / sizes.k, "use_qk_l2norm": False, "softmax_scale": 0.3}
 
 
 _GIVEN = ("beta", "decay", "initial_state")
-_CHANNELS: Row = ("decay of channels, grouped", Sizes(g=2, v=12), _decay_of_channels, _GIVEN, ())
-_MODEL: Row = ("model", Sizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
+_CHANNELS: Row = ("decay of channels, grouped", RecurrenceSizes(g=2, v=12), _decay_of_channels, _GIVEN, ())
+_MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
 _KERNEL: tuple[Row, ...] = (
-    ("no decay", Sizes(t=7, g=1, k=6, v=10), gates("beta"), ("beta",), ("awkward",)),
-    ("keys as they are", Sizes(), _weak, ("beta",), ()),
+    ("no decay", RecurrenceSizes(t=7, g=1, k=6, v=10), gates("beta"), ("beta",), ("awkward",)),
+    ("keys as they are", RecurrenceSizes(), _weak, ("beta",), ()),
     _CHANNELS,
-    ("bfloat16", Sizes(g=2, dtype=jnp.bfloat16), gates("beta", "decay"), ("beta", "decay"), ()),
+    ("bfloat16", RecurrenceSizes(g=2, dtype=jnp.bfloat16), gates("beta", "decay"), ("beta", "decay"), ()),
     _MODEL,
 )
 _GATED: tuple[Row, ...] = (
     (
         "one token with a state",
-        Sizes(t=1, g=2),
+        RecurrenceSizes(t=1, g=2),
         gates("beta", "decay", "initial_state", return_state=True),
         ("initial_state",),
         ("awkward",),
     ),
     (
         "decay of heads, states",
-        Sizes(t=40),
+        RecurrenceSizes(t=40),
         gates("beta", "decay", "initial_state", return_state=True),
         ("beta", "decay", "initial_state"),
         (),
     ),
     _CHANNELS,
-    ("segments with padding", Sizes(), _segments, ("segment_ids", "initial_state"), ()),
+    ("segments with padding", RecurrenceSizes(), _segments, ("segment_ids", "initial_state"), ()),
     _MODEL,
 )
 
@@ -105,7 +105,7 @@ def _ragged(
     decay: str | None,
     dtype: Any,
 ) -> Case:
-    sizes = Sizes(b=1, t=tokens, g=kv_heads, v=12)
+    sizes = RecurrenceSizes(b=1, t=tokens, g=kv_heads, v=12)
 
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, 6)

@@ -13,7 +13,7 @@ from ejkernel.types import MaskInfo
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class AttentionSizes:
     """Shape of a call: batch, queries, keys, query heads, KV heads, head size, value size."""
 
     b: int = 2
@@ -26,7 +26,7 @@ class Sizes:
     dtype: Any = jnp.float32
 
 
-def qkv(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+def qkv(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
     """Normal query, key and value."""
     z = sizes
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.s, z.g, z.d), "value": (z.b, z.s, z.g, z.v)}
@@ -42,17 +42,17 @@ def _segments(lengths: tuple[int, ...], total: int) -> list[int]:
     return ids + [-1] * (total - len(ids))
 
 
-def _segmented(sizes: Sizes) -> dict[str, Any]:
+def _segmented(sizes: AttentionSizes) -> dict[str, Any]:
     rows = [_segments((20, 30), sizes.t), _segments((7, 40, 16), sizes.t)]
     return {"mask_info": MaskInfo.from_segments(jnp.array(rows[: sizes.b], jnp.int32))}
 
 
-def _masked(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _masked(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     mask = jax.random.bernoulli(key, 0.6, (sizes.b, 1, sizes.t, sizes.s)).at[:, :, 3].set(False)
     return {"mask_info": MaskInfo(_attention_mask=mask)}
 
 
-def _positioned(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _positioned(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     q = jax.random.randint(key, (sizes.b, sizes.t), 0, sizes.s)
     return {
         "mask_info": MaskInfo(q_positions=q, kv_positions=jnp.arange(sizes.s)[None].repeat(sizes.b, 0)),
@@ -72,32 +72,32 @@ def _dropout(prob: float = 0.3) -> dict[str, Any]:
     return {"dropout_prob": prob, "dropout_seed": jnp.uint32(7)}
 
 
-def exact(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def exact(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     """Queries and keys on a grid, whose scores are exact: coarse logits are then rounded alike in any order of sums."""
     arrays = qkv(key, sizes)
     return {**{name: jnp.round(arrays[name] * 16) / 16 for name in ("query", "key")}, "softmax_scale": 0.25}
 
 
 LSE = {"return_lse": True}
-PLAIN = Sizes()
-PACKED = Sizes(b=1, t=129, s=129)
-CROSS = Sizes(t=40, s=63)
-HALF = Sizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
-LONG = Sizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
-TALL = Sizes(b=1, t=2001, s=150, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
-WIDE = Sizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
-LATENT = Sizes(b=1, t=140, s=140, h=2, g=1, d=192, v=128, dtype=jnp.bfloat16)
+PLAIN = AttentionSizes()
+PACKED = AttentionSizes(b=1, t=129, s=129)
+CROSS = AttentionSizes(t=40, s=63)
+HALF = AttentionSizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
+LONG = AttentionSizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
+TALL = AttentionSizes(b=1, t=2001, s=150, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
+WIDE = AttentionSizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
+LATENT = AttentionSizes(b=1, t=140, s=140, h=2, g=1, d=192, v=128, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
-_TABLE: tuple[Row[Sizes], ...] = (
+_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("plain", PLAIN, lambda k: {}, (), ()),
-    ("one token", Sizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
-    ("one query", Sizes(t=1, s=129), lambda k: {}, (), ("awkward",)),
-    ("cross, head size 60", Sizes(t=40, s=129, d=60, v=60), lambda k: {}, (), ("awkward",)),
-    ("multi-query, values wider", Sizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ("awkward",)),
-    ("causal", Sizes(t=129, s=129), lambda k: {"causal": True}, ("causal",), ()),
-    ("causal, more queries", Sizes(t=63, s=40), lambda k: {"causal": True}, ("causal",), ("awkward",)),
+    ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
+    ("one query", AttentionSizes(t=1, s=129), lambda k: {}, (), ("awkward",)),
+    ("cross, head size 60", AttentionSizes(t=40, s=129, d=60, v=60), lambda k: {}, (), ("awkward",)),
+    ("multi-query, values wider", AttentionSizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ("awkward",)),
+    ("causal", AttentionSizes(t=129, s=129), lambda k: {"causal": True}, ("causal",), ()),
+    ("causal, more queries", AttentionSizes(t=63, s=40), lambda k: {"causal": True}, ("causal",), ("awkward",)),
     ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
     ("window, one side open", PLAIN, lambda k: {"sliding_window": (None, 3)}, ("sliding_window",), ("awkward",)),
     ("window of the diagonal", PLAIN, lambda k: {"sliding_window": (0, 0)}, ("sliding_window",), ("awkward",)),
@@ -136,7 +136,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ),
     (
         "packed, other key lengths",
-        Sizes(b=1, t=100, s=129),
+        AttentionSizes(b=1, t=100, s=129),
         lambda k: {
             "cum_seqlens_q": jnp.array([0, 30, 60, 100], jnp.int32),
             "cum_seqlens_k": jnp.array([0, 50, 50, 129], jnp.int32),
@@ -162,10 +162,16 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
         (),
     ),
-    ("bfloat16", Sizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    (
+        "bfloat16",
+        AttentionSizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
+        lambda k: {"causal": True},
+        ("causal",),
+        (),
+    ),
     (
         "float16",
-        Sizes(t=129, s=129, d=64, v=64, dtype=jnp.float16),
+        AttentionSizes(t=129, s=129, d=64, v=64, dtype=jnp.float16),
         lambda k: {"sliding_window": 30},
         ("sliding_window",),
         (),
@@ -195,14 +201,14 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ),
     (
         "bfloat16, segments in no order",
-        Sizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
+        AttentionSizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
         lambda k: {"mask_info": MaskInfo.from_segments(jax.random.randint(k, (2, 129), -1, 3)), "causal": True},
         (*_SEGMENT_FIELDS, "causal"),
         (),
     ),
     (
         "bfloat16, causal and sinks, lse",
-        Sizes(t=129, s=129, d=128, v=128, dtype=jnp.bfloat16),
+        AttentionSizes(t=129, s=129, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {**_sinks(k, (4, 2)), **LSE, "causal": True},
         ("softmax_aux", "causal"),
         (),
@@ -243,7 +249,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ),
     (
         "model",
-        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},
         (),
         ("bench",),

@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class LatentSizes:
     """Shape of a call: batch, tokens, query heads, KV heads, latent size, sizes of key parts and of values.
 
     `form` is the way in which keys get a position: "a", "b" or "c" of `flash_mla`.
@@ -30,7 +30,7 @@ class Sizes:
     dtype: Any = jnp.float32
 
 
-def arrays(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+def arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, jax.Array]:
     """Normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
@@ -46,7 +46,7 @@ def arrays(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
     return {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in made.items()}
 
 
-def _masked(key: jax.Array, z: Sizes) -> dict[str, Any]:
+def _masked(key: jax.Array, z: LatentSizes) -> dict[str, Any]:
     """A mask with an empty row, and a bias: both count (T-19)."""
     mask, bias = jax.random.split(key)
     return {
@@ -59,12 +59,12 @@ def _sinks(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, shape)}
 
 
-PLAIN = Sizes(form="a", b=2)
-ROTARY = Sizes()
-SHARED = Sizes(form="c", t=30)
+PLAIN = LatentSizes(form="a", b=2)
+ROTARY = LatentSizes()
+SHARED = LatentSizes(form="c", t=30)
 
-_TABLE: tuple[Row[Sizes], ...] = (
-    ("one token", Sizes(t=1, h=2, g=1), lambda k: {"causal": True}, (), ("awkward",)),
+_TABLE: tuple[Row[LatentSizes], ...] = (
+    ("one token", LatentSizes(t=1, h=2, g=1), lambda k: {"causal": True}, (), ("awkward",)),
     (
         "a, window, cap, coarse",
         PLAIN,
@@ -82,7 +82,7 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ("c, mask and bias", SHARED, lambda k: _masked(k, SHARED), ("mask", "bias"), ("awkward",)),
     (
         "b, packed, dropout, lse",
-        Sizes(t=60),
+        LatentSizes(t=60),
         lambda k: {
             "cu_seqlens": jnp.array([0, 20, 20, 51], jnp.int32),
             "causal": True,
@@ -94,17 +94,17 @@ _TABLE: tuple[Row[Sizes], ...] = (
         ("q_segment_ids", "kv_segment_ids", "causal", "dropout_prob", "dropout_seed"),
         (),
     ),
-    ("bfloat16", Sizes(dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    ("bfloat16", LatentSizes(dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
         "bfloat16, keys of 192 and values of 128",
-        Sizes(t=67, h=2, g=2, n=128, rope=64, v=128, dtype=jnp.bfloat16),
+        LatentSizes(t=67, h=2, g=2, n=128, rope=64, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},
         ("causal",),
         (),
     ),
     (
         "model",
-        Sizes(t=4096, h=16, g=16, r=512, n=128, rope=64, v=128, dtype=jnp.bfloat16),
+        LatentSizes(t=4096, h=16, g=16, r=512, n=128, rope=64, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},
         (),
         ("bench",),

@@ -14,7 +14,7 @@ from ejkernel.quantization import quantize
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class GroupedSizes:
     """Shape of a call: rows, contracted elements, columns, and the rows of each group."""
 
     m: int = 129
@@ -25,8 +25,8 @@ class Sizes:
     dtype: Any = jnp.float32
 
 
-PLAIN = Sizes()
-SHARED = Sizes(matrices=2)
+PLAIN = GroupedSizes()
+SHARED = GroupedSizes(matrices=2)
 
 
 def _normal(key: jax.Array, name: str, *shape: int) -> dict[str, jax.Array]:
@@ -69,26 +69,50 @@ def _packed(key: jax.Array, axis: str, mode: Mode = "affine") -> dict[str, Any]:
     return {**given, "rhs_mode": mode, "rhs_group_size": 32, "transpose_rhs": axis == "col"}
 
 
-EIGHT = Sizes(k=96)
+EIGHT = GroupedSizes(k=96)
 SCALED = ("lhs_scale", "rhs_scale")
 
 
-_TABLE: tuple[Row[Sizes], ...] = (
+_TABLE: tuple[Row[GroupedSizes], ...] = (
     ("plain", PLAIN, lambda k: {}, (), ()),
-    ("one row", Sizes(m=1, groups=(0, 1, 0)), lambda k: {}, (), ("awkward",)),
-    ("rows left over", Sizes(groups=(3, 0, 70)), lambda k: _normal(k, "existing_out", 129, 48), ("existing_out",), ()),
+    ("one row", GroupedSizes(m=1, groups=(0, 1, 0)), lambda k: {}, (), ("awkward",)),
+    (
+        "rows left over",
+        GroupedSizes(groups=(3, 0, 70)),
+        lambda k: _normal(k, "existing_out", 129, 48),
+        ("existing_out",),
+        (),
+    ),
     ("some of the groups", SHARED, _offset, ("group_offset", "existing_out"), ("awkward",)),
     ("bias", PLAIN, lambda k: _normal(k, "rhs_bias", 5, 1, 48), ("rhs_bias",), ()),
     ("quantised", PLAIN, _quantised, ("rhs_scale",), ()),
     ("transposed, everything", PLAIN, _transposed, ("rhs_scale", "rhs_bias"), ("awkward",)),
-    ("bfloat16", Sizes(dtype=jnp.bfloat16), lambda k: {"precision": jax.lax.Precision.HIGHEST}, ("precision",), ()),
-    ("square", Sizes(k=48, groups=(30, 99)), lambda k: {"transpose_rhs": True}, ("transpose_rhs",), ("awkward",)),
+    (
+        "bfloat16",
+        GroupedSizes(dtype=jnp.bfloat16),
+        lambda k: {"precision": jax.lax.Precision.HIGHEST},
+        ("precision",),
+        (),
+    ),
+    (
+        "square",
+        GroupedSizes(k=48, groups=(30, 99)),
+        lambda k: {"transpose_rhs": True},
+        ("transpose_rhs",),
+        ("awkward",),
+    ),
     ("8 bits", EIGHT, lambda k: _eight_bits(k, (1, 1), transpose_rhs=True), SCALED, ()),
     ("8 bits in blocks", EIGHT, lambda k: _eight_bits(k, (3, 3)), SCALED, ("awkward",)),
     ("int4", PLAIN, lambda k: _packed(k, "row"), (), ()),
-    ("mxfp4, transposed", Sizes(k=64, dtype=jnp.bfloat16), lambda k: _packed(k, "col", "mxfp4"), (), ("awkward",)),
+    (
+        "mxfp4, transposed",
+        GroupedSizes(k=64, dtype=jnp.bfloat16),
+        lambda k: _packed(k, "col", "mxfp4"),
+        (),
+        ("awkward",),
+    ),
     ("rows with scales", PLAIN, lambda k: {"lhs_scale": 1 + jax.random.uniform(k, (129, 2))}, ("lhs_scale",), ()),
-    ("experts", Sizes(8192, 2048, 1408, (128,) * 64, dtype=jnp.bfloat16), lambda k: {}, (), ("bench",)),
+    ("experts", GroupedSizes(8192, 2048, 1408, (128,) * 64, dtype=jnp.bfloat16), lambda k: {}, (), ("bench",)),
 )
 
 
@@ -97,7 +121,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
     return table(arguments, inputs, _TABLE)
 
 
-def inputs(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+def inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:
     """What every case gives."""
     z, (one, other) = sizes, jax.random.split(key)
     return {

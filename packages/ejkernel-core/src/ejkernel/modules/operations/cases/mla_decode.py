@@ -12,10 +12,10 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class DecodeSizes:
     """Shape of a call: batch, cached tokens, query heads, KV heads, latent size, sizes of key parts and of values.
 
-    `joined` puts both caches into one array; `lengths` are those of its rows.
+    `one_cache` puts both caches into one array; `lengths` are those of its rows.
     """
 
     b: int = 3
@@ -26,7 +26,7 @@ class Sizes:
     n: int = 16
     rope: int = 8
     v: int = 12
-    joined: bool = False
+    one_cache: bool = False
     lengths: tuple[int, ...] = (63, 0, 20)
     dtype: Any = jnp.float32
 
@@ -36,25 +36,33 @@ def _windowed(key: jax.Array) -> dict[str, Any]:
     return {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": sinks, "return_lse": True}
 
 
-_TABLE: tuple[Row[Sizes], ...] = (
-    ("two caches, lse", Sizes(), lambda k: {"return_lse": True}, ("q_segment_ids", "kv_segment_ids"), ("awkward",)),
+_TABLE: tuple[Row[DecodeSizes], ...] = (
+    (
+        "two caches, lse",
+        DecodeSizes(),
+        lambda k: {"return_lse": True},
+        ("q_segment_ids", "kv_segment_ids"),
+        ("awkward",),
+    ),
     (
         "one cache, window, cap, sinks, lse",
-        Sizes(joined=True, lengths=(63, 5, 31)),
+        DecodeSizes(one_cache=True, lengths=(63, 5, 31)),
         _windowed,
         ("q_positions", "sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),
     (
         "no rotary part, bfloat16",
-        Sizes(rope=0, joined=True, lengths=(40, 63, 1), dtype=jnp.bfloat16),
+        DecodeSizes(rope=0, one_cache=True, lengths=(40, 63, 1), dtype=jnp.bfloat16),
         lambda k: {},
         (),
         (),
     ),
     (
         "model",
-        Sizes(8, 8192, 128, 128, r=512, n=128, rope=64, v=128, joined=True, lengths=(8192,) * 8, dtype=jnp.bfloat16),
+        DecodeSizes(
+            8, 8192, 128, 128, r=512, n=128, rope=64, v=128, one_cache=True, lengths=(8192,) * 8, dtype=jnp.bfloat16
+        ),
         lambda k: {},
         (),
         ("bench",),
@@ -62,16 +70,16 @@ _TABLE: tuple[Row[Sizes], ...] = (
 )
 
 
-def arrays(key: jax.Array, sizes: Sizes) -> dict[str, jax.Array]:
+def arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
     """Normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
         "query": (z.b, z.h, z.n + z.rope),
-        "latent_cache": (z.b, z.s, z.r + (z.rope if z.joined else 0)),
+        "latent_cache": (z.b, z.s, z.r + (z.rope if z.one_cache else 0)),
         "w_kc": (z.r, z.g, z.n),
         "w_vc": (z.r, z.g, z.v),
     }
-    shapes |= {} if z.joined else {"rope_cache": (z.b, z.s, z.rope)}
+    shapes |= {} if z.one_cache else {"rope_cache": (z.b, z.s, z.rope)}
     keys = jax.random.split(key, len(shapes))
     made = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     made = {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in made.items()}

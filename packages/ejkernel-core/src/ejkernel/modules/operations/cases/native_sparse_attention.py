@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class NativeSparseSizes:
     """Shape of a call: batch, tokens, query heads, KV heads, head size, value size, tokens a block; which gates."""
 
     b: int = 1
@@ -26,7 +26,7 @@ class Sizes:
     dtype: Any = jnp.float32
 
 
-def arrays(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def arrays(key: jax.Array, sizes: NativeSparseSizes) -> dict[str, Any]:
     """Normal query, key and value, gates between 0 and 1, and the size of blocks."""
     z = sizes
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.t, z.g, z.d), "value": (z.b, z.t, z.g, z.v)}
@@ -36,21 +36,21 @@ def arrays(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**made, **given, "block_size": z.block}
 
 
-def _listed(key: jax.Array, z: Sizes, slots: int) -> jax.Array:
+def _listed(key: jax.Array, z: NativeSparseSizes, slots: int) -> jax.Array:
     """Blocks from one before the first to one behind the last, some of them twice."""
     return jax.random.randint(key, (z.b, z.t, z.g, slots), -1, z.t // z.block + 1)
 
 
-def _packed(key: jax.Array, z: Sizes) -> dict[str, Any]:
+def _packed(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
     return {"cu_seqlens": jnp.array([0, 19, 19, 22, 37], jnp.int32), "block_counts": 2, "window_size": 5}
 
 
 ALL = ("g_cmp", "g_slc", "g_swa")
-GATED = Sizes(gates=ALL)
-WIDE = Sizes(b=2, t=33, h=4, g=1, v=12, gates=("g_slc",))
+GATED = NativeSparseSizes(gates=ALL)
+WIDE = NativeSparseSizes(b=2, t=33, h=4, g=1, v=12, gates=("g_slc",))
 
-_TABLE: tuple[Row[Sizes], ...] = (
-    ("one token", Sizes(t=1), lambda k: {"block_indices": jnp.zeros((1, 1, 2, 1), int)}, (), ("awkward",)),
+_TABLE: tuple[Row[NativeSparseSizes], ...] = (
+    ("one token", NativeSparseSizes(t=1), lambda k: {"block_indices": jnp.zeros((1, 1, 2, 1), int)}, (), ("awkward",)),
     (
         "all branches",
         GATED,
@@ -77,14 +77,14 @@ _TABLE: tuple[Row[Sizes], ...] = (
     ),
     (
         "padded rows, bfloat16",
-        Sizes(b=2, gates=("g_cmp",), dtype=jnp.bfloat16),
+        NativeSparseSizes(b=2, gates=("g_cmp",), dtype=jnp.bfloat16),
         lambda k: {"cu_seqlens": jnp.array([0, 0, 29], jnp.int32), "softmax_scale": 0.3},
         (),
         (),
     ),
     (
         "model",
-        Sizes(t=8192, h=64, g=4, d=128, v=128, block=64, gates=ALL, dtype=jnp.bfloat16),
+        NativeSparseSizes(t=8192, h=64, g=4, d=128, v=128, block=64, gates=ALL, dtype=jnp.bfloat16),
         lambda k: {},
         (),
         ("bench",),
@@ -107,8 +107,8 @@ def _make(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     if name == "cu_seqlens":
         return even_bounds(rows * tokens, shape)
     if name == "block_indices":
-        own = (jnp.arange(tokens) // size)[:, None, None]
-        return jax.random.randint(key, shape.shape, 0, own + 1).astype(shape.dtype)
+        last = (jnp.arange(tokens) // size)[:, None, None]
+        return jax.random.randint(key, shape.shape, 0, last + 1).astype(shape.dtype)
     if not hasattr(shape, "shape"):  # one number of blocks for all queries is structure
         return shape
     if name == "block_counts":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.paged_inputs import (
     Arrays,
-    Sizes,
+    PagedSizes,
     chunked_inputs,
     decode_inputs,
     dense_inputs,
@@ -25,16 +25,16 @@ from ejkernel.modules.operations.cases.paged_inputs import (
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 
-PLAIN = Sizes()
+PLAIN = PagedSizes()
 
 
 LSE = {"return_lse": True}
 
 
-MIXED = Sizes(lens=(37, 1, 0, 64, 20), q_lens=(7, 1, 0, 1, 20), rows=33)
+MIXED = PagedSizes(lens=(37, 1, 0, 64, 20), q_lens=(7, 1, 0, 1, 20), rows=33)
 
 
-WIDE = Sizes(lens=(70, 5), h=8, g=1, d=60, v=60, s=8)
+WIDE = PagedSizes(lens=(70, 5), h=8, g=1, d=60, v=60, s=8)
 
 
 _CAPPED_WINDOW: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
@@ -48,26 +48,26 @@ def nothing(key: jax.Array) -> dict[str, Any]:
     return {}
 
 
-def per_head(key: jax.Array, name: str, sizes: Sizes) -> Arrays:
+def per_head(key: jax.Array, name: str, sizes: PagedSizes) -> Arrays:
     """One normal number a query head."""
     return normal(key, jnp.float32, **{name: (sizes.h,)})
 
 
-def _sinks_lse(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _sinks_lse(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Sinks, which are part of the lse that is returned."""
     return {**per_head(key, "softmax_aux", sizes), **LSE}
 
 
-def _half(sizes: Sizes) -> Sizes:
+def _half(sizes: PagedSizes) -> PagedSizes:
     return dataclasses.replace(sizes, dtype=jnp.bfloat16)
 
 
-def _biases(key: jax.Array, sizes: Sizes) -> Arrays:
+def _biases(key: jax.Array, sizes: PagedSizes) -> Arrays:
     slopes, pairs = jax.random.split(key)
     return {**per_head(slopes, "alibi_slopes", sizes), **normal(pairs, jnp.float32, qq_bias=(16, 16))}
 
 
-def _shared(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _shared(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """A prefix that ends within a page, and sinks."""
     return {**per_head(key, "softmax_aux", sizes), "shared_prefix": jnp.int32(21)}
 
@@ -78,12 +78,12 @@ def _shared_sinks(key: jax.Array) -> dict[str, Any]:
 
 def page_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `page_attention`."""
-    short = Sizes(lens=(64, 33), table=9, dtype=jnp.bfloat16)
-    model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
-    rows: tuple[Row[Sizes], ...] = (
+    short = PagedSizes(lens=(64, 33), table=9, dtype=jnp.bfloat16)
+    model = PagedSizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    rows: tuple[Row[PagedSizes], ...] = (
         ("lengths 0 to 64", PLAIN, nothing, (), ()),
         ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
-        ("one key, values wider", Sizes(lens=(1,), g=4, v=48, s=1), nothing, (), ("awkward",)),
+        ("one key, values wider", PagedSizes(lens=(1,), g=4, v=48, s=1), nothing, (), ("awkward",)),
         ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
         ("sinks, lse", PLAIN, lambda k: _sinks_lse(k, PLAIN), ("softmax_aux",), ()),
         ("soft cap", PLAIN, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
@@ -95,11 +95,13 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
 
 def unified_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `unified_attention`."""
-    long = Sizes(lens=(129, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
-    model = Sizes(lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    long = PagedSizes(lens=(129, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
+    model = PagedSizes(
+        lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
+    )
     both = ("alibi_slopes", "qq_bias", "logits_soft_cap")
-    common = Sizes(lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), rows=30)
-    rows: tuple[Row[Sizes], ...] = (
+    common = PagedSizes(lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), rows=30)
+    rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", MIXED, nothing, (), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("window", MIXED, lambda k: {"sliding_window": 5}, ("sliding_window",), ()),
@@ -120,11 +122,11 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
 
 def v2_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `ragged_page_attention_v2`."""
-    long = Sizes(lens=(129, 40, 9), q_lens=(63, 40, 9), h=8, g=1, d=60, v=60)
-    model = Sizes(
+    long = PagedSizes(lens=(129, 40, 9), q_lens=(63, 40, 9), h=8, g=1, d=60, v=60)
+    model = PagedSizes(
         lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
     )
-    rows: tuple[Row[Sizes], ...] = (
+    rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", MIXED, nothing, ("num_seqs",), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("window and soft cap", MIXED, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
@@ -137,27 +139,27 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
 
 def v3_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `ragged_page_attention_v3`."""
-    small = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=64, s=8)
+    small = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=64, s=8)
     wide = dataclasses.replace(small, d=128)
-    model = Sizes(
+    model = PagedSizes(
         lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
     )
     scaled = {"q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0, "softmax_scale": None}
     plain = ("new_keys", "new_values", "num_seqs")
-    rows: tuple[Row[Sizes], ...] = (
+    rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", wide, lambda k: {"softmax_scale": 0.1}, plain, ()),
         ("window and soft cap", wide, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
         ("head size 64, sinks, lse", small, lambda k: _sinks_lse(k, small), ("softmax_aux",), ()),
         ("scales", small, lambda k: scaled, ("value_scale",), ()),
         ("model", model, nothing, (), ("bench",)),
     )
-    halved: tuple[Row[Sizes], ...] = (
+    halved: tuple[Row[PagedSizes], ...] = (
         ("head size 64 in lanes, bfloat16", _half(small), lambda k: {"softmax_scale": None}, (), ()),
     )
     odd = dataclasses.replace(small, h=3, g=3)
     integers = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": None}
-    eight: tuple[Row[Sizes], ...] = (("int8, scales", wide, lambda k: integers, ("value_scale",), ()),)
-    padded: tuple[Row[Sizes], ...] = (
+    eight: tuple[Row[PagedSizes], ...] = (("int8, scales", wide, lambda k: integers, ("value_scale",), ()),)
+    padded: tuple[Row[PagedSizes], ...] = (
         ("padded heads, float8", odd, lambda k: {"softmax_scale": None}, ("kv_heads",), ("awkward",)),
     )
     return (
@@ -170,10 +172,12 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
 
 def chunked_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `chunked_prefill_paged_decode`."""
-    long = Sizes(lens=(70, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
-    model = Sizes(lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    long = PagedSizes(lens=(70, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
+    model = PagedSizes(
+        lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
+    )
     capped = {"logits_soft_cap": 1.5}
-    rows: tuple[Row[Sizes], ...] = (
+    rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", MIXED, nothing, ("new_keys", "new_values"), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("not causal, window on both sides", MIXED, lambda k: _BAND, ("causal", "sliding_window"), ()),
@@ -192,9 +196,9 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
 
 def decode_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `decode_attention`."""
-    model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
-    rows_of_tokens = Sizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
-    rows: tuple[Row[Sizes], ...] = (
+    model = PagedSizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    rows_of_tokens = PagedSizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
+    rows: tuple[Row[PagedSizes], ...] = (
         ("lengths 0 to 64", PLAIN, nothing, (), ()),
         ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
         ("rows of tokens, soft cap", rows_of_tokens, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
@@ -207,13 +211,13 @@ def decode_cases(arguments: type) -> tuple[Case, ...]:
 
 def prefill_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `prefill_page_attention`."""
-    chunk = Sizes(lens=(70,), q_lens=(23,), table=7)
-    model = Sizes(lens=(4096,), q_lens=(1024,), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
-    rows: tuple[Row[Sizes], ...] = (
+    chunk = PagedSizes(lens=(70,), q_lens=(23,), table=7)
+    model = PagedSizes(lens=(4096,), q_lens=(1024,), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
+    rows: tuple[Row[PagedSizes], ...] = (
         ("chunk", chunk, nothing, (), ()),
         (
             "whole prompt, head size 60, bfloat16",
-            _half(Sizes(lens=(63,), q_lens=(63,), h=8, g=1, d=60, v=48)),
+            _half(PagedSizes(lens=(63,), q_lens=(63,), h=8, g=1, d=60, v=48)),
             nothing,
             (),
             ("awkward",),
@@ -230,8 +234,8 @@ def dense_cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `ragged_decode_attention`."""
     plain = dataclasses.replace(PLAIN, s=129, v=48)
     wide = dataclasses.replace(WIDE, s=70)
-    model = Sizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, s=4096, dtype=jnp.bfloat16)
-    rows: tuple[Row[Sizes], ...] = (
+    model = PagedSizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, s=4096, dtype=jnp.bfloat16)
+    rows: tuple[Row[PagedSizes], ...] = (
         ("ranges", plain, nothing, ("kv_starts",), ()),
         ("multi-query, head size 60", wide, nothing, (), ("awkward",)),
         ("window", plain, lambda k: {"sliding_window": (9, None)}, ("sliding_window",), ()),

@@ -13,7 +13,7 @@ from ejkernel.modules.operations.cases.tables import fill, normal_like
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class PagedSizes:
     """A batch of sequences in a cache.
 
     Attributes:
@@ -77,14 +77,14 @@ def normal(key: jax.Array, dtype: Any, /, **shapes: tuple[int, ...]) -> Arrays:
     }
 
 
-def caches(key: jax.Array, sizes: Sizes) -> Arrays:
+def caches(key: jax.Array, sizes: PagedSizes) -> Arrays:
     """Key and value cache [P, S, Hk, D]; the slots that hold no token are NaN, so that reading one shows."""
     z, used = sizes, _used(sizes)
     made = normal(key, z.dtype, key_cache=(z.pages, z.s, z.g, z.d), value_cache=(z.pages, z.s, z.g, z.v))
     return {name: jnp.where(used[:, :, None, None], x, jnp.nan) for name, x in made.items()}
 
 
-def _used(sizes: Sizes) -> np.ndarray:
+def _used(sizes: PagedSizes) -> np.ndarray:
     """bool [P, S], the slots that hold tokens."""
     used = np.zeros((sizes.pages, sizes.s), bool)
     for row, n in zip(sizes.tables(), sizes.lens, strict=True):
@@ -93,7 +93,7 @@ def _used(sizes: Sizes) -> np.ndarray:
     return used
 
 
-def page_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def page_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments of `page_attention`."""
     z, keys = sizes, jax.random.split(key)
     return {
@@ -104,7 +104,7 @@ def page_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def packed_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def packed_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments of `unified_attention`."""
     z, keys = sizes, jax.random.split(key)
     return {
@@ -116,7 +116,7 @@ def packed_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def v2_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def v2_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments of `ragged_page_attention_v2`; the last sequence is not live, though it looks it."""
     given = packed_inputs(key, sizes)
     keys, values = given.pop("key_cache"), given.pop("value_cache")
@@ -125,7 +125,7 @@ def v2_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return given
 
 
-def v3_inputs(key: jax.Array, sizes: Sizes, lanes: bool = False) -> dict[str, Any]:
+def v3_inputs(key: jax.Array, sizes: PagedSizes, lanes: bool = False) -> dict[str, Any]:
     """Arguments of `ragged_page_attention_v3`; the last sequence is not live, though it looks it."""
     z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
     shape = (-(-z.g // pack), pack, 128) if lanes else (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
@@ -141,14 +141,14 @@ def v3_inputs(key: jax.Array, sizes: Sizes, lanes: bool = False) -> dict[str, An
     }
 
 
-def v3_eight_bits(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def v3_eight_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """The same with a cache of 8 bits a number and queries of 16."""
     eight = dataclasses.replace(sizes, dtype=jnp.float8_e4m3fn)
     given = v3_inputs(key, eight)
     return {**given, "queries": given["queries"].astype(jnp.bfloat16)}
 
 
-def v3_integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def v3_integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """The same with a cache of int8."""
     given = v3_inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
     kept = ("keys", "values", "kv_cache")
@@ -159,14 +159,14 @@ def v3_integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**given, **made, **normal(key, jnp.bfloat16, queries=given["queries"].shape)}
 
 
-def chunked_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def chunked_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments of `chunked_prefill_paged_decode`; the caches are written to, and compared, so they hold no NaN."""
     z, keys = sizes, jax.random.split(key)
     given = {name: jnp.nan_to_num(x) for name, x in packed_inputs(keys[0], z).items()}
     return {**given, **normal(keys[1], z.dtype, keys=(z.tokens, z.g, z.d), values=(z.tokens, z.g, z.v))}
 
 
-def decode_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def decode_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments of `decode_attention`."""
     given = page_inputs(key, sizes)
     return {
@@ -179,7 +179,7 @@ def decode_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def prefill_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def prefill_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments of `prefill_page_attention`."""
     given = packed_inputs(key, sizes)
     return {
@@ -190,7 +190,7 @@ def prefill_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def dense_inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def dense_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments of `ragged_decode_attention`, with `sizes.s` keys a row."""
     z, b = sizes, len(sizes.lens)
     shapes = {"query": (b, z.h, z.d), "key": (b, z.s, z.g, z.d), "value": (b, z.s, z.g, z.v)}

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.paged_inputs import Sizes, normal
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, normal
 from ejkernel.modules.operations.cases.paged_inputs import make_inputs as make_paged_inputs
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 
 
-def inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments; `sizes.v` is R and `sizes.d` Dr. The last sequence is not live, though it looks it."""
     z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
     lanes = -(-z.v // 128) * 128 + -(-z.d // 128) * 128
@@ -33,7 +33,7 @@ def inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """The same with a cache of int8 and queries of 16 bits."""
     given = inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
     stored = ("keys_values", "keys_pe", "kv_cache")
@@ -45,7 +45,7 @@ def integers(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**given, **made, **normal(key, jnp.bfloat16, **queries)}
 
 
-def floats_of_8_bits(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def floats_of_8_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """The same with a cache of float8_e4m3fn, whose numbers are up to 4 times as large as what they stand for."""
     given = inputs(key, dataclasses.replace(sizes, dtype=jnp.bfloat16))
     pages, slots, lanes = given["kv_cache"].shape[0], sizes.s, given["kv_cache"].shape[-1]
@@ -54,9 +54,11 @@ def floats_of_8_bits(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {**given, **stored}
 
 
-SMALL = Sizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, s=8, v=60, d=17)
+SMALL = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, s=8, v=60, d=17)
 HALF = dataclasses.replace(SMALL, h=96, v=128, d=64, dtype=jnp.bfloat16)
-MODEL = Sizes(lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=16, s=64, v=512, d=64, dtype=jnp.bfloat16)
+MODEL = PagedSizes(
+    lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=16, s=64, v=512, d=64, dtype=jnp.bfloat16
+)
 LSE = {"return_lse": True}
 SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
 QUARTERS = {"k_scale": 0.25, "v_scale": 0.25}
@@ -65,13 +67,15 @@ CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Cases of `multi_latent_ragged_page_attention`."""
-    rows: tuple[Row[Sizes], ...] = (
+    rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", SMALL, lambda k: {}, ("latent", "new_keys", "num_seqs"), ("awkward",)),
         ("window and soft cap, bfloat16", HALF, lambda k: CAPPED, ("sliding_window", "logits_soft_cap"), ()),
         ("model", MODEL, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
     )
-    eight: tuple[Row[Sizes], ...] = (("int8, scales, lse", SMALL, lambda k: {**SCALES, **LSE}, ("value_scale",), ()),)
-    float8: tuple[Row[Sizes], ...] = (("float8_e4m3fn, scales", SMALL, lambda k: QUARTERS, ("value_scale",), ()),)
+    eight: tuple[Row[PagedSizes], ...] = (
+        ("int8, scales, lse", SMALL, lambda k: {**SCALES, **LSE}, ("value_scale",), ()),
+    )
+    float8: tuple[Row[PagedSizes], ...] = (("float8_e4m3fn, scales", SMALL, lambda k: QUARTERS, ("value_scale",), ()),)
     return (
         *table(arguments, inputs, rows),
         *table(arguments, integers, eight),
@@ -82,7 +86,9 @@ def cases(arguments: type) -> tuple[Case, ...]:
 def cases_v2(arguments: type) -> tuple[Case, ...]:
     """Cases of `multi_latent_ragged_page_attention_v2`, which is the same but for its configuration."""
     every = ("latent", "new_keys", "num_seqs", "sliding_window", "logits_soft_cap", "value_scale")
-    rows: tuple[Row[Sizes], ...] = (("int8, everything, lse", SMALL, lambda k: {**CAPPED, **SCALES, **LSE}, every, ()),)
+    rows: tuple[Row[PagedSizes], ...] = (
+        ("int8, everything, lse", SMALL, lambda k: {**CAPPED, **SCALES, **LSE}, every, ()),
+    )
     return table(arguments, integers, rows)
 
 

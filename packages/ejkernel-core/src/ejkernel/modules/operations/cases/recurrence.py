@@ -13,7 +13,7 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class RecurrenceSizes:
     """Shape of a call: rows, tokens, heads, KV heads, key and value channels; `n` packed sequences, 0 for none."""
 
     b: int = 2
@@ -43,8 +43,8 @@ class Sizes:
         }[name]
 
 
-Extra = Callable[[jax.Array, Sizes], dict[str, Any]]
-Row = tuple[str, Sizes, Extra, tuple[str, ...], tuple[str, ...]]
+Extra = Callable[[jax.Array, RecurrenceSizes], dict[str, Any]]
+Row = tuple[str, RecurrenceSizes, Extra, tuple[str, ...], tuple[str, ...]]
 """Name, sizes, arguments beside query, key and value, optional record fields the case is about, further tags."""
 
 
@@ -53,7 +53,7 @@ def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
     return tuple(_case(arguments, *row) for row in rows)
 
 
-def _case(arguments: type, name: str, sizes: Sizes, extra: Extra, exercises: Any, tags: Any) -> Case:
+def _case(arguments: type, name: str, sizes: RecurrenceSizes, extra: Extra, exercises: Any, tags: Any) -> Case:
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, 4)
         tokens = {
@@ -79,7 +79,7 @@ def log_gate(key: jax.Array, shape: tuple[int, ...], strength: float = 0.3) -> j
 def gates(*names: str, **constants: Any) -> Extra:
     """Random values for the named arguments, and constants."""
 
-    def make(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, k in zip(names, jax.random.split(key, max(1, len(names))), strict=False):
             shape = sizes.shape(name)
@@ -95,7 +95,7 @@ def gates(*names: str, **constants: Any) -> Extra:
 
 
 BOUNDS = (0, 1, 1, 10, 10)
-_PACKED = Sizes(b=1, t=11, n=len(BOUNDS) - 1)
+_PACKED = RecurrenceSizes(b=1, t=11, n=len(BOUNDS) - 1)
 _BF16 = {"dtype": jnp.bfloat16}
 
 
@@ -108,7 +108,7 @@ def _packed(*names: str, **constants: Any) -> Extra:
     return lambda key, sizes: gates(*names, cu_seqlens=bounds(), **constants)(key, sizes)
 
 
-_MODEL: Row = ("model", Sizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
+_MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
 _SPARSE: Row = (
     "packed",
     _PACKED,
@@ -117,42 +117,48 @@ _SPARSE: Row = (
     (),
 )
 _RECURRENT: tuple[Row, ...] = (
-    ("no gates", Sizes(t=7, g=1, k=6, v=10), gates(), (), ("awkward",)),
+    ("no gates", RecurrenceSizes(t=7, g=1, k=6, v=10), gates(), (), ("awkward",)),
     (
         "gate of heads, states",
-        Sizes(t=40),
+        RecurrenceSizes(t=40),
         gates("g", "initial_state", return_state=True),
         ("decay", "initial_state"),
         (),
     ),
-    ("gates of keys and values", Sizes(g=2, v=12), gates("g_gamma", "gk", "gv"), ("decay", "value_decay"), ()),
-    ("gate of heads for all tokens, reversed", Sizes(), gates("g_gamma", reverse=True), ("decay",), ()),
+    (
+        "gates of keys and values",
+        RecurrenceSizes(g=2, v=12),
+        gates("g_gamma", "gk", "gv"),
+        ("decay", "value_decay"),
+        (),
+    ),
+    ("gate of heads for all tokens, reversed", RecurrenceSizes(), gates("g_gamma", reverse=True), ("decay",), ()),
     _SPARSE,
     _MODEL,
 )
 _GATED: tuple[Row, ...] = (
     (
         "one token with a state",
-        Sizes(t=1, g=2),
+        RecurrenceSizes(t=1, g=2),
         gates("g", "initial_state", return_state=True),
         ("initial_state",),
         ("awkward",),
     ),
-    ("gate of channels, grouped", Sizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
-    ("bfloat16", Sizes(g=2, **_BF16), gates("g"), ("decay",), ()),
+    ("gate of channels, grouped", RecurrenceSizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
+    ("bfloat16", RecurrenceSizes(g=2, **_BF16), gates("g"), ("decay",), ()),
     _SPARSE,
     _MODEL,
 )
 _CONSTANT: tuple[Row, ...] = (
-    ("grouped", Sizes(g=2, v=12), gates(layer_idx=1, num_layers=4), ("decay",), ()),
+    ("grouped", RecurrenceSizes(g=2, v=12), gates(layer_idx=1, num_layers=4), ("decay",), ()),
     (
         "states, reversed",
-        Sizes(),
+        RecurrenceSizes(),
         gates("initial_state", layer_idx=1, num_layers=4, reverse=True, return_state=True),
         ("decay", "initial_state"),
         (),
     ),
-    ("last layer", Sizes(t=7), gates(layer_idx=4, num_layers=4), (), ("awkward",)),
+    ("last layer", RecurrenceSizes(t=7), gates(layer_idx=4, num_layers=4), (), ("awkward",)),
     (
         "packed",
         _PACKED,

@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class NetworkSizes:
     """Shape of a network: rows, tokens, features, layers, directions, hidden size."""
 
     b: int = 2
@@ -24,7 +24,7 @@ class Sizes:
     dtype: Any = jnp.float32
 
     def shapes(self, gates: int) -> dict[str, tuple[int, ...]]:
-        """Of all arrays but the lengths."""
+        """The shapes of all arrays but the lengths."""
         z, rows = self, gates * self.h
         return {
             "x": (z.b, z.t, z.f),
@@ -42,14 +42,14 @@ BIASES = ("bias_ih", "bias_hh")
 STATES = ("initial_hidden", "initial_cell")
 
 # name, sizes, optional arguments, lengths, further tags; the record fields a case is about are its optional arguments
-_Row = tuple[str, Sizes, tuple[str, ...], tuple[int, ...] | None, tuple[str, ...]]
+_Row = tuple[str, NetworkSizes, tuple[str, ...], tuple[int, ...] | None, tuple[str, ...]]
 _TABLE: tuple[_Row, ...] = (
-    ("plain", Sizes(), (), None, ()),
-    ("one token, states", Sizes(b=1, t=1), STATES, None, ("awkward",)),
-    ("lengths, both directions", Sizes(b=3, r=2), BIASES, (20, 0, 7), ("awkward",)),
-    ("everything", Sizes(b=3, f=7, l=2, r=2), ("weight_ih_deep", *BIASES, *STATES), (1, 20, 13), ()),
-    ("bfloat16", Sizes(h=32, dtype=jnp.bfloat16), BIASES, None, ()),
-    ("model", Sizes(b=32, t=512, f=512, l=2, r=2, h=512), ("weight_ih_deep", *BIASES), None, ("bench",)),
+    ("plain", NetworkSizes(), (), None, ()),
+    ("one token, states", NetworkSizes(b=1, t=1), STATES, None, ("awkward",)),
+    ("lengths, both directions", NetworkSizes(b=3, r=2), BIASES, (20, 0, 7), ("awkward",)),
+    ("everything", NetworkSizes(b=3, f=7, l=2, r=2), ("weight_ih_deep", *BIASES, *STATES), (1, 20, 13), ()),
+    ("bfloat16", NetworkSizes(h=32, dtype=jnp.bfloat16), BIASES, None, ()),
+    ("model", NetworkSizes(b=32, t=512, f=512, l=2, r=2, h=512), ("weight_ih_deep", *BIASES), None, ("bench",)),
 )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.flash_attention import Sizes, make_inputs, qkv
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, make_inputs, qkv
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -13,8 +13,8 @@ from ejkernel.types import MaskInfo
 __all__ = ["cases", "make_inputs"]
 
 LSE = {"return_lse": True}
-PLAIN = Sizes(t=40, s=40, d=16, v=16)
-CROSS = Sizes(t=33, s=63, d=60, v=60)
+PLAIN = AttentionSizes(t=40, s=40, d=16, v=16)
+CROSS = AttentionSizes(t=33, s=63, d=60, v=60)
 
 
 def _masked(key: jax.Array) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def _packed(key: jax.Array) -> dict[str, Any]:
     return {**LSE, "mask_info": info, "softmax_aux": jax.random.normal(key, (4, 2)), **options}
 
 
-_TABLE: tuple[Row[Sizes], ...] = (
-    ("causal, one KV head, values wider", Sizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ()),
+_TABLE: tuple[Row[AttentionSizes], ...] = (
+    ("causal, one KV head, values wider", AttentionSizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ()),
     ("window", PLAIN, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ()),
     (
         "bias, sinks and soft cap, lse",
@@ -68,18 +68,18 @@ _TABLE: tuple[Row[Sizes], ...] = (
         (),
     ),
     ("positions", PLAIN, _positioned, ("q_positions", "kv_positions"), ()),
-    ("one token", Sizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
-    ("bfloat16", Sizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
+    ("bfloat16", AttentionSizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
         "bfloat16, packed sequences, window, sinks and soft cap, lse",
-        Sizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
+        AttentionSizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
         _packed,
         ("causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "softmax_aux", "logits_soft_cap"),
         (),
     ),
     (
         "model",
-        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},
         (),
         ("bench",),

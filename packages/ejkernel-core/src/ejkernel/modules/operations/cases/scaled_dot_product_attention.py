@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.flash_attention import Sizes, qkv
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
-SMALL = Sizes(t=40, s=63, d=16, v=16)
-SQUARE = Sizes(d=16, v=16)
+SMALL = AttentionSizes(t=40, s=63, d=16, v=16)
+SQUARE = AttentionSizes(d=16, v=16)
 
 
 def _masked(key: jax.Array) -> dict[str, Any]:
@@ -31,9 +31,9 @@ def _packed(key: jax.Array) -> dict[str, Any]:
     return {"cum_seqlens_q": jnp.array([0, 40, 40, 90, 120], jnp.int32), "causal": True}
 
 
-_TABLE: tuple[Row[Sizes], ...] = (
+_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("plain", SQUARE, lambda k: {}, (), ()),
-    ("one query, head size 60", Sizes(t=1, s=129, d=60, v=48), lambda k: {}, (), ("awkward",)),
+    ("one query, head size 60", AttentionSizes(t=1, s=129, d=60, v=48), lambda k: {}, (), ("awkward",)),
     ("causal window", SQUARE, lambda k: {"causal": True, "sliding_window": 9}, ("causal", "sliding_window"), ()),
     (
         "bias and mask, empty rows, lse",
@@ -43,11 +43,17 @@ _TABLE: tuple[Row[Sizes], ...] = (
         ("awkward",),
     ),
     ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
-    ("packed", Sizes(b=1, t=129, s=129, g=1, d=16, v=16), _packed, ("q_segment_ids", "kv_segment_ids"), ("awkward",)),
-    ("bfloat16", Sizes(d=32, v=32, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
+    (
+        "packed",
+        AttentionSizes(b=1, t=129, s=129, g=1, d=16, v=16),
+        _packed,
+        ("q_segment_ids", "kv_segment_ids"),
+        ("awkward",),
+    ),
+    ("bfloat16", AttentionSizes(d=32, v=32, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
         "model",
-        Sizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
+        AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
         lambda k: {"causal": True},
         (),
         ("bench",),

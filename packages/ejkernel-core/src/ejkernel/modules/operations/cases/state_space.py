@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class StateSpaceSizes:
     """Shape of a call: rows, tokens, heads, groups, channels a head, channels of the state."""
 
     b: int = 2
@@ -24,18 +24,32 @@ class Sizes:
     dtype: Any = jnp.float32
 
 
-PACKED = Sizes(b=1, t=23)
+PACKED = StateSpaceSizes(b=1, t=23)
 
 # name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
-_TABLE: tuple[tuple[str, Sizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]], ...] = (
-    ("one group", Sizes(g=1), (), {}, ("decay", "dt", "skip"), ()),
-    ("one token with a state", Sizes(t=1), ("initial_state",), {}, ("initial_state",), ("awkward",)),
-    ("grouped, with a state", Sizes(), ("initial_state", "conv_state"), {"n_groups": 2}, ("initial_state",), ()),
-    ("gated", Sizes(t=7), ("gate",), {"act_fn": jax.nn.gelu, "precision": "highest"}, ("decay", "precision"), ()),
-    ("normalised and gated", Sizes(g=4), ("gate",), {"use_gated_rmsnorm": True}, ("decay",), ()),
+_TABLE: tuple[tuple[str, StateSpaceSizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]], ...] = (
+    ("one group", StateSpaceSizes(g=1), (), {}, ("decay", "dt", "skip"), ()),
+    ("one token with a state", StateSpaceSizes(t=1), ("initial_state",), {}, ("initial_state",), ("awkward",)),
+    (
+        "grouped, with a state",
+        StateSpaceSizes(),
+        ("initial_state", "conv_state"),
+        {"n_groups": 2},
+        ("initial_state",),
+        (),
+    ),
+    (
+        "gated",
+        StateSpaceSizes(t=7),
+        ("gate",),
+        {"act_fn": jax.nn.gelu, "precision": "highest"},
+        ("decay", "precision"),
+        (),
+    ),
+    ("normalised and gated", StateSpaceSizes(g=4), ("gate",), {"use_gated_rmsnorm": True}, ("decay",), ()),
     ("packed, states", PACKED, ("states", "cu_seqlens"), {}, ("cu_seqlens", "sequence_state"), ("awkward",)),
-    ("bfloat16", Sizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
-    ("model", Sizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
+    ("bfloat16", StateSpaceSizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
+    ("model", StateSpaceSizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
 )
 
 
@@ -47,7 +61,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
 def _case(
     arguments: type,
     name: str,
-    sizes: Sizes,
+    sizes: StateSpaceSizes,
     optional: tuple[str, ...],
     constants: dict[str, Any],
     exercises: tuple[str, ...],
@@ -62,7 +76,7 @@ def _case(
     return tagged(name, make, exercises, tags)
 
 
-def _arrays(key: jax.Array, z: Sizes) -> dict[str, jax.Array]:
+def _arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
     """Every array of a call."""
     keys = iter(jax.random.split(key, 10))
     return {

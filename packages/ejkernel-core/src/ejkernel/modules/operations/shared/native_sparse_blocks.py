@@ -27,10 +27,10 @@ class Blocks(NamedTuple):
     ranges: jax.Array | None
 
     @property
-    def own(self) -> jax.Array:
+    def of_token(self) -> jax.Array:
         """[B|1, T] int32, the block of every token; -1 for padding."""
-        own = self.base + self.position // self.size
-        return own if self.ids is None else jnp.where(self.ids >= 0, own, -1)
+        of_token = self.base + self.position // self.size
+        return of_token if self.ids is None else jnp.where(self.ids >= 0, of_token, -1)
 
 
 def find_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None) -> Blocks:
@@ -98,7 +98,7 @@ def listed(blocks: Blocks, indices: jax.Array, counts: int | jax.Array) -> jax.A
     """
     slots = jnp.arange(indices.shape[3], dtype=jnp.int32)
     indices = indices.astype(jnp.int32)
-    last = (blocks.own - blocks.base)[:, :, None, None]  # -1 at most for padding
+    last = (blocks.of_token - blocks.base)[:, :, None, None]  # -1 at most for padding
     count = counts if isinstance(counts, int) else counts.astype(jnp.int32)[..., None]
     real = (indices >= 0) & (indices <= last) & (slots < count)
     indices = jnp.where(real, indices, -1)

@@ -52,12 +52,12 @@ def packed_record(record: SelectiveScan, cu_seqlens: jax.Array) -> SelectiveScan
     """The row for a record of one row, whose `initial_state` is that of the sequences, [N, I, E], or None."""
     dtype, size = accumulator(record), record.decay.shape[1]
     at = _layout(cu_seqlens, record.x.shape[1], size)
-    own, behind = at.offset - 1 - size, at.offset - 1 - size - at.lengths[at.sequence]
-    is_own, written = (own >= 0) & (behind < 0), at.offset - 1
-    source = jnp.clip(cu_seqlens[at.sequence] + own, 0, record.x.shape[1] - 1)
+    offset, behind = at.offset - 1 - size, at.offset - 1 - size - at.lengths[at.sequence]
+    is_token, written = (offset >= 0) & (behind < 0), at.offset - 1
+    source = jnp.clip(cu_seqlens[at.sequence] + offset, 0, record.x.shape[1] - 1)
 
     def tokens(x: jax.Array, otherwise: Any) -> jax.Array:
-        return jnp.where(is_own[:, None], x[0, source].astype(dtype), otherwise)[None]
+        return jnp.where(is_token[:, None], x[0, source].astype(dtype), otherwise)[None]
 
     numbers = jnp.arange(size, dtype=jnp.int32)
     writes, reads = ((n[:, None] == numbers).astype(dtype) for n in (written, behind))
@@ -82,8 +82,8 @@ def unpacked(output: jax.Array, cu_seqlens: jax.Array, tokens: int, size: int) -
     bounds = cu_seqlens.astype(jnp.int32)
     owner = jnp.searchsorted(bounds[1:], index, side="right").astype(jnp.int32)
     place = index + owner * (1 + 2 * size) + 1 + size
-    owned = (index < bounds[-1])[:, None]
-    read = jnp.where(owned, output[0, jnp.minimum(place, output.shape[1] - 1)], 0)
+    in_sequence = (index < bounds[-1])[:, None]
+    read = jnp.where(in_sequence, output[0, jnp.minimum(place, output.shape[1] - 1)], 0)
     first = at.begins + 1 + size + at.lengths
     states = output[0, first[:, None] + jnp.arange(size, dtype=jnp.int32)]
     return read[None], states.swapaxes(1, 2)

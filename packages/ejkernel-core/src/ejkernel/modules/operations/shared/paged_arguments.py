@@ -235,7 +235,7 @@ def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
 
 
 def tuned(config: type[Config], cfg: Config | None, **wanted: Any) -> Config | None:
-    """`cfg` with what the call's tuning arguments ask for; None where nobody asks for anything.
+    """`cfg` with what the call's tuning arguments ask for; None where they ask for nothing.
 
     Raises:
         ValueError: An argument and `cfg` ask for different things.

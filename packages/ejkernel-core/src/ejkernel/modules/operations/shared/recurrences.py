@@ -70,7 +70,7 @@ def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> No
         name: Argument name for the message.
         gate: What was given, or None.
         axes: Axis names, up to the heads.
-        sizes: Sizes, the channels' K included.
+        sizes: Every size, the channels' K included.
 
     Raises:
         ValueError: It is neither.

@@ -27,15 +27,15 @@ class Call:
     Attributes:
         spec: Constants.
         tile: Tile sizes.
-        plan: Which block owns what.
-        by_head: Whether a block visits all tiles of a head before those of the next head that shares its keys.
+        plan: Which key tile each block has.
+        by_head: Whether a block loops over all query blocks of a head before those of the group's next head.
         operands: Arrays in device memory.
-        outputs: Likewise: gradients of keys, of values and, in float32 and without their scale, of queries; where tiles
-            are split, also the first two of their parts, in float32.
+        outputs: Arrays in device memory: gradients of keys, of values and, in float32 and without their scale, of
+            queries; where tiles are split, also the first two of their parts, in float32.
         tile_counter: Counter of the tiles of keys that blocks took, or pairs of blocks.
-        turns: How many blocks have added their part, for every tile of queries.
+        blocks_added: Semaphores: how many key tiles have added their part of dq, for every query block.
         buffers: Shared memory and barriers.
-        member: Place of the block among those that own keys together.
+        member: Rank of the block in its cluster, whose members share a key tile.
     """
 
     spec: HopperSpec
@@ -45,12 +45,12 @@ class Call:
     operands: Buffers
     outputs: Any
     tile_counter: Any
-    turns: Any
+    blocks_added: Any
     buffers: Buffers
     member: Any = 0
 
     def query_block(self, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
-        """The query block of a visit: its place itself, or with a pattern what the list of the keys has there."""
+        """The query block of a step: its place itself, or with a pattern what the list of the keys has there."""
         return self.listed("blocks", item, head, place) if self.spec.pattern else place
 
     def listed(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
@@ -59,16 +59,16 @@ class Call:
         return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
 
     def positions(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
-        """Of the list of a head: where it starts, where its full blocks start and end, and where it ends."""
+        """Positions in the list of a head: its start, the start and end of its full blocks, and its end."""
         return tuple(self.listed("table", item, head, n) for n in range(4))
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryRuns:
-    """What a block visits.
+    """The query blocks that a block loops over.
 
     Attributes:
-        item: The tile of keys that it owns.
+        item: The key tile whose dk and dv it accumulates.
         first: The first of the query heads that share the keys.
         run: Where the tiles of queries start, where full ones start and end, and where they end; without a pattern.
     """
@@ -78,22 +78,22 @@ class QueryRuns:
     run: tuple[Any, ...]
 
 
-def for_each_query_block(call: Call, visits: QueryRuns, visit: Callable[..., Any], state: Any, cuts: bool) -> Any:
-    """QueryRuns tiles, the last one first, in runs: masking, full and masking ones; each of all heads, or head by head.
+def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any], state: Any, cuts: bool) -> Any:
+    """Loops over query blocks, last one first, in runs: partial, full, partial; each of all heads, or head by head.
 
-    With a pattern, `visit` gets places in the list of the item's keys and a head.
+    With a pattern, `body` gets places in the list of the item's keys and a head.
     """
-    item, heads = visits.item, 1 if call.by_head else call.spec.group_size
+    item, heads = runs_of.item, 1 if call.by_head else call.spec.group_size
 
     def run(head: Any, low: Any, high: Any, masking: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
-            return visit(masking, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+            return body(masking, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
     def runs(n: Any, state: Any) -> Any:
-        head = visits.first + n
-        start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else visits.run
+        head = runs_of.first + n
+        start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else runs_of.run
         if not cuts:
             return run(head, start, stop, False, state)
         state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
@@ -103,7 +103,7 @@ def for_each_query_block(call: Call, visits: QueryRuns, visit: Callable[..., Any
 
 
 def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
-    """Waits for a visit's tiles where there are segments, and cleans them if some of their rows may be padding.
+    """Waits for a step's tiles where there are segments, and cleans them if some of their rows may be padding.
 
     Without segments, products wait for them.
     """
@@ -119,12 +119,12 @@ def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
 
 
 def adder(call: Call, count: Any, piece: int) -> Any:
-    """Which warp adds a piece of a visit's part of dq."""
+    """Which warp adds a piece of a step's part of dq."""
     return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
 
 
 def dq_barrier(call: Call, count: Any, piece: int) -> Any:
-    """The barrier at which the warp that adds a piece of a visit's part of dq waits for it.
+    """The barrier at which the warp that adds a piece of a step's part of dq waits for it.
 
     Each warp has one for every piece: what the warpgroups make comes in no order.
     """
@@ -132,7 +132,7 @@ def dq_barrier(call: Call, count: Any, piece: int) -> Any:
 
 
 def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
-    """Writes what a part of a tile's visits adds to the gradient of 64 keys or values, the first of which is `row`."""
+    """Writes what a part of a tile's steps adds to the gradient of 64 keys or values, the first of which is `row`."""
     _, _, _, keys, values = call.outputs
     parts = keys if name == "k" else values
     parts[item.part, pl.ds(row, ROWS)] = gradient
@@ -145,7 +145,7 @@ def of_keys(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) ->
 
 
 def query_numbers(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
-    """Dropout's numbers of a visit's queries in device memory, where shared memory has no room for them."""
+    """Dropout's numbers of a step's queries in device memory, where shared memory has no room for them."""
     numbers, queries = call.operands["q_numbers"], call.tile.queries
     return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
 
@@ -163,7 +163,7 @@ def clean(ids: Any, *parts: tuple[Any, int]) -> None:
 def masked_scores(
     call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tuple[Any, ...], scores: Any
 ) -> Any:
-    """Scores of 64 keys with a visited tile, with minus infinity for pairs that do not attend.
+    """Scores of 64 keys with a query block, minus infinity for masked pairs.
 
     Args:
         call: The kernel's arguments.
@@ -180,7 +180,7 @@ def masked_scores(
 
 
 def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
-    """Bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a visited tile of queries."""
+    """Bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a query block."""
     if not call.spec.pattern:
         return ()
     words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]

@@ -1,4 +1,10 @@
-"""The warps of the backward kernel that fetch, and those that add to device memory."""
+"""The warps of the backward kernel that copy to shared memory, and those that add dq to device memory.
+
+    producer warp    Q, dO, lse, delta of query block t + depth ─► stage free ─► TMA ─► full barrier
+    adder warps      dq(t-1) full ─► wait until `before` blocks have added ─► bulk reduce-add ─► dq free, semaphore + 1
+
+The semaphore of a query block makes its key tiles add in their order, so sums have the same bits in every run.
+"""
 
 import functools
 from typing import Any, Literal
@@ -12,8 +18,8 @@ from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
 from ejkernel_pallas.gpu.tiled_attention.backward.call import I32, Call, adder, dq_barrier
 
 
-def fetch(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> None:
-    """Fetches what the block owns, and then tiles of queries as their stages become free."""
+def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
+    """Copies the block's keys and values, and then query blocks as their stages become free."""
     buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
     for w in range(tile.owners):
         rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * ROWS, ROWS)
@@ -30,12 +36,12 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> None:
         columns = pl.ds((call.member * tile.shared_parts + part) * PART, PART)
         source = keys.at[item.row(keys), rows, item.head, columns]
         plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["kv_full"])
-    visits(functools.partial(_copy_block, call, item), I32(0), False)
+    for_each_block(functools.partial(_copy_block, call, item), I32(0), False)
 
 
 def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, place: Any, count: Any) -> Any:
     index = call.query_block(item, head, place)
-    # Each of two blocks that visit the same fetches one half for both.
+    # The two blocks of a cluster loop over the same query blocks: each copies one half, by multicast, for both.
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.AXIS if call.tile.wide else None)
     for name, stages in call.tile.stages.items():
         slot = lax.rem(count, I32(stages))
@@ -52,15 +58,15 @@ def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, p
     return count + 1
 
 
-def add_parts(call: Call, item: tile_scheduler.WorkTile, visits: Any, place: Any) -> None:
-    """Adds the pieces of dq that are warp `place`'s to device memory when their nth_tile comes."""
+def add_parts(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, place: Any) -> None:
+    """Adds the pieces of dq that are warp `place`'s to device memory, once the key tiles before it have added."""
     buffers, tile, first = call.buffers, call.tile, call.operands["first"]
     tiles = first.shape[-1]
 
-    def add(_: bool, head: Any, visited: Any, count: Any) -> Any:
+    def add(_: bool, head: Any, place_of_block: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
             mine = adder(call, count, piece) == place
-            pl.when(mine)(functools.partial(add_piece, piece, head, visited, dq_barrier(call, count, piece)))
+            pl.when(mine)(functools.partial(add_piece, piece, head, place_of_block, dq_barrier(call, count, piece)))
         return count + 1
 
     def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
@@ -70,15 +76,15 @@ def add_parts(call: Call, item: tile_scheduler.WorkTile, visits: Any, place: Any
             target = call.outputs[2].at[item.batch, rows, head, columns]
             plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
 
-    def add_piece(piece: int, head: Any, visited: Any, full: Any) -> None:
-        index = call.query_block(item, head, visited)
+    def add_piece(piece: int, head: Any, place_of_block: Any, full: Any) -> None:
+        index = call.query_block(item, head, place_of_block)
         # How many blocks add to these queries before this one.
         if call.spec.pattern:
-            before = call.listed("ranks", item, head, visited)
+            before = call.listed("ranks", item, head, place_of_block)
         else:
             before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
-        nth_tile = call.turns.at[(place * tile.members + call.member) * tile.pieces + piece]
+        nth_tile = call.blocks_added.at[(place * tile.members + call.member) * tile.pieces + piece]
         plgpu.semaphore_wait(nth_tile, before, decrement=False, memory_scope="gpu")
         for strip in range(tile.strips):
             plgpu.barrier_wait(full)
@@ -89,4 +95,4 @@ def add_parts(call: Call, item: tile_scheduler.WorkTile, visits: Any, place: Any
         plgpu.wait_smem_to_gmem(0)
         plgpu.semaphore_signal(nth_tile, 1, memory_scope="gpu")
 
-    visits(add, I32(0), False)
+    for_each_block(add, I32(0), False)

@@ -63,16 +63,15 @@ def backward_kernel(call: Call) -> None:
     """Gradients of keys and values, and sums that are gradients of queries."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
     number = _number(call, warpgroup)
-    item, visits = (
-        tile_scheduler.item(call.plan, number),
-        tile_scheduler.block_range(call.plan, call.operands["table"], number),
-    )
-    visits = functools.partial(for_each_query_block, call, QueryRuns(item, item.head * call.spec.group_size, visits))
+    item = tile_scheduler.item(call.plan, number)
+    runs = tile_scheduler.block_range(call.plan, call.operands["table"], number)
+    query_runs = QueryRuns(item, item.head * call.spec.group_size, runs)
+    for_each_block = functools.partial(for_each_query_block, call, query_runs)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _consume() -> None:
         plgpu.set_max_registers(tile.consumer_registers, action="increase")
-        (consume_wide if tile.wide else consume)(call, item, warpgroup, visits)
+        (consume_wide if tile.wide else consume)(call, item, warpgroup, for_each_block)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _move() -> None:
@@ -80,8 +79,10 @@ def backward_kernel(call: Call) -> None:
 
         @plgpu.warp_map
         def _(warp: Any) -> None:
-            pl.when(warp == 0)(functools.partial(fetch, call, item, visits))
-            pl.when((warp > 0) & (warp <= tile.adders))(functools.partial(add_parts, call, item, visits, warp - 1))
+            pl.when(warp == 0)(functools.partial(fetch, call, item, for_each_block))
+            pl.when((warp > 0) & (warp <= tile.adders))(
+                functools.partial(add_parts, call, item, for_each_block, warp - 1)
+            )
 
     if tile.wide:
         clusters.end()
@@ -103,15 +104,15 @@ def _number(call: Call, warpgroup: Any) -> Any:
     return number[0] - call.plan.blocks
 
 
-def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, visits: Any) -> None:
+def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
     # The main loop of a consumer warpgroup: dk and dv of its 64 keys, and one half of the block's part of dq.
     spec, tile, buffers = call.spec, call.tile, call.buffers
     plgpu.barrier_arrive(buffers["ds_full"])  # so that the first step waits for no ds
     pl.when(w == WARPGROUPS - 1)(functools.partial(ping_pong_pass, WARPGROUPS))
     plgpu.barrier_wait(buffers["kv_full"])
     if spec.segments:
-        owned = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
-        clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *owned)
+        key_rows = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
+        clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *key_rows)
 
     def step(mask: bool, head: Any, place: Any, state: Any) -> Any:
         count, dk, dv, ds = state
@@ -144,7 +145,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, visits: Any) -> N
 
     zeros = {size: arrays.full_tile((ROWS, size)) for size in {spec.head_dim, spec.value_dim}}
     begin = I32(0), zeros[spec.head_dim], zeros[spec.value_dim], _initial_ds(call, w)
-    count, dk, dv, ds = visits(step, begin, tile.needs_masks(spec))
+    count, dk, dv, ds = for_each_block(step, begin, tile.needs_masks(spec))
     _write_values(call, item, w, dv * spec.dropout_scale)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
     dk = _finish(call, w, count, last, dk, _previous_ds(call, w, count) if tile.register_bound else ds)
@@ -157,7 +158,7 @@ def _key_ids(call: Call, item: tile_scheduler.WorkTile, w: Any) -> Any:
 
 
 def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
-    """Dropout's numbers of a warpgroup's keys and of a visit's queries."""
+    """Dropout's numbers of a warpgroup's keys and of a step's queries."""
     if call.tile.register_bound:
         return arrays.load_rows(of_keys(call, "k_numbers", item, w)), query_numbers(call, item, head, index)
     rows, columns = call.buffers["k_numbers"].at[w], call.buffers["q_numbers"].at[slot]
@@ -206,7 +207,7 @@ def _make_weights(
     mask_scores: Any,
     dropout_keys: Callable[[], tuple[Any, Any]],
 ) -> tuple[Any, ...]:
-    """dk with the last visit's part, and, made under its product, this visit's weights.
+    """dk with the previous step's part, and, made under its product, this step's weights.
 
     With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
     would not stay in registers. With dropout also what gradients of weights are summed up on top of.
@@ -258,7 +259,7 @@ def _factors(weights: Any, capped: Any) -> Iterator[Any]:
 
 
 def _dropped(call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], *given: Any) -> list[Any]:
-    """What `_make_weights` makes of a visit's weights, and of these times the cap's slope where there is a cap.
+    """What `_make_weights` makes of a step's weights, and of these times the cap's slope where there is a cap.
 
     A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
     for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
@@ -274,7 +275,7 @@ def _dropped(call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]],
 def _score_gradients(
     call: Call, w: Any, count: Any, dv: Any, ds: Any, weights: Any, capped: Any = None
 ) -> tuple[Any, Any, Any]:
-    """dv with this visit's part, the last visit's part of dq, and the gradients of this visit's scores.
+    """dv with this step's part, the previous step's part of dq, and the gradients of this step's scores.
 
     Gradients of weights are summed up on top of `ds`: delta, negative. Of a register-bound tile dq is None: `_late_dq`
     makes it in the registers that gradients of weights have left.
@@ -282,8 +283,8 @@ def _score_gradients(
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape, slot = (ROWS, tile.queries), lax.rem(count, I32(tile.stages["do"]))
     one = 1 + lax.shift_right_logical(w, I32(8))
-    weights = _in_own_registers(weights, one)
-    ds = _in_own_registers(ds, one) if spec.has_dropout else ds
+    weights = _in_new_registers(weights, one)
+    ds = _in_new_registers(ds, one) if spec.has_dropout else ds
 
     def products(refs: Any) -> None:
         dv_ref, slopes_ref, *dq_refs, made_ref = refs
@@ -303,11 +304,11 @@ def _score_gradients(
     made = arrays.full_tile(shape).astype(spec.dtype)
     early = [] if tile.register_bound else [initial(_no_dq(tile))]
     dv, _, *dq, ds = pl.run_state(products)((initial(dv), initial(ds), *early, made))
-    return dv, dq[0] if dq else None, _in_own_registers(ds, one)
+    return dv, dq[0] if dq else None, _in_new_registers(ds, one)
 
 
 def _initial_ds(call: Call, w: Any) -> Any:
-    """Gradients of scores before the first visit: zeros, which register-bound tiles keep in shared memory."""
+    """Gradients of scores before the first step: zeros, which register-bound tiles keep in shared memory."""
     nothing = arrays.full_tile((ROWS, call.tile.queries)).astype(call.spec.dtype)
     if not call.tile.register_bound:
         return nothing
@@ -317,22 +318,22 @@ def _initial_ds(call: Call, w: Any) -> Any:
 
 
 def _store_ds(call: Call, w: Any, count: Any, ds: Any) -> None:
-    """Leaves a visit's gradients of a warpgroup's scores in shared memory."""
+    """Leaves a step's gradients of a warpgroup's scores in shared memory."""
     for half in range(call.tile.queries // ROWS):
         part = ds[:, half * ROWS : (half + 1) * ROWS]
         call.buffers["ds"].at[_ds_place(call.tile, count, w, half)][...] = part
 
 
 def _previous_ds(call: Call, w: Any, count: Any) -> Any:
-    """Where the last visit's gradients of a warpgroup's scores are in shared memory."""
+    """Where the previous step's gradients of a warpgroup's scores are in shared memory."""
     return call.buffers["ds"].at[_ds_place(call.tile, count + 1, w, 0)]
 
 
 def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
-    """The last visit's part of dq, by itself: the other warpgroup's products run meanwhile.
+    """The previous step's part of dq, by itself: the other warpgroup's products run meanwhile.
 
-    The visit's gradients of scores leave their registers first. They take the place of those of the visit before the
-    last, of which the other warpgroup has made its part of dq when it arrives at `ds_full` after the last one.
+    The step's gradients of scores leave their registers first. They take the place of those of the step before the
+    previous one, of which the other warpgroup has made its part of dq when it arrives at `ds_full` after the last one.
     """
     plgpu.barrier_wait(call.buffers["ds_full"])
     _store_ds(call, w, count, ds)
@@ -341,8 +342,8 @@ def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_no_dq(call.tile)))
 
 
-def _in_own_registers(tile: Any, one: Any) -> Any:
-    """A tile in registers of its own, after what came before: times a one that the compiler does not know.
+def _in_new_registers(tile: Any, one: Any) -> Any:
+    """A tile in new registers, written after what came before: times a one that the compiler cannot fold.
 
     Narrow numbers are made while products are under way, where they take half the registers; but no register that is a
     product's input may be written there.
@@ -351,7 +352,7 @@ def _in_own_registers(tile: Any, one: Any) -> Any:
 
 
 def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
-    """dk with the last visit's part, whose part of dq is handed over, too."""
+    """dk with the previous step's part, whose part of dq is handed over, too."""
 
     def products(refs: Any) -> None:
         dk_ref, dq_ref = refs
@@ -371,7 +372,7 @@ def _no_dq(tile: BackwardTile) -> Any:
 
 
 def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
-    """Issues the products that are the last visit's part of dq."""
+    """Issues the products that are the previous step's part of dq."""
     tile, buffers = call.tile, call.buffers
     if not tile.register_bound:
         plgpu.barrier_wait(buffers["ds_full"])
@@ -382,7 +383,7 @@ def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
 
 
 def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
-    """Leaves the last visit's part of dq to the warps that add, and what else was written to shared memory."""
+    """Leaves the previous step's part of dq to the warps that add, and what else was written to shared memory."""
     buffers = call.buffers
     pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
     buffers["dq"].at[w][...] = dq

@@ -1,13 +1,17 @@
-"""The backward kernel's warpgroups that multiply for large heads, of which one's registers hold one gradient.
+"""The backward kernel's consumer warpgroups for large heads, where one's registers hold one gradient.
 
-A block owns 64 keys, and a pair of blocks, which is a cluster, 128 that are one after the other. The first warpgroup
-has scores and weights and sums dv up; the second makes gradients of scores of its weights, which go to it through
-shared memory and are replaced there, and sums dk up. Both blocks visit the same tiles of queries, of which each fetches
-one half for both. They exchange their gradients of scores, and each makes one half of the columns of what the pair adds
-to dq: device memory takes half as much as if each block added for its own keys.
+    warpgroup 0   S^T(t) | exp2, mask ─► P^T ─► smem     | dv(t), dq(t-1) left  | dq ─► smem
+    warpgroup 1   dk(t-1) | dP^T(t) | ds = P^T (dP - delta) ─► smem, other block | dq(t-1) right | dq ─► smem
 
-A warpgroup makes a quarter of the last visit's part of dq, and hands it over in two strips that are half a visit apart:
-there is room for one strip of each.
+A block has 64 keys, and the two blocks of a cluster have 128 that are one after the other. The first warpgroup
+computes scores and weights and accumulates dv; the second computes ds from the weights, which go to it through
+shared memory and are replaced there, and accumulates dk. Both blocks loop over the same query blocks; each copies
+one half for both by multicast. They exchange ds through distributed shared memory, and each computes one half of the
+columns of what the cluster adds
+to dq: HBM takes half as many additions as if each block added for its 64 keys alone.
+
+A warpgroup computes a quarter of the previous step's part of dq, and hands it over in two strips half a step after each
+other: shared memory has room for one strip of each.
 """
 
 import functools
@@ -38,14 +42,14 @@ from ejkernel_pallas.gpu.tiled_attention.masks import dropout
 INITIAL = plgpu.WGMMAAccumulatorRef.init
 
 
-def consume_wide(call: Call, item: tile_scheduler.WorkTile, w: Any, visits: Any) -> None:
-    """What the two warpgroups do for their block's keys."""
+def consume_wide(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
+    """The main loops of the two consumer warpgroups."""
     plgpu.barrier_wait(call.buffers["kv_full"])
-    pl.when(w == 0)(functools.partial(_consume_values, call, item, visits))
-    pl.when(w == 1)(functools.partial(_consume_keys, call, item, visits))
+    pl.when(w == 0)(functools.partial(_consume_values, call, item, for_each_block))
+    pl.when(w == 1)(functools.partial(_consume_keys, call, item, for_each_block))
 
 
-def _consume_values(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> None:
+def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
     row_numbers = arrays.load_rows(of_keys(call, "k_numbers", item, call.member)) if spec.has_dropout else None
@@ -85,7 +89,7 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> N
         return count + 1, dv, rest
 
     start = I32(0), arrays.full_tile((ROWS, spec.value_dim)), _no_strip(call)
-    count, dv, rest = visits(step, start, tile.needs_masks(spec))
+    count, dv, rest = for_each_block(step, start, tile.needs_masks(spec))
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
     plgpu.barrier_arrive(buffers["dq_done"])
@@ -109,7 +113,7 @@ def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
 
 
 def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any, numbers: Any) -> tuple[Any, Any]:
-    """A visit's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
+    """A step's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (ROWS, call.tile.queries)
 
     def product(scores_ref: Any) -> None:
@@ -135,7 +139,7 @@ def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any
 
 
 def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
-    """Issues the products that are a warpgroup's part of a visit's dq, once both members' gradients are there."""
+    """Issues the products that are a warpgroup's part of a step's dq, once both members' gradients are there."""
     tile, buffers = call.tile, call.buffers
     pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
     place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
@@ -145,7 +149,7 @@ def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
 
 
 def _zero() -> Any:
-    """Zero, but not known before a visit: else places in shared memory would be, and take registers up."""
+    """Zero as an opaque offset: addresses in shared memory that the compiler can hoist would hold registers."""
     return lax.optimization_barrier(I32(0))
 
 
@@ -158,7 +162,7 @@ def _no_strip(call: Call) -> Any:
 
 
 def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
-    """Leaves a strip of a visit's part of dq to a warp that adds; before the first visit nobody takes it."""
+    """Leaves a strip of a step's part of dq to a warp that adds; before the first step none takes it."""
     buffers = call.buffers
     pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
     buffers["dq"].at[w][...] = dq
@@ -167,20 +171,20 @@ def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
 
 
 def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
-    """Hands over the first strip of a visit's part of dq, for which gradients of scores have been read; the second."""
+    """Hands over the first strip of a step's part of dq, for which gradients of scores have been read; the second."""
     pl.when(count >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(count, I32(2))]))
     _hand_over(call, count, w, 0, dq[:, : call.tile.dq_columns])
-    # In registers of its own: else they would be read only when all products have ended that come until then.
+    # Copied to new registers: the accumulator's are read only after all products issued so far.
     return dq[:, call.tile.dq_columns :] * (1 + _zero()).astype(jnp.float32)
 
 
 def _make_last(call: Call, count: Any, w: int) -> None:
-    """Makes the last visit's part of dq, and hands it over."""
+    """Makes the previous step's part of dq, and hands it over."""
     dq: Any = pl.run_state(functools.partial(_issue_dq, call, count, w))(INITIAL(_no_dq()))
     _hand_over(call, count, w, 1, _hand_over_first(call, count, w, dq))
 
 
-def _consume_keys(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> None:
+def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     if spec.segments:
         clean(of_keys(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
@@ -193,7 +197,7 @@ def _consume_keys(call: Call, item: tile_scheduler.WorkTile, visits: Any) -> Non
 
     nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
     start = I32(0), arrays.full_tile((ROWS, spec.head_dim)), nothing, _no_strip(call)
-    count, dk, ds, rest = visits(step, start, spec.segments)
+    count, dk, ds, rest = for_each_block(step, start, spec.segments)
     _hand_over(call, count - 2, 1, 1, rest)
     _make_last(call, count - 1, 1)
     last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
@@ -217,7 +221,7 @@ def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
 
 
 def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tuple[Any, Any, Any]:
-    """dk with the last visit's part, the gradients of this visit's scores, and the rest of the last visit's dq."""
+    """dk with the previous step's part, the gradients of this step's scores, and the rest of the previous step's dq."""
     spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (ROWS, call.tile.queries)
     slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
     place = lax.rem(count, I32(2))

@@ -33,19 +33,19 @@ from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
 from ejkernel_pallas.gpu.tiled_attention.backward.call import Call
-from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_visitors
+from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_adders
 from ejkernel_pallas.gpu.tiled_attention.backward.kernel import backward_kernel
-from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_visits, tiles, without_padding
+from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids, query_block_ranges, tiles, without_padding
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.masks.pattern import query_lists
 from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, HopperSpec, make_spec
 from ejkernel_pallas.gpu.tiled_attention.tiles import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
 
 Operands = dict[str, jax.Array]
-APART = 2
-"""QueryRuns between the beginnings of two blocks of a head, at least."""
+BLOCKS_BETWEEN = 2
+"""Query blocks between the starts of two thread blocks of a head, at least."""
 SHORT = 32
-"""Of segments, of which it is not known how long they are: what part of a row one is taken for."""
+"""Segments that a row is assumed to have where their lengths are traced."""
 
 
 def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]:
@@ -53,8 +53,8 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
-        params: Tile sizes and stages. A block owns `block_kv` keys and visits tiles of `block_q` queries, with
-            `stages` of them in shared memory.
+        params: Tile sizes and stages. A block accumulates dk and dv of `block_kv` keys and loops over
+            blocks of `block_q` queries, `stages` of them in shared memory.
 
     Raises:
         ValueError: A tile size is none that the kernel can have.
@@ -107,45 +107,47 @@ def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSpec) 
 def _gradients(
     spec: HopperSpec, tile: BackwardTile, operands: Operands, record: TiledAttention
 ) -> dict[str, jax.Array]:
-    """Of queries, keys and values."""
+    """Gradients of queries, keys and values."""
     ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
     if spec.pattern:
-        lists, visits = query_lists(padding_as_segments(record), tile.queries, tile.keys)
+        lists, ranges = query_lists(padding_as_segments(record), tile.queries, tile.keys)
         operands, first = operands | lists, lists["first"]
     else:
-        visits = query_visits(spec, ids, tile.queries, tile.keys)
-        first = first_visitors(visits, tiles(spec.queries, tile.queries))
-        operands = operands | {"table": jnp.asarray(visits), "first": jnp.asarray(first)}
-    plan, by_head = _plan(visits, spec, tile), _by_head(visits, spec, tile)
+        ranges = query_block_ranges(spec, ids, tile.queries, tile.keys)
+        first = first_adders(ranges, tiles(spec.queries, tile.queries))
+        operands = operands | {"table": jnp.asarray(ranges), "first": jnp.asarray(first)}
+    plan, by_head = _plan(ranges, spec, tile), _by_head(ranges, spec, tile)
     run = functools.partial(_run, spec, tile, plan, by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
     dq = dq[:, : spec.queries] * (spec.scale * spec.dropout_scale)
-    visited = first < visits.shape[-2]
-    if not (isinstance(visited, np.ndarray) and visited.all()):
-        some = jnp.repeat(jnp.asarray(visited), tile.queries, axis=-1)[..., : spec.queries]
+    has_adder = first < ranges.shape[-2]
+    if not (isinstance(has_adder, np.ndarray) and has_adder.all()):
+        some = jnp.repeat(jnp.asarray(has_adder), tile.queries, axis=-1)[..., : spec.queries]
         some = some.swapaxes(1, 2)[..., None] if some.ndim == 3 else some[:, :, None, None]
         dq = jnp.where(some, dq, 0)
     return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
 
 
-def _plan(visits: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
-    """Which block owns what, of a number of batch rows.
+def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
+    """The tile schedule for a number of batch rows.
 
-    There is a block on every multiprocessor, and they begin evenly while one makes its visits: so many heads are worked
-    on together that two blocks of a head begin some visits apart. Under a causal mask, where later blocks are shorter,
-    they only do so if the list is folded. Then the queries of that many heads are in use all the time, and have to stay
-    in the cache.
+    There is a block on every multiprocessor, and they start evenly spread over the steps of one: so many heads are
+    worked on together that two blocks of a head start some query blocks after each other. Under a causal mask, where
+    later blocks are shorter, they only do so if the list is folded. Then the queries of that many heads are always in
+    use, and have to stay in the cache.
     """
-    count = visits.shape[-2]
+    count = ranges.shape[-2]
     lengths = np.full((1, count), max(count / SHORT, 8))
-    if isinstance(visits, np.ndarray):
-        lengths = (visits[..., 3] - visits[..., 0]).reshape(-1, count)
+    if isinstance(ranges, np.ndarray):
+        lengths = (ranges[..., 3] - ranges[..., 0]).reshape(-1, count)
     mean, half = lengths.mean() * spec.group_size, lengths.shape[1] // 2
     fitting = tile_scheduler.CACHE / (spec.group_size * spec.queries * tile.row_bytes(spec))
     falling = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     folded = falling and fitting > 0.75
-    apart = 1 if spec.pattern else math.ceil(APART * tile_scheduler.multiprocessors() / (mean * tile.members))
-    together = round(fitting) if folded else max(int(fitting), apart)
+    heads_needed = (
+        1 if spec.pattern else math.ceil(BLOCKS_BETWEEN * tile_scheduler.multiprocessors() / (mean * tile.members))
+    )
+    together = round(fitting) if folded else max(int(fitting), heads_needed)
 
     def plan(batch: int) -> tile_scheduler.TileSchedule:
         blocks = tile_scheduler.multiprocessors() // tile.members
@@ -165,18 +167,18 @@ def _plan(visits: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], 
     return plan
 
 
-def _by_head(visits: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
-    """Whether a block visits a head's tiles before the next head's.
+def _by_head(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
+    """Whether a block loops over a head's query blocks before the next head's.
 
-    With a window, the next block comes to a tile later by the visits that the window has moved on by, of all heads
-    that are visited together. What all blocks visit in between, and add to, would have to stay in the cache.
+    With a window, the next thread block comes to a query block later by the steps that the window has moved, times
+    the heads of the loop. The query blocks and dq of all thread blocks in between would have to stay in the L2 cache.
     """
-    if spec.group_size > 1 and spec.pattern and visits.shape[1] > 1:  # each head has lists of its own
+    if spec.group_size > 1 and spec.pattern and ranges.shape[1] > 1:  # each head has lists of its own
         return True
-    if spec.group_size == 1 or not isinstance(visits, np.ndarray) or spec.pattern or visits.shape[1] == 1:
+    if spec.group_size == 1 or not isinstance(ranges, np.ndarray) or spec.pattern or ranges.shape[1] == 1:
         return False
-    moved = (visits[0, -1, 3] - visits[0, 0, 3]) / (visits.shape[1] - 1)
-    between = (APART + moved * spec.group_size) * tile_scheduler.multiprocessors()
+    moved = (ranges[0, -1, 3] - ranges[0, 0, 3]) / (ranges.shape[1] - 1)
+    between = (BLOCKS_BETWEEN + moved * spec.group_size) * tile_scheduler.multiprocessors()
     return between * tile.queries * tile.row_bytes(spec) > 2 * tile_scheduler.CACHE
 
 
@@ -193,10 +195,12 @@ def _run(
     places = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
 
     def body(given: Operands, made: Any, buffers: Any) -> None:
-        turns = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
+        blocks_added = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
         member = lax.axis_index(clusters.AXIS) if tile.wide else 0
         buffers = _with_views(buffers) if "rows" in buffers else buffers
-        backward_kernel(Call(spec, tile, plan, by_head, given, made, tile_scheduler.counter(), turns, buffers, member))
+        backward_kernel(
+            Call(spec, tile, plan, by_head, given, made, tile_scheduler.counter(), blocks_added, buffers, member)
+        )
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
     outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
@@ -247,7 +251,7 @@ def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[s
 
 
 def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
-    """What blocks have that own keys by themselves."""
+    """Scratch memory of blocks without a cluster."""
     number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
     if tile.register_bound:
         return _packed_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
@@ -260,7 +264,7 @@ def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) ->
 
 
 def _pair_scratch(tile: BackwardTile) -> dict[str, Any]:
-    """What pairs of blocks have."""
+    """Scratch memory of the blocks of a cluster."""
     return _packed_scratch(tile) | {"weights_full": plgpu.Barrier(num_arrivals=1), "ds_free": _freed(tile, 2)}
 
 

@@ -17,7 +17,7 @@ from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
 from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, Shared
 from ejkernel_pallas.gpu.tiled_attention.forward.combine import merged
 from ejkernel_pallas.gpu.tiled_attention.forward.kernel import forward_kernel
-from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_visits, padded_ids, tiles
+from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_block_ranges, padded_ids, tiles
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.masks.key_ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.masks.pattern import key_lists
@@ -117,7 +117,7 @@ def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> di
     if spec.pattern:
         operands |= key_lists(padding_as_segments(record), tile.queries, tile.keys)
     else:
-        operands["table"] = jnp.asarray(key_visits(spec, ids, tile.queries, tile.keys))
+        operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.queries, tile.keys))
     operands |= numbers(record, spec, tile.queries, tile.keys)
     keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
     return {"q": whole(record.query, ROWS)} | keys | operands

@@ -1,4 +1,4 @@
-"""Which tiles a tile visits and which of them need no masking, as small tables that the kernels read.
+"""Which blocks a tile loops over and which of them are full, as small tables that the kernels read.
 
 For every tile the extremes of its indices and segment ids decide: a pair of tiles is *empty* when no query of it can
 see any key, and *full* when every query sees every key. Without segment ids the tables are constants.
@@ -16,21 +16,21 @@ from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 Ids = tuple[jax.Array, jax.Array] | None
 
 
-def key_visits(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """For every query tile the key tiles to visit: int32 [B|1, query tiles, 4], as `_table` gives them.
+def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
+    """For every query tile the range of its key blocks: int32 [B|1, query tiles, 4], as `_table` gives them.
 
-    A tile without work visits tile 0, where its mask leaves nothing: so everything written is written by the same code.
+    A tile without work gets block 0, fully masked, so that one code path writes every output.
     """
     some, every = _pairs(spec, ids, q_block, kv_block)
     (first, last), full = _spans(some, every)
     return _table(_where(last == 0, 0, first), _where(last == 0, 1, last), full)
 
 
-def query_visits(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """For every key tile the query tiles to visit: int32 [B|1, key tiles, 4].
+def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
+    """For every key tile the range of its query blocks: int32 [B|1, key tiles, 4].
 
-    A later key tile neither begins nor ends before an earlier one, so that the key tiles that visit a query tile come
-    one after the other. Bands and ids in ascending order have it so; ids in another order have visits added.
+    A later key tile neither begins nor ends before an earlier one, so that the key tiles of a query block come
+    one after the other. Bands and ids in ascending order have it so; for ids in another order, ranges are widened.
     """
     some, every = (pairs.swapaxes(1, 2) for pairs in _pairs(spec, ids, q_block, kv_block))
     return _in_step(*_spans(some, every), some.shape[-1])

@@ -105,9 +105,9 @@ def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: 
 
 def _products(rows: Any, columns: Any) -> Iterator[list[Any]]:
     """For every register of a tile, row's number times column's: dropout keeps those that are not below the limit."""
-    own = [scalar(x) for x in rows.registers.flat]
+    row_numbers = [scalar(x) for x in rows.registers.flat]
     for met in map(pair, columns.registers.flat):
-        for row in own:
+        for row in row_numbers:
             yield [arith.muli(row, column) for column in met]
 
 

@@ -1,12 +1,12 @@
-"""Patterns: lists of the blocks to visit, and the masks of partial blocks as the bits that threads test.
+"""Patterns: lists of full and partial blocks, and the masks of partial blocks as the bits that threads test.
 
-Without a pattern, the blocks that a tile visits are neighbours, and four numbers a tile say which of them are full.
+Without a pattern, the blocks that a tile loops over are neighbours, and four numbers a tile say which of them are full.
 With one, every tile has a list, and the same four numbers are positions in it:
 
     forward     first block | full blocks | partial blocks      a query tile's key blocks
-    backward    full blocks | partial blocks                    a key tile's query blocks, visited from the end
+    backward    full blocks | partial blocks                    a key tile's query blocks, last one first
 
-A tile that visits nothing has one block in its list with the empty mask, so that what it writes is written by the same
+A tile without work has one block in its list with the empty mask, so that what it writes is written by the same
 code. In the accumulator of a product a thread has, of a row, two of every eight columns; so the mask of 128 columns is
 a word of 32 bits for each row and each of four threads:
 
@@ -40,7 +40,7 @@ def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, 
         `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
         these, and `mask_words` as above.
     """
-    found = _visited(block_map(record, q_block, kv_block))
+    found = _with_work(block_map(record, q_block, kv_block))
     lists = block_lists(found)
     return _arrays(
         table=_table(lists), blocks=lists.blocks, mask_ids=lists.mask_ids, mask_words=_words(_tile_masks(found))
@@ -59,10 +59,10 @@ def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[di
         As `key_lists` with keys for queries; also the `ranks` of the blocks, how many key tiles add to them before
         this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles where none adds.
 
-    Blocks take the last key tile first, and visit earlier queries first. Patterns often have keys that all queries see,
-    at the start: were they the first to add, all others would wait for the longest list.
+    Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys that all queries
+    see, at the start: were they the first to add, all others would wait for the longest list.
     """
-    found = _visited(block_map(record, q_block, kv_block).by_keys())
+    found = _with_work(block_map(record, q_block, kv_block).by_keys())
     lists = block_lists(_reversed(found))
     some, blocks = found.some, found.some.shape[-1] - 1 - lists.blocks
     xp = _module(some)
@@ -92,7 +92,7 @@ def _table(lists: BlockLists) -> Any:
 
 
 def _reversed(found: BlockMap) -> BlockMap:
-    """The map with its last axis the other way round: lists of it are visited from their end, the first block first."""
+    """The map with its last axis reversed: loops take its lists from their end, so the first block comes first."""
     return dataclasses.replace(
         found,
         some=found.some[..., ::-1],
@@ -106,8 +106,8 @@ def _arrays(**given: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x, jnp.int32) for name, x in given.items()}
 
 
-def _visited(found: BlockMap) -> BlockMap:
-    """The map in which every tile visits something: the first block, of which nothing attends, if there is no other."""
+def _with_work(found: BlockMap) -> BlockMap:
+    """The map in which every tile has a block: the first one, fully masked, if there is no other."""
     first = np.arange(found.some.shape[-1]) == 0
     forced = ~found.some.any(axis=-1, keepdims=True) & first
     xp = _module(forced)

@@ -43,7 +43,7 @@ class Extent(NamedTuple):
 
 
 def extent(ids: jax.Array, block: int) -> Extent:
-    """Of ids [B, length] in whole tiles."""
+    """The extent of every tile of ids [B, length], a whole number of tiles."""
     before = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     used, index = ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32)
     breaks = jnp.where(used, jnp.where(before < 0, 1, jnp.where(ids < before, 2, 0)), 0)

@@ -53,7 +53,7 @@ def key_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Ar
 
 
 def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Likewise where keys are the rows of a tile and queries its columns."""
+    """First and last column that attends of each row, where keys are a tile's rows and queries its columns."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (key - query)
     low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
     low = jnp.where(row < spec.keys - query, low, FAR)
@@ -80,11 +80,11 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
             return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=ROW_LAYOUT),
         )
         def words_of(_: Any, source: Any, like: Any, start: Any) -> Any:
-            own = arith.addi(scalar(start.registers.flat[0]), _own_row())
+            words_row = arith.addi(scalar(start.registers.flat[0]), _thread_row())
             thread = arith.andi(mgpu.utils.thread_idx(), constant(3))
             found: list[Any] = []
             for half in (0, 1):
-                place = arith.muli(arith.addi(own, constant(8 * half)), constant(4 * spans))
+                place = arith.muli(arith.addi(words_row, constant(8 * half)), constant(4 * spans))
                 found.append(_number(source, arith.addi(place, arith.addi(thread, constant(4 * span)))))
             return of_rows(like, found)
 
@@ -180,7 +180,7 @@ def between(
 
 def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
     """Every thread has two rows, and of each eight columns the two that its place among four threads says."""
-    place = _own_column()
+    place = _thread_column()
     limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(tests)]]
     tests = [f"{test}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};" for n, test in enumerate(tests)]
     if column_ids is not None:
@@ -210,18 +210,18 @@ def _range_word(number: int, low: Any, high: Any) -> Any:
 
 def _columns(number: int, last: Any) -> Any:
     """How many of a thread's columns in a word come no later than a column of the tile."""
-    last = arith.subi(last, arith.addi(_own_column(), constant(number * SPAN)))
+    last = arith.subi(last, arith.addi(_thread_column(), constant(number * SPAN)))
     last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN - 1))
     pairs, rest = arith.shrsi(last, constant(3)), arith.andi(last, constant(7))
     return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, constant(1)), constant(2)))
 
 
-def _own_column() -> Any:
+def _thread_column() -> Any:
     """The first of a thread's columns: its place among four threads says which two of every eight it has."""
     return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
 
 
-def _own_row() -> Any:
+def _thread_row() -> Any:
     """The first of a thread's two rows of 64; the other one is eight rows later."""
     thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
     return arith.addi(
@@ -246,16 +246,16 @@ def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> lis
 
 def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
     """Bits of the columns whose ids are those of a thread's rows: the words of the first row, then of the second."""
-    row = _own_row()
+    row = _thread_row()
     ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
     words = [[constant(0)] * -(-width // SPAN) for _ in ids]
     for place in range(width // 4):
         eight, n = divmod(place, 2)
-        column = _number(columns, arith.addi(_own_column(), constant(eight * 8 + n)))
+        column = _number(columns, arith.addi(_thread_column(), constant(eight * 8 + n)))
         word, bit = divmod(place, WORD)
-        for own, number in zip(words, ids, strict=True):
+        for words_row, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
-            own[word] = arith.ori(own[word], arith.select(same, constant(as_int32(1 << bit)), constant(0)))
+            words_row[word] = arith.ori(words_row[word], arith.select(same, constant(as_int32(1 << bit)), constant(0)))
     return [*words[0], *words[1]]
 
 

@@ -15,32 +15,32 @@ from ejkernel_xla.linear_recurrence.products import (
 
 
 @with_gradients(2)
-def solve(matrix: jax.Array, wanted: jax.Array, precision: Any) -> jax.Array:
+def ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
     """x with `(1 + matrix) x = wanted`.
 
     Args:
         matrix: [..., C, C], of which only what lies below the diagonal is read; C is a power of two.
-        wanted: [..., C, d].
+        rhs: [..., C, d].
         precision: Of the matrix products.
     """
-    return multiply(inverse(matrix, precision), wanted, precision)
+    return multiply(inverse(matrix, precision), rhs, precision)
 
 
-def _solve(matrix: jax.Array, wanted: jax.Array, precision: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     inverted = inverse(matrix, precision)
-    found = multiply(inverted, wanted, precision)
+    found = multiply(inverted, rhs, precision)
     return found, (inverted, found)
 
 
-def _solve_gradients(
+def _ut_solve_gradients(
     precision: Any, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     inverted, found = saved
-    wanted = multiply_columns(inverted, cotangent, precision)
-    return jnp.tril(-multiply_rows(wanted, found, precision), -1), wanted
+    rhs = multiply_columns(inverted, cotangent, precision)
+    return jnp.tril(-multiply_rows(rhs, found, precision), -1), rhs
 
 
-solve.defvjp(_solve, _solve_gradients)
+ut_solve.defvjp(_ut_solve, _ut_solve_gradients)
 
 
 def inverse(matrix: jax.Array, precision: Any) -> jax.Array:
@@ -67,7 +67,7 @@ def inverse(matrix: jax.Array, precision: Any) -> jax.Array:
 
 
 def _product(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """Matrix products of [..., n, n]; of the smallest, there is less to multiply than to call."""
+    """Matrix products of [..., n, n]; the smallest are unrolled, since a library call costs more than they do."""
     n = left.shape[-1]
     if n > 4:
         return jnp.matmul(left, right, precision=precision)

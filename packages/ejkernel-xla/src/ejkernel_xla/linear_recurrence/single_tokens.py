@@ -1,4 +1,4 @@
-"""Packed sequences of a single token, all at once: a step of decoding is not worth a chunk each."""
+"""Packed sequences of a single token, computed all at once: in decoding, a chunk for each would be mostly padding."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator, head_count
-from ejkernel_xla.linear_recurrence.chunk import Chunk, advance, precision
+from ejkernel_xla.linear_recurrence.chunk import ChunkTokens, advance, precision
 
 
-def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The outputs of those sequences' tokens, 0 for all others, and all states with theirs moved on.
+def read_single_tokens(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The outputs of those sequences' tokens, 0 for all others, and all states with theirs updated.
 
     Args:
         record: A packed record.
@@ -31,7 +31,7 @@ def read_singles(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array,
         return token.reshape(-1, 1, *token.shape[2:])
 
     picked: dict[str, Any] = {name: pick(getattr(record, name)) for name in TOKEN_FIELDS}
-    chunk = Chunk(**picked)
+    chunk = ChunkTokens(**picked)
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
     read = read.reshape(-1, head_count(record), read.shape[2])
     output = jnp.zeros((tokens, *read.shape[1:]), record.query.dtype)

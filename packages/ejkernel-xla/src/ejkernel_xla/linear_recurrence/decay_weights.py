@@ -1,13 +1,13 @@
-"""Sums over the earlier tokens of a chunk that fade with the gates between them, for gates of any strength.
+"""Sums over the earlier tokens of a chunk, each decayed by the gates between the two tokens, for gates of any strength.
 
 The gates are logs g_t <= 0, per head or per channel. A pair of tokens j <= i is weighted by exp(g_{j+1} + ... + g_i).
-Taking that as a difference of running sums would cancel, and as exp(b_i) * exp(-b_j) would overflow. Instead the
-chunk is halved again and again: a pair that a cut at m separates has the weight
+A difference of cumulative log-decays would cancel, and exp(b_i) * exp(-b_j) would overflow. Instead the chunk is halved
+again and again: a pair that a cut at m separates has the weight
 
     exp(g_{m+1} + ... + g_i) * exp(g_{j+1} + ... + g_m)
 
 whose factors are both at most 1 and belong to one token each, so that every square between two halves is a matrix
-product. Only products of weights are formed, never quotients: -inf is a gate like any other.
+product. Weights are multiplied and never divided, so -inf is a valid gate.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from jax import lax
 from ejkernel_xla.linear_recurrence.products import dots, multiply, multiply_rows, weigh
 
 
-class Spans(NamedTuple):
+class DecaySpans(NamedTuple):
     """Weights of the gates within the blocks of a chunk, exponentials of their sums; [..., blocks, length, channels].
 
     Attributes:
@@ -31,19 +31,19 @@ class Spans(NamedTuple):
     until: jax.Array
 
 
-def spans(gates: jax.Array) -> list[Spans]:
+def decay_spans(gates: jax.Array) -> list[DecaySpans]:
     """The weights of [..., C, channels] log gates in blocks of length 1, 2, 4, ..., C, which is a power of two.
 
-    Exponentials are taken once, of the gates themselves, and multiplied: no factor is above 1. Exponentials of the sums
-    at every level would be written out again by a CPU's compiler in every loop that reads them.
+    Exponentials are taken once, of the gates, and multiplied: no factor is above 1. Exponentials of the sums at every
+    level would cost more, since XLA's CPU compiler recomputes them in every loop that reads them.
     """
     since = jnp.exp(gates)[..., None, :]
-    levels = [Spans(since, jnp.ones_like(since))]
+    levels = [DecaySpans(since, jnp.ones_like(since))]
     while levels[-1].since.shape[-3] > 1:
         (since, later), (until, rest) = (split(x) for x in levels[-1])
         late = jnp.concatenate([since, since[..., -1:, :] * later], axis=-2)
         early = jnp.concatenate([until * later[..., -1:, :], rest], axis=-2)
-        levels.append(Spans(late, early))
+        levels.append(DecaySpans(late, early))
     return levels
 
 
@@ -54,9 +54,9 @@ def split(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def corners(
-    left: jax.Array, right: jax.Array, levels: list[Spans] | None, precision: lax.Precision | None = None
+    left: jax.Array, right: jax.Array, levels: list[DecaySpans] | None, precision: lax.Precision | None = None
 ) -> list[jax.Array]:
-    """What each later token i takes from each earlier token j: `sum_k left_ik weight_ijk right_jk`.
+    """Scores of each later token i with each earlier token j: `sum_k left_ik weight_ijk right_jk`.
 
     Args:
         left: [..., C, channels] of the later tokens.
@@ -104,14 +104,14 @@ def _join(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
     return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
 
 
-def gather(
+def apply_triangle(
     diagonal: jax.Array,
     squares: list[jax.Array],
     values: jax.Array,
-    levels: list[Spans],
+    levels: list[DecaySpans],
     precision: lax.Precision | None = None,
 ) -> jax.Array:
-    """The triangle times values, each weighted by value gates of its own: [..., C, channels].
+    """The triangular matrix times values, each pair decayed by the gates of value channels: [..., C, channels].
 
     Args:
         diagonal: [..., C].

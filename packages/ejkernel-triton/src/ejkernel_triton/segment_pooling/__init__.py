@@ -1,0 +1,39 @@
+"""Segment pooling in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.segment_pooling import config
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not record.values.size or (record.ranges is not None and not record.ranges.size):
+        yield "an array is empty"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    return (
+        # No chip has confirmed it: only platform="triton" takes it.
+        Implementation(
+            family="segment_pooling",
+            name="triton",
+            platform="triton",
+            backend="gpu",
+            forward="ejkernel_triton.segment_pooling.passes:forward",
+            backward="ejkernel_triton.segment_pooling.passes:backward",
+            gradients=frozenset({"values"}),
+            requires=triton_requires(handles={"lengths", "ranges"}, extra=_reasons),
+            config=ConfigSpace(
+                forward=config.PoolingForward,
+                backward=config.PoolingBackward,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=-10,
+        ),
+    )

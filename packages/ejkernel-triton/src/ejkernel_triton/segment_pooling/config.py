@@ -1,0 +1,111 @@
+"""Configurations of the segment pooling kernels."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.segment_pooling import SegmentPooling
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+
+WAVES = 8
+"""Programs a multiprocessor from which on a larger block of tokens costs no parallel work."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolingForward:
+    """Configuration of the forward pass.
+
+    Attributes:
+        span: Tokens of a block, whose pools a program sums; a pool of several blocks takes a second kernel.
+        block_t: Tokens that are loaded together; a power of two.
+        block_c: Channels of a program; a power of two.
+        num_warps: Warps a program.
+    """
+
+    span: int
+    block_t: int
+    block_c: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolingBackward:
+    """Configuration of the backward kernel.
+
+    Attributes:
+        block_t: Tokens of a program, which looks up the pools of all at once; a power of two.
+        block_c: Channels that it writes together; a power of two.
+        tiles: Such tiles of channels of a program.
+        num_warps: Warps a program.
+    """
+
+    block_t: int
+    block_c: int
+    tiles: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+FACES = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warps"}
+"""Fields of the public configuration and what they set here."""
+
+
+def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) -> PoolingForward | PoolingBackward:
+    """Tiles for a record on a device, by rule: a warp loads 16 bytes a thread of one token's channels."""
+    rows, tokens, heads, size = record.values.shape
+    channels, lanes = heads * size, 64 if device.vendor == "amd" else 32
+    block_c = max(16, min(_padded(channels), lanes * 16 // record.values.dtype.itemsize))
+    if direction == "backward":
+        block_t = 4 if interpreting() else min(16, _padded(tokens))
+        return PoolingBackward(block_t=block_t, block_c=block_c, tiles=4, num_warps=4)
+    long = _typical(record) >= 64
+    block_t = 8 if interpreting() else min(16 if long else 8, _padded(tokens))
+    span, wanted = 32 if interpreting() else 256, WAVES * chip_of(device).multiprocessors
+    while span > 32 and rows * -(-tokens // span) * -(-channels // block_c) < wanted:
+        span //= 2
+    # Whole chunks of equal length to a block: then no pool crosses from one to the next.
+    if record.ranges is None and record.chunk_size <= span:
+        span -= span % record.chunk_size
+    return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=4 if long else 2)
+
+
+def candidates(
+    record: SegmentPooling, device: DeviceInfo, direction: Direction
+) -> tuple[PoolingForward | PoolingBackward, ...]:
+    """Tiles worth measuring for a record on a device."""
+    first = heuristic(record, device, direction)
+    if interpreting():
+        return (first, dataclasses.replace(first, block_t=4))
+    found: list[Any] = [dataclasses.replace(first, num_warps=n) for n in (1, 2, 4, 8)]
+    found += [dataclasses.replace(first, block_t=n) for n in (8, 16, 32)]
+    found += [dataclasses.replace(first, block_c=2 * first.block_c)]
+    if isinstance(first, PoolingForward):
+        found += [dataclasses.replace(first, span=n * first.span) for n in (2, 4)]
+    else:
+        found += [dataclasses.replace(first, tiles=n) for n in (1, 2, 8)]
+    return tuple(dict.fromkeys((first, *found)))
+
+
+def _check(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value < 1 or (field.name.startswith("block_") and value & (value - 1)):
+            raise ValueError(f"{field.name}: got {value}, wants at least 1, and a power of two of a block")
+
+
+def _typical(record: SegmentPooling) -> int:
+    """About the tokens of a pool."""
+    if record.ranges is None:
+        return record.chunk_size
+    return record.values.shape[1] // record.ranges.shape[0]
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()

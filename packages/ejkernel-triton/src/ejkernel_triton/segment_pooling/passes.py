@@ -1,0 +1,203 @@
+"""Both passes of segment pooling in Triton."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.segment_pooling import SegmentPooling
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton.launch import Shape, interpreting, launch
+from ejkernel_triton.segment_pooling.config import PoolingBackward, PoolingForward
+
+AT_ONCE = 8
+"""Sums of a pool that the second kernel loads together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolingSpec:
+    """Constants that all kernels share.
+
+    Attributes:
+        T: Tokens.
+        C: Channels of a token, with those of all heads.
+        M: Pools.
+        CHUNK: Tokens of a pool, where all have equally many.
+        RANGES: Whether each pool has a range of its own.
+        LENGTHS: Whether rows end before their last token.
+        STEP: The largest power of two up to M, with which a search begins.
+        LEVELS: Steps of a search.
+    """
+
+    T: int
+    C: int
+    M: int
+    CHUNK: int
+    RANGES: bool
+    LENGTHS: bool
+    STEP: int
+    LEVELS: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardSpec(PoolingSpec):
+    """Constants of the forward kernels.
+
+    Attributes:
+        SPAN: Tokens of a block.
+        BLOCKS: Blocks of a row.
+        BLOCK_T: Tokens that are loaded together.
+        BLOCK_C: Channels of a program.
+        TILES: Programs that share the channels.
+        AT_ONCE: Sums that the second kernel loads together.
+        WIDE: Channels of its programs: most find that there is nothing to do, so they are few.
+        WIDE_TILES: Programs that share the channels there.
+    """
+
+    SPAN: int
+    BLOCKS: int
+    BLOCK_T: int
+    BLOCK_C: int
+    TILES: int
+    AT_ONCE: int
+    WIDE: int
+    WIDE_TILES: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardSpec(PoolingSpec):
+    """Constants of the backward kernel.
+
+    Attributes:
+        BLOCK_T: Tokens of a program.
+        BLOCKS: Programs that share the tokens.
+        BLOCK_C: Channels that are written together.
+        STEPS: Tiles of channels of a program.
+        GROUPS: Programs that share the channels.
+    """
+
+    BLOCK_T: int
+    BLOCKS: int
+    BLOCK_C: int
+    STEPS: int
+    GROUPS: int
+
+
+def _shared(record: SegmentPooling) -> dict[str, Any]:
+    _, tokens, heads, size = record.values.shape
+    pools = -(-tokens // record.chunk_size) if record.ranges is None else record.ranges.shape[0]
+    levels = pools.bit_length()
+    return {
+        "T": tokens,
+        "C": heads * size,
+        "M": pools,
+        "CHUNK": record.chunk_size,
+        "RANGES": record.ranges is not None,
+        "LENGTHS": record.lengths is not None,
+        "STEP": 1 << (levels - 1),
+        "LEVELS": levels,
+    }
+
+
+def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
+    """The constants of a record's forward kernels."""
+    shared = _shared(record)
+    channels = shared["C"]
+    wide = min(1 << (channels - 1).bit_length(), 64 if interpreting() else 512)
+    return ForwardSpec(
+        **shared,
+        SPAN=config.span,
+        BLOCKS=-(-shared["T"] // config.span),
+        BLOCK_T=config.block_t,
+        BLOCK_C=config.block_c,
+        TILES=-(-channels // config.block_c),
+        AT_ONCE=AT_ONCE,
+        WIDE=wide,
+        WIDE_TILES=-(-channels // wide),
+    )
+
+
+def backward_spec(record: SegmentPooling, config: PoolingBackward) -> BackwardSpec:
+    """The constants of a record's backward kernel."""
+    shared = _shared(record)
+    tiles = -(-shared["C"] // config.block_c)
+    steps = min(config.tiles, tiles)
+    return BackwardSpec(
+        **shared,
+        BLOCK_T=config.block_t,
+        BLOCKS=-(-shared["T"] // config.block_t),
+        BLOCK_C=config.block_c,
+        STEPS=steps,
+        GROUPS=-(-tiles // steps),
+    )
+
+
+def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, tuple[()]]:
+    """Means of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Blocks, tiles and warps.
+
+    Returns:
+        [B, M, H, D] in the values' dtype. There are no residuals.
+    """
+    from ejkernel_triton.segment_pooling.pooling_kernels import combine_kernel, pools_kernel
+
+    spec, (rows, _, heads, size) = forward_spec(record, config), record.values.shape
+    values, lengths, ranges = record.values.reshape(rows, spec.T, spec.C), record.lengths, _ranges(record)
+    output, sums = launch(
+        pools_kernel,
+        (values, lengths, ranges),
+        (Shape((rows, spec.M, spec.C), values.dtype), Shape((rows, spec.BLOCKS, 2, spec.C), jnp.float32)),
+        batch=rows,
+        grid=rows * spec.BLOCKS * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    if spec.RANGES or spec.SPAN % spec.CHUNK:
+        (output,) = launch(
+            combine_kernel,
+            (sums, lengths, ranges, output),
+            (3,),
+            batch=rows,
+            grid=rows * spec.M * spec.WIDE_TILES,
+            num_warps=4,
+            num_stages=1,
+            constants={"spec": spec},
+        )
+    return output.reshape(rows, spec.M, heads, size), ()
+
+
+def backward(pullback: Pullback, config: PoolingBackward) -> dict[str, jax.Array]:
+    """Gradient of the values.
+
+    Args:
+        pullback: Record and cotangent [B, M, H, D].
+        config: Tiles and warps.
+
+    Returns:
+        `{"values": [B, T, H, D]}`, in the values' dtype.
+    """
+    from ejkernel_triton.segment_pooling.pooling_kernels import shares_kernel
+
+    record: SegmentPooling = pullback.record
+    spec, rows = backward_spec(record, config), record.values.shape[0]
+    (gradient,) = launch(
+        shares_kernel,
+        (pullback.cotangent.reshape(rows, spec.M, spec.C), record.lengths, _ranges(record)),
+        (Shape((rows, spec.T, spec.C), record.values.dtype),),
+        batch=rows,
+        grid=rows * spec.BLOCKS * spec.GROUPS,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    return {"values": gradient.reshape(record.values.shape)}
+
+
+def _ranges(record: SegmentPooling) -> jax.Array | None:
+    """The ranges as the one row's, [1, M, 2] int32."""
+    return None if record.ranges is None else record.ranges.astype(jnp.int32)[None]
