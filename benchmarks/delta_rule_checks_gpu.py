@@ -211,7 +211,7 @@ def formula(
 def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, float]:
     """Relative errors of output, final state and gradients against the formula in float64."""
     names = [name for name in FIELDS if getattr(record, name) is not None]
-    shapes = jax.eval_shape(lambda record: delta.keeping(record, chosen)[0], record)
+    shapes = jax.eval_shape(lambda record: delta.forward_with_pocket(record, chosen)[0], record)
     random = np.random.default_rng(1)
     cotangent = tuple(jnp.asarray(random.normal(size=x.shape), jnp.float32) for x in shapes)
     want, found = formula(record, names, tuple(map(np.asarray, cotangent)))
@@ -245,7 +245,7 @@ def lines(case: Case, runs: int) -> Iterator[tuple[str, ...]]:
     default = config.delta_pair_heuristic(record, current_device(), "both")
     for name, changes, precision in variants(case):
         chosen = dataclasses.replace(default, **changes)
-        chunk = config.LEAST if name == SUSPECT else delta.tokens_of_chunk(record, chosen.chunk)
+        chunk = config.MIN_TILE if name == SUSPECT else delta.tokens_of_chunk(record, chosen.chunk)
         made = steps(record, chosen, precision, chunk)
         wrong = {stage: wrong_code(run) for stage, run in made.items()}
         counts = {stage: differing(run, runs) for stage, run in made.items()}

@@ -57,7 +57,7 @@ def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32):
         "dt": {"dt": array(rows, length, heads), "skip": array(1, 1, heads)},
         "segments": {"segment_ids": array(rows, length, of=jnp.int32)},
     }
-    states = array(sequences, heads, size, size, of=state)
+    states = None if state is None else array(sequences, heads, size, size, of=state)
     made = {name: x for field in fields for name, x in given[field].items()}
     made |= {"sequence_state": states} if packed else {"initial_state": states}
     made |= {"cu_seqlens": array(sequences + 1, of=jnp.int32)} if packed else {}
@@ -81,6 +81,7 @@ ALL = ("gates", "value gates", "beta", "segments")
         *((chip, ALL, {}) for chip in CHIPS),
         ("sm_80", ("gates", "beta"), {"packed": True, "size": 256}),
         ("sm_90", ("gate", "dt"), {"tokens": 1, "size": 64}),
+        ("sm_90", (), {"state": None}),
         ("gfx942", ("gate", "beta"), {"packed": True}),
     ],
 )
@@ -89,7 +90,7 @@ def test_the_kernel_fits_the_chip_and_spills_nothing(chip, fields, options):
     took = ahead.compile_for(call, chip)
     assert took.spilled == 0, (took.registers, took.spilled)
     assert took.shared <= chips.CHIPS[chip].shared_memory
-    if chip.startswith("sm_"):
+    if chip.startswith("sm_") and fields:
         assert "ld.global.v4" in took.assembly
         assert "st.global.v4" in took.assembly
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
-from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing
+from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing, run_interpreted
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import target_device
@@ -29,10 +29,10 @@ def test_conformance(part):
     assert "skipped" not in assert_conforms(("state_space_v1",), PARTS[part])
 
 
-def launches(device, rows=8, size=16, dtype=jnp.bfloat16):
-    """What a scan and its gradients launch on a device."""
+def scan_record(rows=8, size=16, dtype=jnp.bfloat16):
+    """The shapes of a scan."""
     shape, tokens, channels = jax.ShapeDtypeStruct, 4096, 4096
-    record = SelectiveScan(
+    return SelectiveScan(
         x=shape((rows, tokens, channels), dtype),
         step=shape((rows, tokens, channels), dtype),
         decay=shape((channels, size), jnp.float32),
@@ -40,6 +40,11 @@ def launches(device, rows=8, size=16, dtype=jnp.bfloat16):
         read=shape((rows, tokens, size), dtype),
         skip=shape((channels,), jnp.float32),
     )
+
+
+def launches(device, rows=8, size=16, dtype=jnp.bfloat16):
+    """What a scan and its gradients launch on a device."""
+    record = scan_record(rows, size, dtype)
     wanted = frozenset({"x", "step", "decay", "write", "read", "skip"})
 
     def run(record):
@@ -70,3 +75,23 @@ def test_a_thread_holds_all_numbers_of_its_channels():
 def test_few_channels_are_walked_in_parts():
     kernels = [call.kernel.__name__ for call in launches(CHIPS["sm_90"], rows=1)]
     assert kernels == ["segment_ends_kernel", "scan_kernel", "segment_ends_kernel", "gradient_kernel"]
+
+
+def ahead_candidates(size):
+    """Forward candidates that load columns ahead."""
+    found = config.candidates(scan_record(size=size), CHIPS["sm_90"], "forward")
+    return [tiles for tiles in found if tiles.columns_ahead]
+
+
+def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
+    tried = ahead_candidates(16)
+    assert len(tried) == 3
+    for tiles in tried:
+        with target_device(CHIPS["sm_90"]), launch.collected() as calls:
+            jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], scan_record())
+        assert_fits_and_spills_nothing(calls, "sm_90")
+        assert ahead.compile_for(calls[0], "sm_90").shared == 0
+
+
+def test_candidates_that_load_ahead_are_right():
+    assert run_interpreted("scan_process.py").count("right") == 4

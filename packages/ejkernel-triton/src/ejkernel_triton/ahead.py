@@ -85,7 +85,7 @@ def compile_for(call: Launch, chip: str) -> Resources:
 def mixed_lanes(ptx: str) -> list[str]:
     """Instructions that put a product wider than 32 bits into the low half of a pair of 32-bit numbers.
 
-    Triton 3.6 compiles some kernels so, wrongly: LLVM joins `x << 28`, whose result nobody reads, and `y << 1` into one
+    Triton 3.6 compiles some kernels so, wrongly: LLVM joins `x << 28`, whose result is unread, and `y << 1` into one
     shift of two lanes, both marked as not overflowing, and its NVPTX backend packs the lanes into 64 bits. It widens
     the unread lane by `mul.wide.u32 x, 2 ** 28`, so the bits that should have fallen off end up in y's lane:
 

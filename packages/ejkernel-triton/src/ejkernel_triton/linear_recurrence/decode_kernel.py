@@ -87,7 +87,8 @@ def update_state(state, k, v, g, w, b, restart, spec: tl.constexpr):
 @triton.jit
 def zero_outputs(output, first, end, step, columns, spec: tl.constexpr):
     """Writes 0 to the outputs of every step-th token of no sequence."""
-    zeros = tl.zeros([spec.BLOCK_V], tl.float32).to(output.dtype.element_ty)
+    BLOCK_V: tl.constexpr = spec.BLOCK_V
+    zeros = tl.zeros([BLOCK_V], tl.float32).to(output.dtype.element_ty)
     for token in tl.range(first, end, step):
         tl.store(output + token * (spec.H * spec.V) + columns, zeros, mask=columns < spec.V)
 
@@ -114,6 +115,8 @@ def decode_kernel(
 
     `final` may be the memory of `initial`: a program reads its tile before it writes it, and no other has that tile.
     """
+    BLOCK_K: tl.constexpr = spec.BLOCK_K
+    BLOCK_V: tl.constexpr = spec.BLOCK_V
     program = tl.program_id(0)
     tile = program % spec.TILES
     head = program // spec.TILES % spec.H
@@ -130,7 +133,7 @@ def decode_kernel(
             tl.float32
         )
     else:
-        state = tl.zeros([spec.BLOCK_K, spec.BLOCK_V], tl.float32)
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     query = at_batch(query, row, per.QUERY, spec.T * spec.HQ * spec.K) + head // (spec.H // spec.HQ) * spec.K
     key = at_batch(key, row, per.KEY, spec.T * spec.HK * spec.K) + head // (spec.H // spec.HK) * spec.K
     value = at_batch(value, row, per.VALUE, spec.T * spec.HV * spec.V) + head // (spec.H // spec.HV) * spec.V

@@ -12,7 +12,7 @@ from ejkernel.planning import packing
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
-from ejkernel_triton.linear_recurrence.config import LEAST, ChunkPasses, DeltaPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses, DeltaPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
@@ -167,7 +167,7 @@ def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
     warp stores last wins. With 32 tokens no such instruction is in the code.
     """
     by_channel = record.decay is not None and record.decay.shape[3] > 1
-    return max(2 * LEAST, chunk) if by_channel and not interpreting() else chunk
+    return max(2 * MIN_TILE, chunk) if by_channel and not interpreting() else chunk
 
 
 def _call(

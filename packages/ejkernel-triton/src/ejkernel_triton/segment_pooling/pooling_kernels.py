@@ -56,8 +56,10 @@ def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
 @triton.jit
 def sum_rows(values, first, end, channels, spec: tl.constexpr):
     """[BLOCK_C] float32, the sum of tokens from `first` up to `end`."""
-    rows = tl.arange(0, spec.BLOCK_T)
-    acc = tl.zeros([spec.BLOCK_T, spec.BLOCK_C], tl.float32)
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    BLOCK_C: tl.constexpr = spec.BLOCK_C
+    rows = tl.arange(0, BLOCK_T)
+    acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for token in tl.range(first, end, spec.BLOCK_T):
         # 64 bits for where the rows begin, 32 for where an element is in them.
         start = values + tl.cast(token, tl.int64) * spec.C
@@ -116,8 +118,10 @@ def combine_kernel(sums, lengths, ranges, so_far, output, spec: tl.constexpr, pe
     begins, ends = first // spec.SPAN, (end - 1) // spec.SPAN
     crosses = (end > first) & (ends > begins)
     sums = at_batch(sums, row, per.SUMS, spec.BLOCKS * 2 * spec.C)
-    blocks = tl.arange(0, spec.AT_ONCE)
-    acc = tl.zeros([spec.AT_ONCE, spec.WIDE], tl.float32)
+    AT_ONCE: tl.constexpr = spec.AT_ONCE
+    WIDE: tl.constexpr = spec.WIDE
+    blocks = tl.arange(0, AT_ONCE)
+    acc = tl.zeros([AT_ONCE, WIDE], tl.float32)
     for block in tl.range(begins, tl.where(crosses, ends + 1, begins), spec.AT_ONCE):
         part = 2 * (block + blocks) + tl.where(block + blocks == begins, 1, 0)
         mask = (block + blocks <= ends)[:, None] & (channels < spec.C)[None, :]

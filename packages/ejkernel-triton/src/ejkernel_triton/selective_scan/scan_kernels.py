@@ -38,6 +38,94 @@ from ejkernel_triton.selective_scan.tile import (
 
 
 @triton.jit
+def store_boundary(states, token, channels, state, spec: tl.constexpr):
+    """Stores the states before a token that begins an interval."""
+    if token % spec.INTERVAL == 0:
+        store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
+
+
+@triton.jit
+def scan_token(state, x, dt, rates, columns, skip_weights):
+    """The states behind a token, and its output."""
+    b, c = columns
+    now, dt = x.to(tl.float32), dt.to(tl.float32)
+    state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
+    return state, tl.sum(state * c[:, None], 0) + skip_weights * now
+
+
+@triton.jit
+def scan_segment(
+    x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
+):
+    """Scans the tokens of a segment, and returns the states behind it. B and C are loaded two tokens ahead."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
+    for token in tl.range(first_token, end, BLOCK_T):
+        store_boundary(states, token, channels, state, spec)
+        # Prefetch: the next block's tokens are loaded while this one's are computed. They are carried through the loop,
+        # since the compiler sinks a load to the use of its value. For columns, barriers prevent that only in part.
+        next_xs, next_steps = (
+            load_tokens(x, token + BLOCK_T, channels, spec),
+            load_tokens(step, token + BLOCK_T, channels, spec),
+        )
+        columns = (load_columns(write, read, token, spec), load_columns(write, read, token + 1, spec))
+        tl.debug_barrier()
+        outputs = ()
+        for i in tl.static_range(BLOCK_T):
+            if i + 2 < BLOCK_T:
+                columns += (load_columns(write, read, token + i + 2, spec),)
+                tl.debug_barrier()
+            state, y = scan_token(state, xs[i], steps[i], rates, columns[i], skip_weights)
+            outputs += (y,)
+        store_tokens(output, token, channels, outputs, False, spec)
+        xs, steps = next_xs, next_steps
+    return state
+
+
+@triton.jit
+def scan_prefetched(
+    x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
+):
+    """`scan_segment` with B and C loaded AHEAD tokens before their use, and carried through the loop.
+
+    A token's columns are loaded into the registers of those that were used last; with AHEAD = 2:
+
+        token      t          t+1        t+2        t+3     ...
+        use        slot 0     slot 1     slot 0     slot 1
+        load            slot 0     slot 1     slot 0     slot 1
+
+    So a load has the arithmetic of AHEAD tokens before its use, where the compiler may not move it to.
+    """
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    AHEAD: tl.constexpr = spec.COLUMNS_AHEAD
+    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
+    columns = ()
+    for i in tl.static_range(AHEAD):
+        columns += (load_columns(write, read, first_token + i, spec),)
+    for token in tl.range(first_token, end, BLOCK_T):
+        store_boundary(states, token, channels, state, spec)
+        next_token = token + BLOCK_T
+        next_xs, next_steps = load_tokens(x, next_token, channels, spec), load_tokens(step, next_token, channels, spec)
+        # Behind the last block, columns of this one are loaded once more: the loads may have no mask.
+        next_block = tl.where(next_token < end, next_token, token)
+        slots, outputs = columns, ()
+        for i in tl.static_range(BLOCK_T):
+            state, y = scan_token(state, xs[i], steps[i], rates, slots[i], skip_weights)
+            outputs += (y,)
+            if i + AHEAD < BLOCK_T:
+                slots += (load_columns(write, read, token + (i + AHEAD), spec),)
+            else:
+                slots += (load_columns(write, read, next_block + (i + AHEAD - BLOCK_T), spec),)
+            tl.debug_barrier()  # keeps the loads of a token from sinking to their use
+        store_tokens(output, token, channels, outputs, False, spec)
+        carried = ()
+        for i in tl.static_range(AHEAD):
+            carried += (slots[BLOCK_T + i],)
+        xs, steps, columns = next_xs, next_steps, carried
+    return state
+
+
+@triton.jit
 def scan_kernel(
     x,
     step,
@@ -57,7 +145,6 @@ def scan_kernel(
 
     `starts` [B, SPLITS, N, E] are the states before every segment, if GIVEN.
     """
-    BLOCK_T: tl.constexpr = spec.BLOCK_T
     row, part, tile = program_of(tl.program_id(0), spec)
     channels = channels_of(tile, spec)
     x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
@@ -71,29 +158,14 @@ def scan_kernel(
     state = starting_state(starts, part, channels, GIVEN, spec)
     first_token = part * (spec.PART * spec.INTERVAL)
     end = tl.minimum(first_token + spec.PART * spec.INTERVAL, spec.T)
-    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
-    for token in tl.range(first_token, end, BLOCK_T):
-        if token % spec.INTERVAL == 0:
-            store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
-        # Prefetch: the next block's tokens are loaded while this one's are computed. They are carried through the loop,
-        # since the compiler sinks a load to the use of its value. For columns, barriers prevent that only in part.
-        next_xs, next_steps = (
-            load_tokens(x, token + BLOCK_T, channels, spec),
-            load_tokens(step, token + BLOCK_T, channels, spec),
+    if spec.COLUMNS_AHEAD:
+        state = scan_prefetched(
+            x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
         )
-        columns = (load_columns(write, read, token, spec), load_columns(write, read, token + 1, spec))
-        tl.debug_barrier()
-        outputs = ()
-        for i in tl.static_range(BLOCK_T):
-            if i + 2 < BLOCK_T:
-                columns += (load_columns(write, read, token + i + 2, spec),)
-                tl.debug_barrier()
-            b, c = columns[i]
-            now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-            state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
-            outputs += (tl.sum(state * c[:, None], 0) + skip_weights * now,)
-        store_tokens(output, token, channels, outputs, False, spec)
-        xs, steps = next_xs, next_steps
+    else:
+        state = scan_segment(
+            x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
+        )
     if part == spec.SPLITS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)
 
