@@ -22,7 +22,7 @@ class ScanSpec:
         PART: Intervals of a segment.
         BLOCK_T: Tokens that are loaded, computed and stored together.
         PREFETCH: Whether the backward scan loads a block's tokens while it computes the block before.
-        COLUMNS_AHEAD: Tokens between the load of B and C and their use in the forward scan; 0 is not set.
+        PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan; 0 is not set.
     """
 
     T: int
@@ -37,7 +37,7 @@ class ScanSpec:
     PART: int
     BLOCK_T: int
     PREFETCH: bool
-    COLUMNS_AHEAD: int
+    PREFETCHED_COLUMNS: int
 
 
 def make_spec(
@@ -47,7 +47,7 @@ def make_spec(
     splits: int,
     *,
     prefetch: bool = True,
-    columns_ahead: int = 0,
+    prefetched_columns: int = 0,
 ) -> ScanSpec:
     """The constants of a record's kernels.
 
@@ -57,7 +57,7 @@ def make_spec(
         block_t: Tokens of a block, a divisor of `INTERVAL`.
         splits: Segments of the sequence that are wanted; a segment has whole intervals, so there may be fewer.
         prefetch: Whether the backward scan loads a block's tokens while it computes the block before.
-        columns_ahead: Tokens between the load of B and C and their use in the forward scan, at most `block_t`.
+        prefetched_columns: Tokens between the load of B and C and their use in the forward scan, at most `block_t`.
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
     chunks = -(-tokens // INTERVAL)
@@ -75,5 +75,5 @@ def make_spec(
         PART=part,
         BLOCK_T=block_t,
         PREFETCH=prefetch,
-        COLUMNS_AHEAD=columns_ahead,
+        PREFETCHED_COLUMNS=prefetched_columns,
     )
