@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 from ejkernel.modules import (
     flash_attention,
     grouped_matmul,
+    mla_decode,
+    multi_latent_ragged_page_attention,
     quantized_matmul,
     ragged_page_attention_v2,
     ring_attention,
@@ -127,3 +129,32 @@ def quantised(m: int, mode: str | None = "affine", bits: int | None = None, tran
 
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in weights)
     return Workload(function=function, args=(x, *weights), flops=flops, bytes=rest + size)
+
+
+def latent_pages(queries: int, heads: int, sequences: int = 16) -> Workload:
+    """Latent attention over pages: sequences with 2048 tokens of 512 + 64 in the cache, of which `queries` are new."""
+    length, page, tokens = 2048, 64, sequences * queries
+    entries = length // page
+
+    def function(*args: Any) -> Any:
+        return multi_latent_ragged_page_attention(*args, platform="pallas")
+
+    table = np.random.default_rng(0).permutation(sequences * entries).astype(np.int32)
+    shapes = ((tokens, heads, 512), (tokens, heads, 64), (tokens, 512), (tokens, 64), (len(table), page // 2, 2, 640))
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
+    lengths, starts = np.full(sequences, length, np.int32), (np.arange(sequences + 1) * queries).astype(np.int32)
+    args = (*arrays, lengths, table, starts, np.array([0, 0, sequences], np.int32))
+    pairs, size = tokens * (length - (queries - 1) / 2), 2 * (sequences * length * 640 + tokens * heads * (576 + 512))
+    return Workload(function=function, args=args, flops=2 * pairs * heads * (576 + 512), bytes=size)
+
+
+def latent_dense(heads: int) -> Workload:
+    """Latent decoding over a dense cache: 16 sequences with 2048 tokens of 512 + 64."""
+
+    def function(query: Any, cache: Any, *rest: Any) -> Any:
+        return mla_decode(query, cache, None, *rest, platform="pallas")
+
+    shapes = ((16, heads, 192), (16, 2048, 576), (512, heads, 128), (512, heads, 128))
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
+    flops, size = 2 * 16 * 2048 * heads * (576 + 512), 2 * 16 * 2048 * 576
+    return Workload(function=function, args=(*arrays, np.full(16, 2048, np.int32)), flops=flops, bytes=size)

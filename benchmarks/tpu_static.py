@@ -80,6 +80,13 @@ def quantised() -> Iterable[Case]:
             yield case(f"quantised matmul, {m} rows, {kind}, ejkernel", "quantised", OURS, m=m, **options)
 
 
+LATENT = (
+    case("latent decode, pages, 16 heads, ejkernel", "latent_pages", OURS, queries=1, heads=16),
+    case("latent decode, pages, 128 heads, ejkernel", "latent_pages", OURS, queries=1, heads=128),
+    case("latent decode, dense, 16 heads, ejkernel", "latent_dense", OURS, heads=16),
+    case("latent decode, dense, 128 heads, ejkernel", "latent_dense", OURS, heads=128),
+    case("latent prefill of 256, 128 heads, ejkernel", "latent_pages", OURS, queries=256, heads=128, sequences=2),
+)
 GROUPED = tuple(grouped())
 QUANTISED = tuple(quantised())
 RINGS = tuple(
@@ -107,6 +114,7 @@ ALL = (
     case("paged decode, JAX ragged, 64 pages a block", "ragged_pages", queries=1),
     case("paged prefill of 512, ejkernel", "pages", OURS, queries=512),
     case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
+    *LATENT,
     *GROUPED,
     *QUANTISED,
     *RINGS,

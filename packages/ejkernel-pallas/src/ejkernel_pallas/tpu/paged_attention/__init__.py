@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
@@ -14,6 +16,7 @@ from ejkernel_pallas.tpu.paged_attention import limits, tiles
 HANDLES = frozenset(
     {
         "causal",
+        "latent",
         "compute_dtype",
         "logits_soft_cap",
         "new_keys",
@@ -30,6 +33,8 @@ OPS = frozenset(
     {
         "chunked_prefill_paged_decode",
         "decode_attention",
+        "multi_latent_ragged_page_attention",
+        "multi_latent_ragged_page_attention_v2",
         "page_attention",
         "prefill_page_attention",
         "ragged_page_attention_v2",
@@ -37,7 +42,7 @@ OPS = frozenset(
         "unified_attention",
     }
 )
-"""The operations over pages of keys and values; others have no pages, or latents in them."""
+"""The operations over pages; others have none."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -45,8 +50,33 @@ def _reasons(record: Any) -> Iterable[str]:
     return limits.reasons(record)
 
 
+LATENT_HANDLES = frozenset(
+    {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
+)
+"""Optional fields that the records of `mla_decode` can have."""
+
+
+def _latent_reasons(record: Any) -> Iterable[str]:
+    # Imported with the first call: listing implementations imports nothing of Pallas.
+    from ejkernel_pallas.tpu.paged_attention import latent_decode
+
+    return latent_decode.reasons(record)
+
+
+def _latent_heuristic(record: Any, device: DeviceInfo, direction: Direction) -> tiles.TpuPaged:
+    from ejkernel_pallas.tpu.paged_attention import latent_decode
+
+    return latent_decode.heuristic(record, device, direction)
+
+
+def _latent_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[tiles.TpuPaged, ...]:
+    from ejkernel_pallas.tpu.paged_attention import latent_decode
+
+    return latent_decode.candidates(record, device, direction)
+
+
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """The family's, and one of the dense latent cache."""
     return (
         Implementation(
             family="paged_attention",
@@ -59,7 +89,7 @@ def implementations() -> tuple[Implementation, ...]:
                 devices=devices(),
                 modules=JAX,
                 dtypes=frozenset({"bfloat16", "float32"}),
-                head_dims=range(1, 257),
+                head_dims=range(1, 1025),
                 handles=HANDLES,
                 extra=_reasons,
             ),
@@ -71,5 +101,28 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             priority=10,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",
+        ),
+        Implementation(
+            family="tiled_attention",
+            only=frozenset({"mla_decode"}),
+            name="pallas_tpu_latent",
+            platform="pallas",
+            backend="tpu",
+            forward="ejkernel_pallas.tpu.paged_attention.latent_decode:forward",
+            requires=Requires(
+                devices=devices(),
+                modules=JAX,
+                dtypes=frozenset({"bfloat16", "float32"}),
+                head_dims=range(1, 1025),
+                handles=LATENT_HANDLES,
+                extra=_latent_reasons,
+            ),
+            config=ConfigSpace(
+                heuristic=_latent_heuristic,
+                candidates=_latent_candidates,
+                forward=tiles.TpuPaged,
+                faces=tiles.FACES,
+            ),
+            priority=20,
         ),
     )

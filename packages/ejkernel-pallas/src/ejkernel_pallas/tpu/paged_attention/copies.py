@@ -190,12 +190,20 @@ def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, car
         for buffer in refs.buffers:
             place = _page_place(block.slot, page, spec)
             x = buffer[place]
-            key = lax.broadcasted_iota(jnp.int32, x.shape, 1) + start
+            key = _slot_in_page(x.shape, spec) + start
             # Through float32: not all chips have a select for narrower types.
             x = jnp.where((key >= item.low) & (key < item.high), x.astype(jnp.float32), 0.0)
             buffer[place] = x.astype(buffer.dtype)
 
     return carry
+
+
+def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
+    """The slot of every number of a page in a buffer, int32."""
+    slot = lax.broadcasted_iota(jnp.int32, shape, 1)
+    if spec.cache.latent and not spec.cache.head_major:  # [groups, slots / packing, packing, 128]
+        return slot * spec.cache.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
+    return slot
 
 
 def _page_place(slot: Any, page: Any, spec: PagedSpec) -> tuple[Any, ...]:

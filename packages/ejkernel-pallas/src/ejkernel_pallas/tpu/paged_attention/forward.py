@@ -9,6 +9,7 @@ from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import operands
@@ -35,6 +36,8 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
     """
+    # Tokens share words in a latent cache. A copy cannot write half of one, so XLA writes them, in place.
+    record, written = paged_cache.write(record) if record.latent is not None else (record, ())
     spec = make_spec(record, chosen(config))
     work = find_work(record, spec)
     run = custom_batching.sequential_vmap(lambda record, work: tuple(_run(record, spec, work)))
@@ -42,7 +45,7 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     shape = None if record.value_pages is not None else record.key_pages.shape
     pages = [x if shape is None else x.reshape(shape) for x in pages]
     results = (operands.unpack_outputs(record, spec, work, output), operands.unpack_lse(record, spec, work, lse))
-    return (*results, *pages), None
+    return (*results, *pages, *written), None
 
 
 def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Array]:

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedSpec
 
 SLICE = 128
@@ -99,12 +100,24 @@ def load(
     else:
         heads = spec.kv_heads // head_groups(spec)
         units = range(heads // cache.heads_per_unit)
-        if cache.head_major:
+        if cache.latent and not cache.head_major:
+            found = [_latent_rows(buffer, at, spec, spec.value_dim if values else spec.head_dim)]
+        elif cache.head_major:
             found = [buffer[at.slot, head_group * heads + n, pl.ds(at.start, at.size), :] for n in units]
         else:
             found = [row for unit in units for row in _rows(buffer, head_group, unit, at, spec, values)]
     size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
     return [_widened(_rounded(x[:, :size], spec), dtype) for x in found]
+
+
+def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
+    """The first `size` numbers of latent rows: words of one lane hold following tokens, so nothing is extracted."""
+    pack, parts = spec.cache.packing, list[jax.Array]()
+    for group in range(-(-size // LANES)):
+        flat = _as_words(buffer.at[at.slot, group], spec)
+        words = flat.reshape(-1, LANES)[pl.ds(pl.multiple_of(divide(at.start, pack), TILE), at.size // pack), :]
+        parts.append(words if pack == 1 else pltpu.bitcast(words, buffer.dtype))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def _all_rows(

@@ -17,6 +17,8 @@ DENSE_ROWS = (1, 2, 4)
 """How many rows memory takes as they are, beside multiples of 8."""
 
 CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+MOST, MOST_LATENT = 256, 1024
+"""The largest head size, and that of latent vectors with their rotary part."""
 WORDS = 2**18 - 2**13
 """Words of scalar memory for tables and the work list: all of it, less what the kernel keeps there."""
 
@@ -27,6 +29,9 @@ BLOCK = 2**12
 def reasons(record: PagedAttention) -> Generator[str]:
     """Why a record cannot be served; nothing if it can."""
     pages = record.key_pages
+    most = MOST_LATENT if record.latent is not None else MOST
+    if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
+        yield f"head size {record.query.shape[-1]}, {paged_cache.value_size(record)} is more than {most}"
     if not (record.query.size and record.kv_lens.size and pages.size and paged_cache.capacity(record)):
         yield "an array is empty"
         return
@@ -59,6 +64,9 @@ def _pages(record: PagedAttention) -> Generator[str]:
     sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
     if math.lcm(slots, LANES) > BLOCK:
         yield f"key_pages: no block of at most {BLOCK} keys has whole pages of {slots} and whole lanes"
+    if letters == paged_cache.LATENT:
+        yield from _latent_pages(record)
+        return
     if letters in ("phsd", "hpsd"):
         wanted = 32 // dtype.itemsize
         if slots % wanted:
@@ -73,3 +81,12 @@ def _pages(record: PagedAttention) -> Generator[str]:
         return
     if (rows not in DENSE_ROWS and rows % 8) or rows % pack:
         yield f"key_pages: {rows} rows of {dtype.name} a token do not fill tiles of memory; wants 2, 4, or 8 times some"
+
+
+def _latent_pages(record: PagedAttention) -> Generator[str]:
+    slots, pages, (_, start) = paged_cache.page_size(record), record.key_pages, record.latent or (0, 0)
+    pack = paged_cache.packing(pages.dtype)
+    if slots % pack:
+        yield f"kv_cache: pages of {slots} slots of {pages.dtype.name}; wants a multiple of {pack}"
+    if pages.shape[-1] % LANES or start % LANES:
+        yield f"kv_cache: rows of {pages.shape[-1]}, rotary part from {start} on; wants multiples of {LANES}"

@@ -13,6 +13,11 @@ from ejkernel_pallas.tpu.paged_attention.work import WorkList
 def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
     """Queries as [Hk, rows, D], a token's query heads of a KV head one after another, sequences at whole copies."""
     query = as_computed(record.query, record).at[work.tokens].get(mode="fill", fill_value=0)
+    if record.latent is not None:  # the rotary part goes to where rows of the cache have it
+        size, start = record.latent
+        query = jnp.concatenate(
+            (jnp.pad(query[..., :size], ((0, 0), (0, 0), (0, start - size))), query[..., size:]), axis=-1
+        )
     query = jnp.pad(query, ((0, 0), (0, spec.heads - query.shape[1]), (0, spec.head_dim - query.shape[2])))
     query = query.astype(spec.operand).reshape(-1, spec.kv_heads, spec.group_size, spec.head_dim).swapaxes(0, 1)
     return query.reshape(spec.kv_heads, -1, spec.head_dim)
@@ -21,7 +26,8 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
 def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, output: jax.Array) -> jax.Array:
     """[T, H, Dv] of [Hk, rows, Dv]."""
     heads, size = record.query.shape[1], paged_cache.value_size(record)
-    tokens = output[:, :, spec.value_dim - size :].reshape(spec.kv_heads, -1, spec.group_size, size)
+    first = 0 if record.latent else spec.value_dim - size
+    tokens = output[:, :, first : first + size].reshape(spec.kv_heads, -1, spec.group_size, size)
     # Before heads are put next to each other: XLA takes three times as long to compile it the other way round.
     places = jnp.where(work.in_sequence, work.packed_index, tokens.shape[1])
     tokens = jnp.take(tokens, places, axis=1, mode="fill", fill_value=0)

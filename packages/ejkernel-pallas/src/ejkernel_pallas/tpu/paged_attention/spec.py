@@ -49,6 +49,7 @@ class Cache:
         packing: Numbers in a word; 1 where heads come first, whose rows are those of tokens.
         size: Numbers in a row.
         groups: Parts of 128 lanes that a row is copied in.
+        latent: Whether a token has one row, whose first numbers are its value too. Rows of a word are tokens then.
     """
 
     layout: str
@@ -58,6 +59,7 @@ class Cache:
     packing: int
     size: int
     groups: int
+    latent: bool = False
 
     @property
     def head_major(self) -> bool:
@@ -77,6 +79,8 @@ class Cache:
     @property
     def heads_per_unit(self) -> int:
         """KV heads that one row of words holds, or one pair of such rows."""
+        if self.latent:
+            return 1
         return max(1, self.packing // 2) if self.interleaved else self.packing
 
     @property
@@ -94,7 +98,8 @@ class Cache:
     def can_share_products(self) -> bool:
         """Whether several heads can share a product: word rows must be a power of two and not alternate K and V."""
         words = self.words // self.head_groups
-        return not (self.head_major or (self.interleaved and self.packing == 1)) and words & (words - 1) == 0
+        alone = self.head_major or self.latent or (self.interleaved and self.packing == 1)
+        return not alone and words & (words - 1) == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +193,7 @@ class PagedSpec:
 
         Slices need a block that is one step of products, of items that all have one token.
         """
-        copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
+        copies = self.pages * (1 if self.cache.combined or self.cache.latent else 2) * self.cache.groups
         once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache.head_groups == 1
         return -(-copies // self.copies_per_slice) if self.tokens == 1 and once and copies <= AT_ONCE else 0
 
@@ -210,6 +215,11 @@ def shares_products(record: PagedAttention) -> bool:
 def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     """The caches in the shapes in which callers keep them, so that nothing is copied: one, or keys and values."""
     pages = record.key_pages
+    if record.latent is not None:
+        if record.kv_layout != paged_cache.LATENT:
+            return (pages,)
+        pack = paged_cache.packing(pages.dtype)
+        return (pages.reshape(pages.shape[0], -1, pack, pages.shape[-1]),)
     if record.kv_layout != paged_cache.COMBINED:
         assert record.value_pages is not None  # as the layout says
         return pages, record.value_pages
@@ -236,8 +246,14 @@ def make_cache(record: PagedAttention) -> Cache:
     """Where the keys of a record are; meaningful where `reasons` has none."""
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
+    latent = record.latent is not None
     if letters in ("phsd", "hpsd"):
-        return Cache(layout=letters, lanes=False, slots=slots, words=1, packing=1, size=size, groups=1)
+        return Cache(layout=letters, lanes=False, slots=slots, words=1, packing=1, size=size, groups=1, latent=latent)
+    if latent:
+        groups = size // LANES
+        return Cache(
+            layout=letters, lanes=False, slots=slots, words=1, packing=pack, size=size, groups=groups, latent=True
+        )
     lanes = in_lanes(record)
     size = max(size, LANES) if lanes else size
     return Cache(
@@ -273,8 +289,8 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         group_size=group,
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
-        head_dim=cache.size if cache.lanes else record.query.shape[-1],
-        value_dim=cache.size if cache.lanes else paged_cache.value_size(record),
+        head_dim=cache.size if cache.lanes or cache.latent else record.query.shape[-1],
+        value_dim=cache.size if cache.lanes else record.latent[1] if record.latent else paged_cache.value_size(record),
         tokens=tokens,
         token_align=token_align,
         rows=rows,

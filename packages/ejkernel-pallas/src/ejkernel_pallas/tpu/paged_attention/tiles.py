@@ -26,7 +26,7 @@ class TpuPaged:
     parts: int = 1
 
 
-FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "seq_blocksize": "parts"}
+FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "block_k": "block_kv", "seq_blocksize": "parts"}
 """Public configuration field -> field of this."""
 
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.planning.quantized_formats import E2M1, NF4, Format
+from ejkernel.planning.quantized_formats import NF4, Format
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
@@ -27,10 +27,7 @@ class Factors(NamedTuple):
 
 def table(form: Format) -> jax.Array | None:
     """The numbers of codes that are places in a table, float32 [1, 128]."""
-    if form.mode == "affine" or form.bits == 8:
-        return None
-    values = NF4 if form.mode == "nf4" else (*E2M1, *(-x for x in E2M1))
-    return jnp.tile(jnp.asarray(values, jnp.float32), LANES // len(values))[None]
+    return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if form.mode == "nf4" else None
 
 
 def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
@@ -85,5 +82,5 @@ def numbers(words: jax.Array, n: int, factors: Factors, places: jax.Array | None
     elif places is not None:
         value = jnp.take_along_axis(places, code, axis=1, mode="promise_in_bounds")
     else:
-        value = small_float(code, 4, 3)
+        value = small_float(code, *((4, 3) if bits == 8 else (2, 1)))
     return (value * factors.scales).astype(spec.operand)

@@ -1,0 +1,74 @@
+"""Latent caches in the paged-attention kernel, in pages and dense: its numbers, interpreted, and races."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_tpu_paged_attention import QUICKLY
+from test_tpu_races import found
+from tpu_paged_records import case, lowered
+from tpu_records import close, interpreted, simulated
+
+from ejkernel.families import paged_attention, tiled_attention
+from ejkernel.modules.operations.cases import paged_latent
+from ejkernel.modules.operations.cases.paged_inputs import Sizes
+from ejkernel_pallas.tpu.paged_attention import latent_decode, limits
+from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged
+
+PAGED = "multi_latent_ragged_page_attention"
+TILES, SINGLE = TpuPaged(block_q=8, block_kv=128), TpuPaged(block_q=1, block_kv=128)
+DECODING = Sizes(lens=(140, 9), q_lens=(1, 1), rows=2, h=4, s=16, v=60, d=17, dtype=jnp.bfloat16)
+
+
+def attend(record, params):
+    with interpreted():
+        return jax.jit(lambda record: forward(record, params)[0], compiler_options=QUICKLY)(record)
+
+
+def check(record, params):
+    for x, wanted in zip(attend(record, params), paged_attention.reference(record)[0], strict=True):
+        assert (x.dtype, x.shape) == (wanted.dtype, wanted.shape)
+        close(x, wanted, record.query.dtype)
+
+
+def test_prefill_and_decode_with_a_cache_of_8_bits():
+    check(case(PAGED + "_v2", "int8, everything, lse"), TILES)
+
+
+def test_decoding_over_pages_whose_other_rows_are_nan():
+    """Words have two tokens each: the first of a word is the last of a sequence, and so is the second."""
+    record = lowered(PAGED, paged_latent.inputs, DECODING)
+    used = jnp.zeros(record.key_pages.shape[:2], bool)
+    place = jnp.arange(140)
+    used = used.at[record.block_tables[0, place // 16], place % 16].set(True)
+    used = used.at[record.block_tables[1, 0], :9].set(True)
+    broken = dataclasses.replace(record, key_pages=jnp.where(used[..., None], record.key_pages, jnp.nan))
+    wanted = paged_attention.reference(record)[0]
+    for x, y in zip(attend(broken, SINGLE)[:2], wanted[:2], strict=True):
+        close(x, y, record.query.dtype)
+
+
+def dense():
+    return case("mla_decode", "one cache, window, cap, sinks, lse")
+
+
+def test_a_dense_cache_and_no_race():
+    record = dense()
+    with simulated():
+        output, residuals = jax.block_until_ready(jax.jit(lambda x: latent_decode.forward(x, SINGLE))(record))
+    assert not found()
+    wanted, kept = tiled_attention.reference(record)
+    close(output, wanted, record.query.dtype)
+    close(residuals.lse, kept.lse, record.query.dtype)
+
+
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"key_pages": jax.ShapeDtypeStruct((4, 7, 256), jnp.bfloat16)}, "pages of 7 slots of bfloat16; wants"),
+    ({"key_pages": jax.ShapeDtypeStruct((4, 8, 200), jnp.bfloat16)}, "rows of 200, rotary part from 128 on"),
+    ({"latent": (1100, 1152)}, "is more than 1024"),
+])  # fmt: skip
+def test_caches_that_the_kernel_does_not_read(fields, sentence):
+    record = dataclasses.replace(case(PAGED, "window and soft cap, bfloat16"), **fields)
+    assert sentence in " ".join(limits.reasons(record))
