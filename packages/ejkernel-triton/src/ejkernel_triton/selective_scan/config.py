@@ -19,7 +19,7 @@ class ScanForward:
         block_t: Tokens that are loaded together, a divisor of the interval.
         splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
         num_warps: Warps a program.
-        prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; each takes two registers
+        prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; each takes 2 registers
             an element of a state. 0 leaves the distance to the compiler.
     """
 
