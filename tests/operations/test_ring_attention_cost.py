@@ -15,7 +15,7 @@ from ejkernel.families.ring_attention import RingAttention
 from ejkernel.modules import ring_attention
 from ejkernel.planning.ring_schedule import load_of, local_part, ring_of, step_record
 from ejkernel_xla.tiled_attention.blocks import make_plan
-from ejkernel_xla.tiled_attention.visits import find_visits
+from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
 
 LENGTH = 16384
 
@@ -139,8 +139,8 @@ def visited_tiles(size, length, block, **options):
         totals = []
         for hop in range(around.before + 1):
             met = step_record(local, around, (me - hop) % size, load_of(local))
-            visits = find_visits(met, make_plan(met, block, block))
-            totals.append(jnp.sum(visits.last - visits.first))
+            key_tiles = find_key_tiles(met, make_plan(met, block, block))
+            totals.append(jnp.sum(key_tiles.last - key_tiles.first))
         return jnp.stack(totals)[None]
 
     mapped = jax.shard_map(count, mesh=ring(size), in_specs=P(None, "sp"), out_specs=P("sp"), check_vma=False)

@@ -1,4 +1,4 @@
-"""Forward scans that load B and C ahead give the reference's numbers; interpreted, run by `test_selective_scan.py`."""
+"""Scans that load ahead give the reference's numbers and gradients; interpreted, run by `test_selective_scan.py`."""
 
 import dataclasses
 
@@ -9,7 +9,9 @@ import numpy as np
 from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_triton.selective_scan import config
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton.selective_scan import GRADIENTS, config
+from ejkernel_triton.selective_scan.backward import backward
 from ejkernel_triton.selective_scan.forward import forward
 
 DEVICE = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
@@ -40,3 +42,14 @@ for size in (4, 5):
         for x, y in zip(made, wanted, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
         print(size, tiles, "right")
+
+scan = record(4)
+(output, residuals), pull = jax.vjp(selective_scan.reference, scan)
+cotangent = (jnp.cos(output[0]), jnp.sin(output[1]))
+(wanted,) = pull((cotangent, jax.tree.map(jnp.zeros_like, residuals)))
+saved = Pullback(record=scan, residuals=residuals, output=output, cotangent=cotangent, wanted=GRADIENTS)
+for tiles in config.candidates(scan, DEVICE, "backward"):
+    if tiles.prefetch_states:
+        for name, made in backward(saved, tiles).items():
+            np.testing.assert_allclose(made, getattr(wanted, name), rtol=1e-3, atol=1e-3)
+        print(tiles, "gradients right")

@@ -42,15 +42,15 @@ def scan_record(rows=8, size=16, dtype=jnp.bfloat16):
     )
 
 
-def launches(device, rows=8, size=16, dtype=jnp.bfloat16):
-    """What a scan and its gradients launch on a device."""
+def launches(device, rows=8, size=16, dtype=jnp.bfloat16, tiles=None):
+    """What a scan and its gradients launch on a device; `tiles` are those of the backward scan."""
     record = scan_record(rows, size, dtype)
     wanted = frozenset({"x", "step", "decay", "write", "read", "skip"})
 
     def run(record):
         output, residuals = forward(record, config.heuristic(record, device, "forward"))
         saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
-        return backward(saved, config.heuristic(record, device, "backward"))
+        return backward(saved, tiles or config.heuristic(record, device, "backward"))
 
     with target_device(device), launch.collected() as calls:
         jax.eval_shape(run, record)
@@ -91,7 +91,12 @@ def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], scan_record())
         assert_fits_and_spills_nothing(calls, "sm_90")
         assert ahead.compile_for(calls[0], "sm_90").shared == 0
+    (tiles,) = (x for x in config.candidates(scan_record(), CHIPS["sm_90"], "backward") if x.prefetch_states)
+    calls = launches(CHIPS["sm_90"], tiles=tiles)
+    assert_fits_and_spills_nothing(calls, "sm_90")
 
 
 def test_candidates_that_load_ahead_are_right():
-    assert run_interpreted("scan_process.py").count("right") == 4
+    said = run_interpreted("scan_process.py").splitlines()
+    assert sum(line.endswith("right") for line in said) == 5
+    assert sum(line.endswith("gradients right") for line in said) == 1

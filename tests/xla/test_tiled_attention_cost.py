@@ -14,8 +14,8 @@ from tiled_attention_cases import attend
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS, make_plan
+from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax, candidates, heuristic
-from ejkernel_xla.tiled_attention.visits import find_visits
 
 CPU = SimpleNamespace(platform="cpu")
 
@@ -71,8 +71,8 @@ def test_bias_gradient_is_never_larger_than_the_bias(broadcast):
 def visited(record: TiledAttention, block: int = 512) -> float:
     """Part of all tile pairs that is visited."""
     plan = make_plan(record, block, block)
-    visits = find_visits(record, plan)
-    tiles = np.asarray(visits.last - visits.first)
+    key_tiles = find_key_tiles(record, plan)
+    tiles = np.asarray(key_tiles.last - key_tiles.first)
     return float(tiles.sum() / (tiles.shape[0] * plan.queries.tiles * plan.keys.tiles))
 
 
@@ -92,10 +92,10 @@ def test_masked_tiles_are_not_visited(options, limit):
 
 def test_tiles_are_masked_only_at_the_edges():
     record = abstract(8192, causal=True)
-    visits = find_visits(record, make_plan(record, 512, 512))
-    masked = (visits.last - visits.first) - (visits.full_end - visits.full_start)
+    key_tiles = find_key_tiles(record, make_plan(record, 512, 512))
+    masked = (key_tiles.last - key_tiles.first) - (key_tiles.full_end - key_tiles.full_start)
     assert masked.sum() == 16  # the diagonal
-    assert not find_visits(abstract(8192), make_plan(abstract(8192), 512, 512)).any_masked
+    assert not find_key_tiles(abstract(8192), make_plan(abstract(8192), 512, 512)).any_partial
 
 
 def test_packed_segments_cost_the_sum_of_their_squares():
@@ -113,9 +113,9 @@ def test_rows_with_their_own_segments_skip_on_their_own():
     record = TiledAttention(
         query=query, key=query, value=query, softmax_scale=1.0, q_segment_ids=ids, kv_segment_ids=ids
     )
-    visits = find_visits(record, make_plan(record, 64, 64))
-    np.testing.assert_array_equal(visits.last - visits.first, [[1] * 4, [4] * 4])
-    np.testing.assert_array_equal(visits.full_end - visits.full_start, [[1] * 4, [4] * 4])
+    key_tiles = find_key_tiles(record, make_plan(record, 64, 64))
+    np.testing.assert_array_equal(key_tiles.last - key_tiles.first, [[1] * 4, [4] * 4])
+    np.testing.assert_array_equal(key_tiles.full_end - key_tiles.full_start, [[1] * 4, [4] * 4])
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (32, 1), (64, 8)])

@@ -20,7 +20,7 @@ from ejkernel.types.sparse_masks import (
 )
 from ejkernel_xla.tiled_attention import patterns
 from ejkernel_xla.tiled_attention.blocks import make_plan
-from ejkernel_xla.tiled_attention.visits import find_visits
+from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
 
 LENGTH, BLOCK = 128, 16
 SHAPE = (LENGTH, LENGTH)
@@ -42,9 +42,9 @@ def dense(pattern):
     return np.stack([np.asarray(pattern.of_head(h).allowed(0, 0, pattern.shape)) for h in heads])
 
 
-def counts(visits):
+def counts(key_tiles):
     """Tiles that are visited, and those of them without masking."""
-    return int(np.asarray(visits.count).sum()), int(np.asarray(visits.full).sum())
+    return int(np.asarray(key_tiles.count).sum()), int(np.asarray(key_tiles.full).sum())
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -53,19 +53,19 @@ def test_exactly_the_tiles_with_a_pair_are_visited_and_full_ones_not_masked(name
     pattern = PATTERNS[name]
     record = abstract(LENGTH, 4, 2 if pattern.heads else 4, pattern=pattern, causal=causal)
     plan = make_plan(record, BLOCK, BLOCK)
-    visits = find_visits(record, plan)
+    key_tiles = find_key_tiles(record, plan)
     # Query heads of a KV head share their tiles.
     whole = dense(pattern).reshape(-1, plan.group if pattern.heads else 1, 8, BLOCK, 8, BLOCK)
     below = np.tril(np.ones(SHAPE, bool)) if causal else np.ones(SHAPE, bool)
     below = below.reshape(8, BLOCK, 8, BLOCK)
     some = whole.any(axis=(1, 3, 5)) & below.any(axis=(1, 3))
     every = whole.all(axis=(1, 3, 5)) & below.all(axis=(1, 3))
-    assert visits.listed.shape[1] == whole.shape[0]
-    assert counts(visits) == (some.sum(), every.sum())
+    assert key_tiles.listed.shape[1] == whole.shape[0]
+    assert counts(key_tiles) == (some.sum(), every.sum())
     for head, row in np.ndindex(some.shape[:2]):
-        listed = visits.listed[0, head, row, : visits.count[0, head, row]]
+        listed = key_tiles.listed[0, head, row, : key_tiles.count[0, head, row]]
         assert set(listed.tolist()) == set(np.flatnonzero(some[head, row]).tolist())
-    assert visits.listed.shape[-1] == max(1, some.sum(axis=-1).max())
+    assert key_tiles.listed.shape[-1] == max(1, some.sum(axis=-1).max())
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -114,10 +114,10 @@ def test_shards_look_up_their_own_part(name, letters):
             shard = FAMILY.localise(cut, {letter: offsets[letter] for letter in letters})
             got, _, _ = tiled(shard, cotangent_of(shard), blocks=(BLOCK, BLOCK), wanted=frozenset())
             np.testing.assert_allclose(got, whole[:, rows, heads], rtol=2e-5, atol=2e-6)
-            parts += counts(find_visits(shard, make_plan(shard, BLOCK, BLOCK)))[0]
+            parts += counts(find_key_tiles(shard, make_plan(shard, BLOCK, BLOCK)))[0]
     # What the shards visit is what the whole visits; where all heads are alike, each shard of heads does.
     times = 2 if "h" in letters and pattern.heads is None else 1
-    assert parts == times * counts(find_visits(record, make_plan(record, BLOCK, BLOCK)))[0]
+    assert parts == times * counts(find_key_tiles(record, make_plan(record, BLOCK, BLOCK)))[0]
 
 
 def test_parts_that_no_even_split_makes_are_right_without_skipping():
@@ -131,7 +131,7 @@ def test_tables_are_made_once_for_a_pattern_and_a_cutting():
     patterns.tile_tables.cache_clear()
     for _ in range(3):
         record = abstract(LENGTH, pattern=LocalMask(SHAPE, (20, 3)) | FullMask(SHAPE))
-        find_visits(record, make_plan(record, BLOCK, BLOCK))
+        find_key_tiles(record, make_plan(record, BLOCK, BLOCK))
     assert (patterns.tile_tables.cache_info().misses, patterns.tile_tables.cache_info().hits) == (1, 2)
 
 
@@ -143,7 +143,7 @@ def test_work_and_memory_of_a_window_are_linear(by_head):
 
     def visited(length):
         record = abstract(length, 4, 4, pattern=window(length))
-        return counts(find_visits(record, make_plan(record, 512, 512)))[0]
+        return counts(find_key_tiles(record, make_plan(record, 512, 512)))[0]
 
     def temporary(length):
         record = abstract(length, 4, 4, pattern=window(length))

@@ -24,7 +24,14 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     record: SelectiveScan = pullback.record
-    spec = make_spec(record, config.block_e, config.block_t, config.splits, prefetch=config.prefetch)
+    spec = make_spec(
+        record,
+        config.block_e,
+        config.block_t,
+        config.splits,
+        prefetch=config.prefetch,
+        prefetch_states=config.prefetch_states,
+    )
     outputs, final = pullback.cotangent
     operands = scan_operands(record)
     behind = jnp.swapaxes(final, 1, 2).astype(jnp.float32)

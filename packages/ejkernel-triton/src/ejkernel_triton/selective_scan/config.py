@@ -39,12 +39,14 @@ class ScanBackward:
         block_t: Tokens whose states stay in registers.
         splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
         prefetch: Whether a block's tokens are loaded during the computation of the block before; it takes registers.
+        prefetch_states: Whether the states before a block are, out of the program's scratch.
     """
 
     block_e: int
     block_t: int
     splits: int
     prefetch: bool
+    prefetch_states: bool
 
 
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
@@ -62,7 +64,9 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     if direction == "backward":
         # A thread has 255 registers, and five tiles of states beside those it holds for a block.
         block_t = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
-        return ScanBackward(block_e=block_e, block_t=block_t, splits=splits, prefetch=interpreting())
+        return ScanBackward(
+            block_e=block_e, block_t=block_t, splits=splits, prefetch=interpreting(), prefetch_states=False
+        )
     block_t = 4 if interpreting() or size > 16 else 16
     return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, columns_ahead=0)
 
@@ -81,6 +85,8 @@ def candidates(
     found += [dataclasses.replace(first, block_e=e, block_t=t) for e, t in shapes]
     if isinstance(first, ScanForward):
         found += _prefetched(first, record.decay.shape[1])
+    else:
+        found.append(dataclasses.replace(first, block_t=min(2, first.block_t), prefetch=True, prefetch_states=True))
     return tuple(dict.fromkeys(found))
 
 

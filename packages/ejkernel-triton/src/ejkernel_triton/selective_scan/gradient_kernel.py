@@ -221,11 +221,14 @@ def gradient_kernel(
         recompute_states(x, step, rates, write, state, scratch, first_token, count, channels, spec)
         tl.debug_barrier()  # other threads may read a scratch element than wrote it
         tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, channels, spec)
+        state = load_scratch(scratch, count - 1, channels, spec)
         for reverse_block in tl.range(0, count):
             block = count - 1 - reverse_block
             token = first_token + block * spec.BLOCK_T
             # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
-            state = load_scratch(scratch, block, channels, spec)
+            block_state = state if spec.PREFETCH_STATES else load_scratch(scratch, block, channels, spec)
+            if spec.PREFETCH_STATES:
+                state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
             if spec.PREFETCH:
                 xs, steps, dys = tokens
                 tokens = load_inputs(x, step, cotangent, token - BLOCK_T, channels, spec)
@@ -233,7 +236,7 @@ def gradient_kernel(
                 xs, steps, dys = load_inputs(x, step, cotangent, token, channels, spec)
             columns = load_block(write, token, spec)
             tl.debug_barrier()
-            block_states = (state,)
+            block_states = (block_state,)
             for i in tl.static_range(BLOCK_T):
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
                 block_states += (next_state(block_states[i], now, dt, rates, columns[i]),)

@@ -21,6 +21,7 @@ class ScanSpec:
         SPLITS: Segments of the sequence that programs scan at the same time.
         PART: Intervals of a segment.
         BLOCK_T: Tokens that are loaded, computed and stored together.
+        PREFETCH_STATES: Whether it loads the states before a block while it computes the block behind.
         PREFETCH: Whether the backward scan loads a block's tokens while it computes the block before.
         COLUMNS_AHEAD: Tokens between the load of B and C and their use in the forward scan; 0 is not set.
     """
@@ -37,6 +38,7 @@ class ScanSpec:
     PART: int
     BLOCK_T: int
     PREFETCH: bool
+    PREFETCH_STATES: bool
     COLUMNS_AHEAD: int
 
 
@@ -47,6 +49,7 @@ def make_spec(
     splits: int,
     *,
     prefetch: bool = True,
+    prefetch_states: bool = False,
     columns_ahead: int = 0,
 ) -> ScanSpec:
     """The constants of a record's kernels.
@@ -56,6 +59,7 @@ def make_spec(
         block_e: Channels of a program.
         block_t: Tokens of a block, a divisor of `INTERVAL`.
         splits: Segments of the sequence that are wanted; a segment has whole intervals, so there may be fewer.
+        prefetch_states: Whether it loads the states before a block while it computes the block behind.
         prefetch: Whether the backward scan loads a block's tokens while it computes the block before.
         columns_ahead: Tokens between the load of B and C and their use in the forward scan, at most `block_t`.
     """
@@ -75,5 +79,6 @@ def make_spec(
         PART=part,
         BLOCK_T=block_t,
         PREFETCH=prefetch,
+        PREFETCH_STATES=prefetch_states,
         COLUMNS_AHEAD=columns_ahead,
     )

@@ -22,7 +22,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.attention_weights.forward import ALL_KEYS, head_sinks, row_scores
 from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
-from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, add
+from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, add
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.scores import (
     accumulator,
@@ -40,7 +40,7 @@ from ejkernel_xla.tiled_attention.scores import (
 Gradients = dict[str, jax.Array]
 
 
-class Rows(NamedTuple):
+class WeightsTile(NamedTuple):
     """A query tile, differentiated up to its scores.
 
     Attributes:
@@ -87,12 +87,12 @@ def backward(pullback: Pullback, config: WeightRows) -> Gradients:
     return {name: grads[name].astype(x.dtype) for name, x in fields.items()}
 
 
-def _differentiate(pullback: Pullback, plan: Plan, at: Cursor) -> Rows:
+def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTile:
     record, dtype = pullback.record, accumulator(pullback.record)
     query = load_query(record, plan, at)
     key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
     cotangent, dweights = load_rows(pullback.cotangent[0], record, plan, at), _weight_cotangent(pullback, plan, at)
-    if plan.queries.ragged:  # rows that an earlier tile had contribute nothing again
+    if plan.queries.ragged:  # rows that the tile shares with the tile before contribute once
         fresh = plan.queries.fresh(at.tile)[:, None]
         cotangent, dweights = jnp.where(fresh, cotangent, 0), jnp.where(fresh, dweights, 0)
     scores = row_scores(record, plan, at, query, key)
@@ -105,16 +105,16 @@ def _differentiate(pullback: Pullback, plan: Plan, at: Cursor) -> Rows:
     dscores = weights * (dweights - delta[..., None])
     if scores.slope is not None:
         dscores = dscores * scores.slope
-    return Rows(query, key, cotangent, drop(weights, rows, record, ALL_KEYS), dscores, lse, delta)
+    return WeightsTile(query, key, cotangent, drop(weights, rows, record, ALL_KEYS), dscores, lse, delta)
 
 
-def _weight_cotangent(pullback: Pullback, plan: Plan, at: Cursor) -> jax.Array:
+def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
     """[b, h, g, t, S]."""
     tile = load_pairs(pullback.cotangent[1], plan, at, ALL_KEYS)
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 
 
-def _store(grads: Gradients, rows: Rows, record: TiledAttention, plan: Plan, at: Cursor) -> Gradients:
+def _store(grads: Gradients, rows: WeightsTile, record: TiledAttention, plan: TilePlan, at: Cursor) -> Gradients:
     """The gradients with what a query tile adds to them."""
     b, h, g, t, s = rows.dscores.shape
     grads, head, keys = dict(grads), at.head * g, (at.batch, 0, at.head, 0)

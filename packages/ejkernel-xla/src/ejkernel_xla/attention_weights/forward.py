@@ -15,7 +15,7 @@ from jax import lax
 from ejkernel.families.attention_weights import Output
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
-from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, put
+from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, put
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.scores import (
     Scores,
@@ -65,7 +65,7 @@ def forward(record: TiledAttention, config: WeightRows) -> tuple[Output, Softmax
     return (state.output, state.weights), SoftmaxResiduals(lse=state.lse)
 
 
-def _query_tile(record: TiledAttention, plan: Plan, at: Cursor, state: State) -> State:
+def _query_tile(record: TiledAttention, plan: TilePlan, at: Cursor, state: State) -> State:
     key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
     scores = row_scores(record, plan, at, load_query(record, plan, at), key)
     lse = _log_sum(record, plan, at, scores.value)
@@ -80,12 +80,12 @@ def _query_tile(record: TiledAttention, plan: Plan, at: Cursor, state: State) ->
     )
 
 
-def row_scores(record: TiledAttention, plan: Plan, at: Cursor, query: jax.Array, key: jax.Array) -> Scores:
+def row_scores(record: TiledAttention, plan: TilePlan, at: Cursor, query: jax.Array, key: jax.Array) -> Scores:
     """Scores of a query tile [b, h, g, t, d] and all keys [b, h, S, d], masked."""
     return mask(score(record, plan, at, ALL_KEYS, query, key), allow(record, plan, at, ALL_KEYS))
 
 
-def _log_sum(record: TiledAttention, plan: Plan, at: Cursor, scores: jax.Array) -> jax.Array:
+def _log_sum(record: TiledAttention, plan: TilePlan, at: Cursor, scores: jax.Array) -> jax.Array:
     """Log-sum-exp of the rows [b, h, g, t], the sink included; -inf where nothing attends."""
     row_max = jnp.max(scores, axis=-1)
     sink = head_sinks(record, plan, at)
@@ -96,7 +96,7 @@ def _log_sum(record: TiledAttention, plan: Plan, at: Cursor, scores: jax.Array) 
     return jnp.where(row_sum > 0, jnp.log(jnp.where(row_sum > 0, row_sum, 1)) + row_max, -jnp.inf)
 
 
-def head_sinks(record: TiledAttention, plan: Plan, at: Cursor) -> jax.Array | None:
+def head_sinks(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
     """Sink logits of a tile's heads, [h, g, 1]."""
     if record.softmax_aux is None:
         return None

@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel_xla.sizes import check_positive
-from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS, Plan, make_plan
+from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS, TilePlan, make_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ FACES = {"weights_block_q": "block_q"}
 """Public configuration field -> field of this."""
 
 
-def plan_rows(record: TiledAttention, config: WeightRows) -> Plan:
+def plan_rows(record: TiledAttention, config: WeightRows) -> TilePlan:
     """Cuts the queries of a record alone: a tile of weights has all keys."""
     return make_plan(record, config.block_q, record.key.shape[1])
 

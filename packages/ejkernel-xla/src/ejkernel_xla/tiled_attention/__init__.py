@@ -1,4 +1,4 @@
-"""Tiled softmax attention in XLA: forward and backward passes that visit only the tiles that are not masked."""
+"""Tiled softmax attention in XLA: both passes loop over full and partial tiles, and skip the empty ones."""
 
 from ejkernel.families.tiled_attention import FAMILY
 from ejkernel.ops import ConfigSpace

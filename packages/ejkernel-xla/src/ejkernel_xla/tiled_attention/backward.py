@@ -23,8 +23,9 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import TiledAttention, added_up
 from ejkernel.ops.pullback import Pullback
-from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, add, make_plan
+from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, add, make_plan
 from ejkernel_xla.tiled_attention.forward import finite
+from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
 from ejkernel_xla.tiled_attention.scores import (
     Scores,
     accumulator,
@@ -41,20 +42,19 @@ from ejkernel_xla.tiled_attention.scores import (
     score,
 )
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
-from ejkernel_xla.tiled_attention.visits import find_visits
 
 Gradients = dict[str, jax.Array]
 
 
-class Rows(NamedTuple):
-    """What a query tile brings to every key tile.
+class QueryTile(NamedTuple):
+    """A query tile's operands, the same for every key tile.
 
     Attributes:
         query: [b, h, g, t, d], as `load_query` gives it.
         cotangent: [b, h, g, t, v] of the output.
         shift: [b, h, g, t], subtracted from the scores: lse, or the maximum of outputs that are not normalised.
         delta: [b, h, g, t], <cotangent, output>, less the cotangent of lse.
-        argpeak: [b, h, g, t] int32, key of the maximum; None for normalised outputs.
+        row_argmax: [b, h, g, t] int32, key of the maximum; None for normalised outputs.
         dropout: uint32 [b, h, g, t] row keys, or None.
     """
 
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     cotangent: jax.Array
     shift: jax.Array
     delta: jax.Array
-    argpeak: jax.Array | None
+    row_argmax: jax.Array | None
     dropout: jax.Array | None
 
 
@@ -94,11 +94,13 @@ def accumulate(pullback: Pullback, params: ChunkedSoftmax, grads: Gradients) -> 
     record = pullback.record
     if not (record.query.size and record.key.size and grads):
         return grads
-    return _sweep(pullback, make_plan(record, params.block_q, params.block_kv), _compat.as_varying(grads, pullback))
+    return _over_query_tiles(
+        pullback, make_plan(record, params.block_q, params.block_kv), _compat.as_varying(grads, pullback)
+    )
 
 
-def _sweep(pullback: Pullback, plan: Plan, grads: Gradients) -> Gradients:
-    record, visits = pullback.record, find_visits(pullback.record, plan)
+def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> Gradients:
+    record, key_tiles = pullback.record, find_key_tiles(pullback.record, plan)
 
     def query_tile(step: jax.Array, grads: Gradients) -> Gradients:
         at = plan.cursor(step)
@@ -110,7 +112,7 @@ def _sweep(pullback: Pullback, plan: Plan, grads: Gradients) -> Gradients:
         def key_tile(tile: jax.Array, carry: Gradients, masked: bool) -> Gradients:
             return _key_tile(record, plan, at, tile, rows, carry, masked)
 
-        carry = visits.fold(
+        carry = key_tiles.fold(
             at,
             lambda tile, carry: key_tile(tile, carry, False),
             lambda tile, carry: key_tile(tile, carry, True),
@@ -121,21 +123,21 @@ def _sweep(pullback: Pullback, plan: Plan, grads: Gradients) -> Gradients:
     return lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, grads)
 
 
-def _load(pullback: Pullback, plan: Plan, at: Cursor) -> Rows:
+def _load(pullback: Pullback, plan: TilePlan, at: Cursor) -> QueryTile:
     record, residuals, dtype = pullback.record, pullback.residuals, accumulator(pullback.record)
     query = load_query(record, plan, at)
     cotangent, output = (load_rows(x, record, plan, at) for x in (pullback.cotangent, pullback.output))
-    if plan.queries.ragged:  # rows that an earlier tile had contribute nothing again
+    if plan.queries.ragged:  # rows that the tile shares with the tile before contribute once
         cotangent = jnp.where(plan.queries.fresh(at.tile)[:, None], cotangent, 0)
     delta = jnp.sum(cotangent.astype(dtype) * output.astype(dtype), axis=-1)
     if pullback.lse_cotangent is not None:
         delta = delta - _load_lse_cotangent(pullback, plan, at)
     shift = load_heads(residuals.lse if record.normalize_output else residuals.row_max, plan, at)
-    argpeak = None if record.normalize_output else load_heads(residuals.row_argmax, plan, at)
-    return Rows(query, cotangent, finite(shift), delta, argpeak, dropout_rows(record, plan, at))
+    row_argmax = None if record.normalize_output else load_heads(residuals.row_argmax, plan, at)
+    return QueryTile(query, cotangent, finite(shift), delta, row_argmax, dropout_rows(record, plan, at))
 
 
-def _load_lse_cotangent(pullback: Pullback, plan: Plan, at: Cursor) -> jax.Array:
+def _load_lse_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
     """[b, h, g, t]; 0 for rows with nothing to attend, and for those that an earlier tile had."""
     cotangent, lse = (load_heads(x, plan, at) for x in (pullback.lse_cotangent, pullback.residuals.lse))
     counted = lse > -jnp.inf
@@ -143,7 +145,7 @@ def _load_lse_cotangent(pullback: Pullback, plan: Plan, at: Cursor) -> jax.Array
 
 
 def _key_tile(
-    record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array, rows: Rows, grads: Gradients, masked: bool
+    record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array, rows: QueryTile, grads: Gradients, masked: bool
 ) -> Gradients:
     """Adds what one tile pair contributes to the gradients (the query's: [b, h, g, t, d], of its tile alone)."""
     start = plan.keys.start(tile)
@@ -173,28 +175,28 @@ def _key_tile(
 
 
 def _score_gradient(
-    record: TiledAttention, rows: Rows, value: jax.Array, weights: jax.Array, scores: Scores, start: jax.Array
+    record: TiledAttention, rows: QueryTile, value: jax.Array, weights: jax.Array, scores: Scores, start: jax.Array
 ) -> jax.Array:
     """Gradient of the scaled and biased scores, [b, h, g, t, s]."""
     dweights = drop(dot("bhgtv,bhsv->bhgts", rows.cotangent, value, record), rows.dropout, record, start)
     delta = rows.delta[..., None]
-    if rows.argpeak is None:
+    if rows.row_argmax is None:
         dscores = weights * (dweights - delta)
     else:
         keys = start + jnp.arange(weights.shape[-1], dtype=jnp.int32)
-        dscores = weights * dweights - jnp.where(keys == rows.argpeak[..., None], delta, 0)
+        dscores = weights * dweights - jnp.where(keys == rows.row_argmax[..., None], delta, 0)
     if scores.slope is not None:
         dscores = dscores * scores.slope
     return dscores if scores.allowed is None else jnp.where(scores.allowed, dscores, 0)
 
 
-def _add_bias(bias: jax.Array, dscores: jax.Array, plan: Plan, at: Cursor, start: jax.Array) -> jax.Array:
+def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: Cursor, start: jax.Array) -> jax.Array:
     b, h, g, t, s = dscores.shape
     return add(bias, (at.batch, at.head * plan.group, at.query, start), dscores.reshape(b, h * g, t, s))
 
 
 def _store(
-    grads: Gradients, carry: dict[str, Any], record: TiledAttention, plan: Plan, at: Cursor, rows: Rows
+    grads: Gradients, carry: dict[str, Any], record: TiledAttention, plan: TilePlan, at: Cursor, rows: QueryTile
 ) -> Gradients:
     """The gradients with a finished query tile in them."""
     b, h, g, t = rows.delta.shape

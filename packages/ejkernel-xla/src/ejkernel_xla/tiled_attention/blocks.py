@@ -62,7 +62,7 @@ class Axis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """How a record is cut: `batch` rows times `heads` KV heads times one query tile a step of the outer loop.
 
     `group` query heads share a KV head; their rows stand next to each other in a tile, so keys are never repeated.
@@ -97,21 +97,21 @@ class Cursor(NamedTuple):
     query: jax.Array
 
 
-def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Plan:
+def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> TilePlan:
     """Cuts a record whose lengths are all at least 1 into tiles of at most the given sizes."""
     (batch, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
     q_axis, kv_axis = _axis(length, q_blocksize), _axis(keys, kv_blocksize)
     group = heads // kv_heads
     if q_axis.symbolic or kv_axis.symbolic:
-        return Plan(q_axis, kv_axis, 1, 1, group, (batch, kv_heads))
+        return TilePlan(q_axis, kv_axis, 1, 1, group, (batch, kv_heads))
     room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
     many = q_axis.tiles * kv_axis.tiles > 1
-    some_heads = 1 if many and _heads_differ(record) else _divisor(kv_heads, room)  # each head skips its own tiles
+    some_heads = 1 if many and _heads_differ(record) else _divisor(kv_heads, room)  # each head skips other tiles
     one_row = some_heads != kv_heads or _symbolic(batch)  # a symbolic batch has no divisor but 1
     rows = 1 if one_row else _divisor(batch, room // kv_heads)
     if many and _rows_differ(record):
-        rows = 1  # each batch row then skips its own tiles
-    return Plan(q_axis, kv_axis, rows, some_heads, group, (batch // rows, kv_heads // some_heads))
+        rows = 1  # each batch row then skips other tiles
+    return TilePlan(q_axis, kv_axis, rows, some_heads, group, (batch // rows, kv_heads // some_heads))
 
 
 def _axis(length: Any, block: int) -> Axis:

@@ -20,7 +20,8 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel_xla.tiled_attention.blocks import Cursor, Plan, make_plan, put
+from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, make_plan, put
+from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
 from ejkernel_xla.tiled_attention.scores import (
     Scores,
     accumulator,
@@ -34,23 +35,22 @@ from ejkernel_xla.tiled_attention.scores import (
     score,
 )
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
-from ejkernel_xla.tiled_attention.visits import find_visits
 
 
-class Running(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """Online softmax of a query tile.
 
     Attributes:
-        peak: [b, h, g, t], largest score so far.
-        argpeak: [b, h, g, t] int32, the first key that has it; None if nobody asks.
-        total: [b, h, g, t], sum of exp(score - peak).
-        output: [b, h, g, t, v], sum of exp(score - peak) times values.
+        row_max: [b, h, g, t], largest score so far.
+        row_argmax: [b, h, g, t] int32, the first key that has it; None for normalised outputs, which do not need it.
+        row_sum: [b, h, g, t], sum of exp(score - row_max).
+        acc: [b, h, g, t, v], sum of exp(score - row_max) times values.
     """
 
-    peak: jax.Array
-    argpeak: jax.Array | None
-    total: jax.Array
-    output: jax.Array
+    row_max: jax.Array
+    row_argmax: jax.Array | None
+    row_sum: jax.Array
+    acc: jax.Array
 
 
 def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -67,89 +67,94 @@ def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, 
 
 
 def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
-    """`forward` with the output in a dtype of choice: parts of an attention that are yet to be merged stay wide."""
+    """`forward` with the output in a dtype of choice, so that partial softmaxes stay wide until they are merged."""
     state = _compat.as_varying(_initial(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
         return _pack(state)
     plan = make_plan(record, params.block_q, params.block_kv)
-    visits = find_visits(record, plan)
+    key_tiles = find_key_tiles(record, plan)
 
     def query_tile(step: jax.Array, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         at = plan.cursor(step)
         query, rows = load_query(record, plan, at), dropout_rows(record, plan, at)
 
-        def key_tile(tile: jax.Array, running: Running, masked: bool) -> Running:
+        def key_tile(tile: jax.Array, running: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             key, value = (load_keys(x, record, plan, at, tile) for x in (record.key, record.value))
             scores = score(record, plan, at, tile, query, key)
             if masked:
                 scores = mask(scores, allow(record, plan, at, tile))
             return _update(running, scores, value, rows, record, plan.keys.start(tile))
 
-        running = visits.fold(
+        running = key_tiles.fold(
             at,
             lambda tile, running: key_tile(tile, running, False),
             lambda tile, running: key_tile(tile, running, True),
-            _compat.as_varying(_start(record, plan), record),
+            _compat.as_varying(_initial_softmax(record, plan), record),
         )
-        return _store(state, _finish(running, record, plan, at), plan, at)
+        return _store(state, _epilogue(running, record, plan, at), plan, at)
 
     return _pack(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
 
 
-def _start(record: TiledAttention, plan: Plan) -> Running:
+def _initial_softmax(record: TiledAttention, plan: TilePlan) -> OnlineSoftmax:
     shape, dtype = (plan.batch, plan.heads, plan.group, plan.queries.block), accumulator(record)
-    argpeak = None if record.normalize_output else jnp.zeros(shape, jnp.int32)
-    output = jnp.zeros((*shape, record.value.shape[3]), dtype)
-    return Running(jnp.full(shape, -jnp.inf, dtype), argpeak, jnp.zeros(shape, dtype), output)
+    row_argmax = None if record.normalize_output else jnp.zeros(shape, jnp.int32)
+    acc = jnp.zeros((*shape, record.value.shape[3]), dtype)
+    return OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), row_argmax, jnp.zeros(shape, dtype), acc)
 
 
 def _update(
-    running: Running, scores: Scores, value: jax.Array, rows: jax.Array | None, record: TiledAttention, start: jax.Array
-) -> Running:
-    """Takes one key tile, values [b, h, s, v], into the running softmax."""
-    peak = jnp.maximum(running.peak, jnp.max(scores.value, axis=-1))
-    shift = finite(peak)
+    running: OnlineSoftmax,
+    scores: Scores,
+    value: jax.Array,
+    rows: jax.Array | None,
+    record: TiledAttention,
+    start: jax.Array,
+) -> OnlineSoftmax:
+    """One step of the online softmax, over a key tile with values [b, h, s, v]."""
+    row_max = jnp.maximum(running.row_max, jnp.max(scores.value, axis=-1))
+    shift = finite(row_max)
     weights = jnp.exp(scores.value - shift[..., None])
-    fade = jnp.exp(running.peak - shift)
-    total = fade * running.total + jnp.sum(weights, axis=-1)
+    alpha = jnp.exp(running.row_max - shift)
+    row_sum = alpha * running.row_sum + jnp.sum(weights, axis=-1)
     weights = drop(weights, rows, record, start).astype(value.dtype)
-    output = fade[..., None] * running.output + dot("bhgts,bhsv->bhgtv", weights, value, record)
-    return Running(peak, _first_peak(running, scores.value, start), total, output)
+    acc = alpha[..., None] * running.acc + dot("bhgts,bhsv->bhgtv", weights, value, record)
+    return OnlineSoftmax(row_max, _first_argmax(running, scores.value, start), row_sum, acc)
 
 
-def _first_peak(running: Running, scores: jax.Array, start: jax.Array) -> jax.Array | None:
+def _first_argmax(running: OnlineSoftmax, scores: jax.Array, start: jax.Array) -> jax.Array | None:
     """The first key with the largest score; tiles may come in any order."""
-    if running.argpeak is None:
+    if running.row_argmax is None:
         return None
-    here, key = jnp.max(scores, axis=-1), start + jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    tied = jnp.minimum(running.argpeak, key)
-    return jnp.where(here > running.peak, key, jnp.where(here < running.peak, running.argpeak, tied))
+    tile_max, key = jnp.max(scores, axis=-1), start + jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    tied = jnp.minimum(running.row_argmax, key)
+    return jnp.where(tile_max > running.row_max, key, jnp.where(tile_max < running.row_max, running.row_argmax, tied))
 
 
-def _finish(running: Running, record: TiledAttention, plan: Plan, at: Cursor) -> dict[str, Any]:
-    """What is stored of a query tile, each [b, h, g, t, ...]. The sink joins here, once."""
-    peak, total = running.peak, running.total
+def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: Cursor) -> dict[str, Any]:
+    """The epilogue of a query tile, arrays [b, h, g, t, ...]. The denominator gets the sink here, once."""
+    row_max, row_sum = running.row_max, running.row_sum
     if record.softmax_aux is not None:
         sink = lax.dynamic_slice(record.softmax_aux, (at.head * plan.group,), (plan.heads * plan.group,))
-        sink = sink.astype(peak.dtype).reshape(plan.heads, plan.group, 1)
-        peak = jnp.maximum(running.peak, sink)
-        total = total * jnp.exp(running.peak - finite(peak)) + jnp.exp(sink - finite(peak))
-    some = total > 0
-    lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + finite(peak), -jnp.inf)
+        sink = sink.astype(row_max.dtype).reshape(plan.heads, plan.group, 1)
+        row_max = jnp.maximum(running.row_max, sink)
+        row_sum = row_sum * jnp.exp(running.row_max - finite(row_max)) + jnp.exp(sink - finite(row_max))
+    attends = row_sum > 0
+    lse = jnp.where(attends, jnp.log(jnp.where(attends, row_sum, 1)) + finite(row_max), -jnp.inf)
     if not record.normalize_output:
-        extra = {"row_max": finite(running.peak), "row_argmax": running.argpeak}
-        return {"output": running.output, "lse": lse, **extra}
-    factor = jnp.exp(running.peak - finite(peak)) / jnp.where(some, total, 1)
-    return {"output": running.output * factor[..., None], "lse": lse}
+        extra = {"row_max": finite(running.row_max), "row_argmax": running.row_argmax}
+        return {"output": running.acc, "lse": lse, **extra}
+    factor = jnp.exp(running.row_max - finite(row_max)) / jnp.where(attends, row_sum, 1)
+    return {"output": running.acc * factor[..., None], "lse": lse}
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """x with 0 for -inf: rows that have seen nothing yet keep weights of exp(-inf - 0) = 0 instead of NaN."""
+    """x with 0 for -inf: rows without an attended key yet keep weights of exp(-inf - 0) = 0 instead of NaN."""
     return jnp.where(x == -jnp.inf, 0, x)
 
 
 def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
-    """The arrays that query tiles are stored into; already right where there are no keys."""
+    """The arrays that query tiles are stored into, with the values of a call without keys."""
     (b, t, h, _), dtype = record.query.shape, accumulator(record)
     sink = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
     state = {
@@ -161,7 +166,7 @@ def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
     return state
 
 
-def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: Plan, at: Cursor) -> dict[str, jax.Array]:
+def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: Cursor) -> dict[str, jax.Array]:
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
     head = at.head * plan.group
     output = tile.pop("output").transpose(0, 3, 1, 2, 4).reshape(b, t, heads, -1)

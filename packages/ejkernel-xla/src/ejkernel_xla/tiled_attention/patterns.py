@@ -1,7 +1,10 @@
-"""The key tiles a query tile visits where a pattern leaves some out: a list for every query tile.
+"""The key tiles of a query tile under a sparse pattern: a list for every query tile.
 
-What a pattern makes of tiles is computed on the host, once for every pattern and cutting, and lists are as long as the
-longest of them. A record that is one shard of a call looks its own part up in the tables of the whole call.
+    query tile 0    [ full, full, partial | . . ]          lists have the length of the longest; full tiles come first
+    query tile 1    [ full, partial, partial, partial | . ]
+
+The block map of a pattern is computed on the host, once for every pattern and cutting. A record that is one shard of a
+call looks up its shard in the tables of the whole call.
 """
 
 import dataclasses
@@ -17,20 +20,20 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning.block_maps import BlockMap, block_lists, cut_pattern
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
-from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan
+from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, TilePlan
 
 Carry = TypeVar("Carry")
 Step = Callable[[jax.Array, Carry], Carry]
 
 
 @dataclasses.dataclass(frozen=True)
-class ListedVisits:
-    """Key tiles to visit, listed for every query tile, the full ones first.
+class KeyTileLists:
+    """The key tiles that are not empty, listed for every query tile, the full ones first.
 
     Attributes:
         listed: int32 [batch chunks | 1, head chunks | 1, query tiles, longest list].
         full: int32 [batch chunks | 1, head chunks | 1, query tiles], how many of a list are full.
-        count: Likewise, how many are to be visited at all.
+        count: int32 [batch chunks | 1, head chunks | 1, query tiles], how many of a list are full or partial.
         heads: KV heads a head chunk.
     """
 
@@ -39,24 +42,26 @@ class ListedVisits:
     count: Any
     heads: int
 
-    def fold(self, at: Cursor, full: Step[Carry], masked: Step[Carry], carry: Carry) -> Carry:
-        """Applies `full(tile, carry)` or `masked(tile, carry)` to every key tile that the query tile visits."""
-        places = zip(self.full.shape, (at.chunk, at.head // self.heads), strict=False)
-        place = (*(0 if size == 1 else index for size, index in places), at.tile)
-        listed, clear, count = (jnp.asarray(table)[place] for table in (self.listed, self.full, self.count))
-        if _perhaps_any(self.full):
-            carry = lax.fori_loop(jnp.zeros_like(clear), clear, lambda n, carry: full(listed[n], carry), carry)
-        if not _perhaps_any(self.count - self.full):
+    def fold(self, at: Cursor, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
+        """Applies `full(tile, carry)` or `masked(tile, carry)` to the full and partial key tiles of a query tile."""
+        indices = zip(self.full.shape, (at.chunk, at.head // self.heads), strict=False)
+        index = (*(0 if size == 1 else index for size, index in indices), at.tile)
+        listed, full_count, count = (jnp.asarray(table)[index] for table in (self.listed, self.full, self.count))
+        if _may_have_any(self.full):
+            carry = lax.fori_loop(
+                jnp.zeros_like(full_count), full_count, lambda n, carry: full(listed[n], carry), carry
+            )
+        if not _may_have_any(self.count - self.full):
             return carry
-        return lax.fori_loop(clear, count, lambda n, carry: masked(listed[n], carry), carry)
+        return lax.fori_loop(full_count, count, lambda n, carry: partial(listed[n], carry), carry)
 
 
-def _perhaps_any(table: Any) -> bool:
-    """False where it is known at trace time that there is none: a loop that is not there need not be compiled."""
+def _may_have_any(table: Any) -> bool:
+    """False where it is known at trace time that there is none, so that no loop is compiled for it."""
     return not isinstance(table, np.ndarray) or bool(table.any())
 
 
-def list_visits(record: TiledAttention, pattern: Mask, plan: Plan, some: Any, every: Any) -> ListedVisits:
+def list_key_tiles(record: TiledAttention, pattern: Mask, plan: TilePlan, some: Any, every: Any) -> KeyTileLists:
     """Lists the tiles that a pattern leaves of those that everything else leaves.
 
     Args:
@@ -66,18 +71,18 @@ def list_visits(record: TiledAttention, pattern: Mask, plan: Plan, some: Any, ev
         some: Tile pairs that may have work without the pattern, bool [chunks | 1, query tiles, key tiles].
         every: Those of them that are full.
     """
-    reached, filled = _own_part(record, pattern, plan)
+    reached, filled = _pattern_tiles(record, pattern, plan)
     some, every = some[:, None] & reached, every[:, None] & filled
     reachable = some.reshape(-1, *some.shape[2:]) if isinstance(some, np.ndarray) else _reachable(pattern, plan)
     lists = block_lists(BlockMap(some=some, every=every, mask_ids=None, tile_masks=None, reachable=reachable))
-    return ListedVisits(lists.blocks, lists.full, lists.count, plan.heads)
+    return KeyTileLists(lists.blocks, lists.full, lists.count, plan.heads)
 
 
-def _own_part(record: TiledAttention, pattern: Mask, plan: Plan) -> tuple[Any, Any]:
-    """What the pattern makes of a record's tiles: which it reaches, which it fills; [head chunks | 1, ...]."""
+def _pattern_tiles(record: TiledAttention, pattern: Mask, plan: TilePlan) -> tuple[Any, Any]:
+    """The pattern's block map of a record: tiles that are not empty, tiles that are full; [head chunks | 1, ...]."""
     length, heads, origin = record.query.shape[1], record.query.shape[2], record.dropout_origin
     if pattern.shape[0] % length or (pattern.heads or heads) % heads:
-        # Parts that no even split makes have no row in the tables; every pair of theirs is looked at.
+        # Shards of an uneven split have no row in the tables: all of their tiles count as partial.
         ones = np.ones((1, plan.queries.tiles, plan.keys.tiles), bool)
         return ones, ~ones
     tables = tile_tables(pattern, plan.queries, plan.keys, plan.heads * plan.group)
@@ -91,9 +96,9 @@ def _own_part(record: TiledAttention, pattern: Mask, plan: Plan) -> tuple[Any, A
 
 @functools.lru_cache(maxsize=64)
 def tile_tables(pattern: Mask, queries: Axis, keys: Axis, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which tiles of a whole call, cut like one part of it, a pattern reaches and fills.
+    """Which tiles of a whole call, cut like one shard of it, are not empty in a pattern, and which are full.
 
-    `group` query heads share their tiles; where all heads are alike there is one group.
+    `group` query heads share their tiles; a pattern that is the same for all heads has one group.
 
     Returns:
         Two bool [groups, parts, query tiles, key tiles].
@@ -105,8 +110,8 @@ def tile_tables(pattern: Mask, queries: Axis, keys: Axis, group: int) -> tuple[n
     return np.any(some[heads], axis=1), np.all(every[heads], axis=1)
 
 
-def _reachable(pattern: Mask, plan: Plan) -> np.ndarray:
-    """What the pattern alone would leave of any part, for tables whose values are not known yet."""
+def _reachable(pattern: Mask, plan: TilePlan) -> np.ndarray:
+    """The tiles that the pattern alone leaves in any shard, for tables whose values are traced."""
     if pattern.shape[0] % plan.queries.length:
         return np.ones((1, plan.queries.tiles, plan.keys.tiles), bool)
     some, _ = tile_tables(pattern, plan.queries, plan.keys, plan.heads * plan.group)

@@ -14,7 +14,7 @@ from ejkernel.families.tiled_attention import FAR, TiledAttention, band, coarse
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
-from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, Plan, take
+from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, TilePlan, take
 
 
 class Scores(NamedTuple):
@@ -43,7 +43,7 @@ def segment_ids(record: TiledAttention) -> tuple[jax.Array, jax.Array] | None:
     return record.q_segment_ids, record.kv_segment_ids
 
 
-def load_rows(x: jax.Array, record: TiledAttention, plan: Plan, at: Cursor) -> jax.Array:
+def load_rows(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array:
     """[B, T, H, n] -> [b, h, g, t, n], the query tile's rows; padding rows are 0, whatever they hold."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     tile = take(x, (at.batch, at.query, at.head * g, 0), (b, t, h * g, x.shape[3]))
@@ -62,13 +62,13 @@ def folds_scale(record: TiledAttention) -> bool:
     return record.query.dtype == accumulator(record)
 
 
-def load_query(record: TiledAttention, plan: Plan, at: Cursor) -> jax.Array:
+def load_query(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array:
     """[B, T, H, D] -> [b, h, g, t, d], times the softmax scale if `folds_scale`: that saves a pass over the scores."""
     rows = load_rows(record.query, record, plan, at)
     return rows * record.softmax_scale if folds_scale(record) else rows
 
 
-def load_keys(x: jax.Array, record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array) -> jax.Array:
+def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
     """[B, S, Hk, n] -> [b, h, s, n], the key tile's rows; padding rows are 0, whatever they hold."""
     start, b, s = plan.keys.start(tile), plan.batch, plan.keys.block
     rows = take(x, (at.batch, start, at.head, 0), (b, s, plan.heads, x.shape[3])).transpose(0, 2, 1, 3)
@@ -81,13 +81,13 @@ def load_keys(x: jax.Array, record: TiledAttention, plan: Plan, at: Cursor, tile
     return rows
 
 
-def load_heads(x: jax.Array, plan: Plan, at: Cursor) -> jax.Array:
+def load_heads(x: jax.Array, plan: TilePlan, at: Cursor) -> jax.Array:
     """[B, H, T] -> [b, h, g, t], one number a row of the query tile."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     return take(x, (at.batch, at.head * g, at.query), (b, h * g, t)).reshape(b, h, g, t)
 
 
-def load_pairs(x: jax.Array, plan: Plan, at: Cursor, tile: jax.Array) -> jax.Array:
+def load_pairs(x: jax.Array, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
     """[B|1, H|1, T|1, S|1] -> [b|1, h|1, g|1, t|1, s|1]; dimensions that broadcast stay so."""
     h, g = (plan.heads, plan.group) if x.shape[1] > 1 else (1, 1)
     starts = (at.batch, at.head * plan.group, at.query, plan.keys.start(tile))
@@ -101,7 +101,9 @@ def dot(spec: str, a: jax.Array, b: jax.Array, record: TiledAttention) -> jax.Ar
     return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=accumulator(record))
 
 
-def score(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array, query: jax.Array, key: jax.Array) -> Scores:
+def score(
+    record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array, query: jax.Array, key: jax.Array
+) -> Scores:
     """Scores of a query tile [b, h, g, t, d] and a key tile [b, h, s, d] before masking."""
     scores = dot("bhgtd,bhsd->bhgts", query, key, record)
     if not folds_scale(record):
@@ -124,7 +126,7 @@ def mask(scores: Scores, allowed: jax.Array | None) -> Scores:
     return Scores(jnp.where(allowed, scores.value, -jnp.inf), scores.slope, allowed)
 
 
-def allow(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array) -> jax.Array | None:
+def allow(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array | None:
     """What the masks allow in a tile, bool broadcastable to [b, h, g, t, s]; None when nothing restricts it."""
     terms = []
     if band(record) != (None, None):
@@ -144,7 +146,7 @@ def allow(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array) -> ja
     return functools.reduce(jnp.logical_and, terms) if terms else None
 
 
-def _in_band(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array) -> jax.Array:
+def _in_band(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
     """Whether positions are within the band, bool [b|1, 1, 1, t, s]."""
     left, right = band(record)
     q = _positions(record.q_positions, plan.queries, at, plan.batch, at.tile)[:, None, None, :, None]
@@ -157,7 +159,7 @@ def _in_band(record: TiledAttention, plan: Plan, at: Cursor, tile: jax.Array) ->
     return jnp.logical_and(left is None or k >= q - left, right is None or k <= q + right)
 
 
-def _in_pattern(record: TiledAttention, pattern: Mask, plan: Plan, at: Cursor, tile: jax.Array) -> jax.Array:
+def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
     """Whether pairs are in the pattern, bool broadcastable to [b, h, g, t, s]."""
     sizes = (plan.queries.block, plan.keys.block)
     query, key = at.query + _origin(record, 2), plan.keys.start(tile) + _origin(record, 3)
@@ -170,7 +172,7 @@ def _in_pattern(record: TiledAttention, pattern: Mask, plan: Plan, at: Cursor, t
     return allowed.reshape(plan.heads, plan.group, *sizes)
 
 
-def dropout_rows(record: TiledAttention, plan: Plan, at: Cursor) -> jax.Array | None:
+def dropout_rows(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
     """The dropout key of every row, uint32 [b, h, g, t]; None when nothing is dropped."""
     if record.dropout_prob == 0.0 or record.dropout_seed is None:
         return None

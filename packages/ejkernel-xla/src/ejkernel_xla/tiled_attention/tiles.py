@@ -13,7 +13,7 @@ BLOCK = 512
 
 
 PATTERN_BLOCK = 128
-"""What a pattern leaves out comes in pieces, of which small tiles miss more."""
+"""Smaller than BLOCK, since small tiles skip more of a pattern's gaps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,12 @@
-"""Which key tiles a query tile visits, and which of those need no masking.
+"""The block map of a call: which key tiles a query tile loops over, and which of them are full and need no masking.
+
+    key tiles     |  empty  | partial |  full  |  full  | partial |  empty  |
+                            ^ first   ^ full_start      ^ full_end ^ last
 
 `ejkernel.planning.tile_pairs` sorts the tile pairs, once per call, into empty, full and partial ones. Without explicit
 positions and segment ids this is arithmetic at trace time; otherwise the tables are traced, and loop bounds follow the
-values. The tiles left by masks of that kind lie next to each other; those of a pattern need not, and
-`ejkernel_xla.tiled_attention.patterns` lists them.
+values. Windows, causal order and segments leave a contiguous run of tiles. Those of a pattern need not be contiguous,
+and `ejkernel_xla.tiled_attention.patterns` lists them.
 """
 
 import dataclasses
@@ -17,8 +20,8 @@ from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning.tile_pairs import runs, sorted_pairs
-from ejkernel_xla.tiled_attention.blocks import Cursor, Plan
-from ejkernel_xla.tiled_attention.patterns import ListedVisits, list_visits
+from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan
+from ejkernel_xla.tiled_attention.patterns import KeyTileLists, list_key_tiles
 from ejkernel_xla.tiled_attention.scores import segment_ids
 
 Carry = TypeVar("Carry")
@@ -26,10 +29,10 @@ Step = Callable[[jax.Array, Carry], Carry]
 
 
 @dataclasses.dataclass(frozen=True)
-class Visits:
-    """Key tiles to visit: `[first, last)`, of which `[full_start, full_end)` are full.
+class KeyTileRuns:
+    """The key tiles of each query tile, a run: `[first, last)`, of which `[full_start, full_end)` are full.
 
-    All four are int32 [batch chunks | 1, query tiles]; `any_full` and `any_masked` are False when it is known at trace
+    All four are int32 [batch chunks | 1, query tiles]; `any_full` and `any_partial` are False when it is known at trace
     time that there is no such tile.
     """
 
@@ -38,42 +41,42 @@ class Visits:
     full_end: Any
     last: Any
     any_full: bool
-    any_masked: bool
+    any_partial: bool
 
-    def fold(self, at: Cursor, full: Step[Carry], masked: Step[Carry], carry: Carry) -> Carry:
-        """Applies `full(tile, carry)` or `masked(tile, carry)` to every key tile that the query tile visits."""
+    def fold(self, at: Cursor, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
+        """Applies `full(tile, carry)` or `masked(tile, carry)` to the full and partial key tiles of a query tile."""
         first, full_start, full_end, last = (
             jnp.asarray(table)[at.chunk if table.shape[0] != 1 else 0, at.tile]
             for table in (self.first, self.full_start, self.full_end, self.last)
         )
         if self.any_full:
             carry = lax.fori_loop(full_start, full_end, full, carry)
-        if not self.any_masked:
+        if not self.any_partial:
             return carry
-        before = full_start - first  # the masked tiles lie on both sides of the full ones; one loop walks them all
+        before = full_start - first  # partial tiles lie on both sides of the full ones; one loop has them all
         count = before + last - full_end
 
         def step(n: jax.Array, carry: Carry) -> Carry:
-            return masked(jnp.where(n < before, first + n, full_end + n - before), carry)
+            return partial(jnp.where(n < before, first + n, full_end + n - before), carry)
 
         return lax.fori_loop(jnp.zeros_like(count), count, step, carry)
 
 
-def find_visits(record: TiledAttention, plan: Plan) -> Visits | ListedVisits:
-    """Sorts the tile pairs of a record into empty, full and masked ones."""
+def find_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns | KeyTileLists:
+    """Sorts the tile pairs of a record into empty, full and partial ones."""
     if plan.queries.symbolic or plan.keys.symbolic:
-        return _all_visits(record, plan)
+        return _all_key_tiles(record, plan)
     some, every, traced = _sorted(record, plan)
     if record.pattern is not None:
-        return list_visits(record, record.pattern, plan, some, every)
+        return list_key_tiles(record, record.pattern, plan, some, every)
     first, full_start, full_end, last = runs(some, every, jnp if traced else np)
     any_full = record.mask is None and (traced or bool((full_end > full_start).any()))
-    any_masked = traced or bool((last - first > full_end - full_start).any())
-    return Visits(first, full_start, full_end, last, any_full, any_masked)
+    any_partial = traced or bool((last - first > full_end - full_start).any())
+    return KeyTileRuns(first, full_start, full_end, last, any_full, any_partial)
 
 
-def _all_visits(record: TiledAttention, plan: Plan) -> Visits:
-    """Every tile, masked: of a symbolic length there is one.
+def _all_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns:
+    """Every tile, as a partial one: a symbolic length has a single tile.
 
     Raises:
         NotImplementedError: The record has a pattern, which lists tiles.
@@ -82,10 +85,10 @@ def _all_visits(record: TiledAttention, plan: Plan) -> Visits:
         raise NotImplementedError(f"pattern: got symbolic lengths {record.query.shape[1]} and {record.key.shape[1]}")
     first = np.zeros((1, plan.queries.tiles), np.int32)
     last = first + plan.keys.tiles
-    return Visits(first, last, last, last, any_full=False, any_masked=True)
+    return KeyTileRuns(first, last, last, last, any_full=False, any_partial=True)
 
 
-def _sorted(record: TiledAttention, plan: Plan) -> tuple[Any, Any, bool]:
+def _sorted(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, bool]:
     """Which tile pairs have work and which of them are full, [chunks | 1, query tiles, key tiles], and whether the
     tables are traced."""
     if segment_ids(record) is None:
@@ -96,7 +99,7 @@ def _sorted(record: TiledAttention, plan: Plan) -> tuple[Any, Any, bool]:
     return _per_chunk(some, plan).any(axis=1), _per_chunk(every, plan).all(axis=1), xp is jnp
 
 
-def _per_chunk(table: Any, plan: Plan) -> Any:
+def _per_chunk(table: Any, plan: TilePlan) -> Any:
     """[B|1, ...] as [chunks, rows a chunk, ...], or [1, 1, ...]."""
     rows = 1 if table.shape[0] == 1 else plan.batch
     return table.reshape(table.shape[0] // rows, rows, *table.shape[1:])
