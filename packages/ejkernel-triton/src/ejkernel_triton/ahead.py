@@ -121,15 +121,25 @@ def _source(call: Launch, make: Any) -> Any:
 
 def _usage(binary: bytes) -> tuple[int, int]:
     """Registers and stack bytes of a thread: the kernels have no arrays, so what is on the stack was spilled there."""
+    said = _run_tool("cuobjdump", "-res-usage", binary)
+    counts = [max(map(int, re.findall(rf"{name}:(\d+)", said))) for name in ("REG", "STACK")]
+    return counts[0], counts[1]
+
+
+def machine_code(binary: bytes) -> str:
+    """The instructions of an NVIDIA binary (SASS), as text."""
+    return _run_tool("nvdisasm", "-c", binary)
+
+
+def _run_tool(name: str, option: str, binary: bytes) -> str:
+    """What a tool for binaries, of those in Triton's package, prints."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(binary)
-        said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    counts = [max(map(int, re.findall(rf"{name}:(\d+)", said))) for name in ("REG", "STACK")]
-    return counts[0], counts[1]
+        return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:

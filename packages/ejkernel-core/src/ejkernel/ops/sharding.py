@@ -89,7 +89,7 @@ def split_axes(
             continue
         entries = [_mesh_axes(entry) for entry in spec]
         if len(entries) > len(axis_letters.split()):
-            raise ValueError(f"in_specs: {argument} has axes {own!r}, got {spec} with {len(entries)} entries")
+            raise ValueError(f"in_specs: {argument} has axes {axis_letters!r}, got {spec} with {len(entries)} entries")
         for letter, axes in zip(axis_letters.split(), entries, strict=False):
             _check_known(argument, axes, mesh)
             axes = axes if keep_single else _splitting(axes, mesh)
@@ -166,7 +166,7 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
         wanted = [split.get(letter, ()) for letter in axis_letters.split()]
         given = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
         if given + [()] * (len(wanted) - len(given)) != wanted:
-            raise ValueError(f"out_specs: the inputs' specs make the output {_spec(own, split)}, got {spec}")
+            raise ValueError(f"out_specs: the inputs' specs make the output {_spec(axis_letters, split)}, got {spec}")
 
 
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:

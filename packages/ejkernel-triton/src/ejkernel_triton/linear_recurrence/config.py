@@ -67,7 +67,7 @@ class ChunkPasses:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if "_block_" in field.name and (value < MIN_TILE or value & (value - 1)):
-                raise ValueError(f"{field.name}: got {value}, wants a power of two from {LEAST} on")
+                raise ValueError(f"{field.name}: got {value}, wants a power of two from {MIN_TILE} on")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ _SEGMENTS: Row = (
 
 def step_cases() -> dict[str, tuple[Case, ...]]:
     """By operation."""
-    sizes = state_space.Sizes(t=4)
+    sizes = state_space.StateSpaceSizes(t=4)
     skipped = ("a step with a state", sizes, ("initial_state",), {}, ("decay", "dt", "skip", "initial_state"), ())
     return {
         "recurrent_attention": make_cases(RecurrentAttentionArguments, (_VALUE_GATES,)),

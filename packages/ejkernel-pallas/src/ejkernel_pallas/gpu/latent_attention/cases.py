@@ -56,4 +56,4 @@ def _dense(one_cache: bool) -> Case:
         return MLADecodeArguments(**given)
 
     fields = ("q_segment_ids", "kv_segment_ids", *(("q_positions", "sliding_window") if one_cache else ()))
-    return tagged(f"512 + 64, {'one cache, window' if joined else 'two caches'}", make, fields, ())
+    return tagged(f"512 + 64, {'one cache, window' if one_cache else 'two caches'}", make, fields, ())
