@@ -16,7 +16,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
-    patterns=["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/operations/*.md"],
+    patterns=["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/operations/*.md", "docs/extending/*.md"],
     path=str(Path(__file__).parent),
 ).pytest()
 

@@ -45,7 +45,7 @@ def draw(folder: Path) -> None:
         axes.set_yticks(np.arange(-0.5, LENGTH // BLOCK), minor=True)
         axes.grid(which="minor", color=MUTED, linewidth=0.4)
         axes.tick_params(which="minor", length=0)
-    names = ("full: no mask is applied", "partial: pairs are masked", "empty: never visited")
+    names = ("full: no mask is applied", "partial: pairs are masked", "empty: skipped")
     patches = [
         Patch(facecolor=color, edgecolor=MUTED, label=n)
         for color, n in zip((BLUE, LIGHT_BLUE, CARD), names, strict=True)

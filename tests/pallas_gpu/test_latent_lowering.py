@@ -97,7 +97,8 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, word
 @pytest.mark.parametrize("op", ["mla_decode", "multi_latent_ragged_page_attention"])
 def test_dispatch_takes_any_other_implementation_first(op):
     own = {made.name for made in implementations()}
-    priorities = {made.name: made.priority for made in registry().implementations[op]}
+    # The paged kernel for Hopper is as low, and refuses latent vectors.
+    priorities = {made.name: made.priority for made in registry().implementations[op] if made.name != "mosaic_gpu"}
     assert own <= set(priorities)
     assert max(priorities[name] for name in own) < min(n for name, n in priorities.items() if name not in own)
 

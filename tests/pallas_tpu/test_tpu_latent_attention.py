@@ -12,14 +12,14 @@ from tpu_records import close, interpreted, simulated
 
 from ejkernel.families import paged_attention, tiled_attention
 from ejkernel.modules.operations.cases import paged_latent
-from ejkernel.modules.operations.cases.paged_inputs import Sizes
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.paged_attention import latent_decode, limits
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged
 
 PAGED = "multi_latent_ragged_page_attention"
 TILES, SINGLE = TpuPaged(block_q=8, block_kv=128), TpuPaged(block_q=1, block_kv=128)
-DECODING = Sizes(lens=(140, 9), q_lens=(1, 1), rows=2, h=4, s=16, v=60, d=17, dtype=jnp.bfloat16)
+DECODING = PagedSizes(lens=(140, 9), q_lens=(1, 1), rows=2, h=4, s=16, v=60, d=17, dtype=jnp.bfloat16)
 
 
 def attend(record, params):

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+from readme_table import ASKED, CHOSEN, support
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,3 +37,20 @@ def test_every_figure_is_drawn_by_a_script_and_shown_on_a_page(tmp_path: Path):
     for name in drawn:
         assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
         assert f"figures/{name}" in pages
+
+
+def test_the_readme_claims_no_kernel_that_is_not_there():
+    marks = support()
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.search(f"[{CHOSEN}{ASKED}] ", line)]
+    listed = {name: row.split("|")[2:-1] for row in rows for name in re.findall(r"`(\w+)`", row) if name in marks}
+    assert listed.keys() == marks.keys()
+    for name, cells in listed.items():
+        for cell, there in zip(cells, marks[name], strict=True):
+            assert cell.strip() in ("", there) or there == CHOSEN, name
+
+
+def test_change_fragments_are_one_line_and_imperative():
+    for fragment in (ROOT / "changes").glob("*/*.md"):
+        text = fragment.read_text()
+        assert re.fullmatch(r"[A-Z].*\n", text), f"{fragment.name}: wants one line"
+        assert not re.match(r"(?!Speed|Embed|Feed)\w+ed ", text), f"{fragment.name}: wants an imperative"

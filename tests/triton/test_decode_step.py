@@ -1,43 +1,27 @@
 """The decode step of linear recurrences: its numbers in the interpreter, and what its kernel takes of a chip."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+from triton_chips import CHIPS, H200, assert_conforms, assert_fits_and_spills_nothing
+
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import dispatch
-from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence import decode, decode_config
 
-H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-CHIPS = {
-    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
-    "sm_90": H200,
-    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
-    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
-    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
-}
 # Every field is claimed once, in a case that shows it; and a state that all of a batch share must not be written over.
 VALUES = "test_value and not eager and not shapes and (step or packed or mixed or gates)"
 TESTS = f"test_capabilities or ({VALUES}) or (test_vmap_shared and gated_delta_rule and step)"
 
 
 def test_conformance():
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", "triton_decode", "-k", TESTS]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert " passed" in ran.stdout
+    assert_conforms((), TESTS, "triton_decode")
 
 
 def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32):
@@ -86,13 +70,12 @@ ALL = ("gates", "value gates", "beta", "segments")
     ],
 )
 def test_the_kernel_fits_the_chip_and_spills_nothing(chip, fields, options):
-    (call,) = launched(record_of(*fields, **options), CHIPS[chip])
-    took = ahead.compile_for(call, chip)
-    assert took.spilled == 0, (took.registers, took.spilled)
-    assert took.shared <= chips.CHIPS[chip].shared_memory
+    (call,) = calls = launched(record_of(*fields, **options), CHIPS[chip])
+    assert_fits_and_spills_nothing(calls, chip)
     if chip.startswith("sm_") and fields:
-        assert "ld.global.v4" in took.assembly
-        assert "st.global.v4" in took.assembly
+        assembly = ahead.compile_for(call, chip).assembly
+        assert "ld.global.v4" in assembly
+        assert "st.global.v4" in assembly
 
 
 @pytest.mark.parametrize("packed", [False, True])

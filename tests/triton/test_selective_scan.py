@@ -80,7 +80,7 @@ def test_few_channels_are_walked_in_parts():
 def ahead_candidates(size):
     """Forward candidates that load columns ahead."""
     found = config.candidates(scan_record(size=size), CHIPS["sm_90"], "forward")
-    return [tiles for tiles in found if tiles.columns_ahead]
+    return [tiles for tiles in found if tiles.prefetched_columns]
 
 
 def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():

@@ -40,7 +40,7 @@ def assert_conforms(operations, selection, implementation="triton"):
     """The conformance suite passes for operations, and skips nothing, where kernels are interpreted.
 
     Args:
-        operations: Names.
+        operations: Names; none for all that the implementation serves.
         selection: Which tests, as pytest's `-k` takes it.
         implementation: Name.
     """

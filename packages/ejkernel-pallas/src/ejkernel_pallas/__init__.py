@@ -8,6 +8,7 @@ from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_pallas.gpu import grouped_matmul as grouped_matmul_of_gpus
 from ejkernel_pallas.gpu import latent_attention as latent_attention_of_gpus
+from ejkernel_pallas.gpu import paged_attention as paged_attention_of_gpus
 from ejkernel_pallas.gpu import ring_attention as ring_attention_of_gpus
 from ejkernel_pallas.gpu import tiled_attention as tiled_attention_of_gpus
 from ejkernel_pallas.tpu import grouped_matmul as grouped_matmul_of_tpus
@@ -25,6 +26,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *ring_attention_of_gpus.implementations(),
         *grouped_matmul_of_gpus.implementations(),
         *latent_attention_of_gpus.implementations(),
+        *paged_attention_of_gpus.implementations(),
         *tiled_attention_of_tpus.implementations(),
         *grouped_matmul_of_tpus.implementations(),
         *quantized_matmul_of_tpus.implementations(),

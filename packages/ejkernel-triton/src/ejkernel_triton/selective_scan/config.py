@@ -19,15 +19,15 @@ class ScanForward:
         block_t: Tokens that are loaded together, a divisor of the interval.
         splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
         num_warps: Warps a program.
-        columns_ahead: Tokens between the load of B and C and their use, at most `block_t`; each takes two registers an
-            element of a state. 0 leaves the distance to the compiler.
+        prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; each takes 2 registers
+            an element of a state. 0 leaves the distance to the compiler.
     """
 
     block_e: int
     block_t: int
     splits: int
     num_warps: int
-    columns_ahead: int
+    prefetched_columns: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
             block_e=block_e, block_t=block_t, splits=splits, prefetch=interpreting(), prefetch_states=False
         )
     block_t = 4 if interpreting() or size > 16 else 16
-    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, columns_ahead=0)
+    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, prefetched_columns=0)
 
 
 def candidates(
@@ -94,7 +94,7 @@ def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
     """Forward tiles with columns loaded ahead, as far as registers hold and less, and with two channels a lane."""
     far = 4 if size <= 16 else 2
     shapes = ((first.block_e, 8, far), (first.block_e, 8, far - 1), (2 * first.block_e, 4, far // 2))
-    return [dataclasses.replace(first, block_e=e, block_t=t, columns_ahead=n) for e, t, n in shapes]
+    return [dataclasses.replace(first, block_e=e, block_t=t, prefetched_columns=n) for e, t, n in shapes]
 
 
 def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:

@@ -26,7 +26,9 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     """
     from ejkernel_triton.selective_scan.scan_kernels import scan_kernel
 
-    spec = make_spec(record, config.block_e, config.block_t, config.splits, columns_ahead=config.columns_ahead)
+    spec = make_spec(
+        record, config.block_e, config.block_t, config.splits, prefetched_columns=config.prefetched_columns
+    )
     rows = record.x.shape[0]
     rates, write, read = scan_operands(record)
     first = None

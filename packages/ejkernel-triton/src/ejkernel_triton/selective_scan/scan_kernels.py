@@ -86,21 +86,21 @@ def scan_segment(
 def scan_prefetched(
     x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
 ):
-    """`scan_segment` with B and C loaded AHEAD tokens before their use, and carried through the loop.
+    """`scan_segment` with B and C loaded PREFETCH tokens before their use, and carried through the loop.
 
-    A token's columns are loaded into the registers of those that were used last; with AHEAD = 2:
+    A token's columns are loaded into the registers of those that were used last; with PREFETCH = 2:
 
         token      t          t+1        t+2        t+3     ...
         use        slot 0     slot 1     slot 0     slot 1
         load            slot 0     slot 1     slot 0     slot 1
 
-    So a load has the arithmetic of AHEAD tokens before its use, where the compiler may not move it to.
+    So a load has the arithmetic of PREFETCH tokens before its use, where the compiler may not move it to.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    AHEAD: tl.constexpr = spec.COLUMNS_AHEAD
+    PREFETCH: tl.constexpr = spec.PREFETCHED_COLUMNS
     xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
     columns = ()
-    for i in tl.static_range(AHEAD):
+    for i in tl.static_range(PREFETCH):
         columns += (load_columns(write, read, first_token + i, spec),)
     for token in tl.range(first_token, end, BLOCK_T):
         store_boundary(states, token, channels, state, spec)
@@ -112,14 +112,14 @@ def scan_prefetched(
         for i in tl.static_range(BLOCK_T):
             state, y = scan_token(state, xs[i], steps[i], rates, slots[i], skip_weights)
             outputs += (y,)
-            if i + AHEAD < BLOCK_T:
-                slots += (load_columns(write, read, token + (i + AHEAD), spec),)
+            if i + PREFETCH < BLOCK_T:
+                slots += (load_columns(write, read, token + (i + PREFETCH), spec),)
             else:
-                slots += (load_columns(write, read, next_block + (i + AHEAD - BLOCK_T), spec),)
+                slots += (load_columns(write, read, next_block + (i + PREFETCH - BLOCK_T), spec),)
             tl.debug_barrier()  # keeps the loads of a token from sinking to their use
         store_tokens(output, token, channels, outputs, False, spec)
         carried = ()
-        for i in tl.static_range(AHEAD):
+        for i in tl.static_range(PREFETCH):
             carried += (slots[BLOCK_T + i],)
         xs, steps, columns = next_xs, next_steps, carried
     return state
@@ -158,7 +158,7 @@ def scan_kernel(
     state = starting_state(starts, part, channels, GIVEN, spec)
     first_token = part * (spec.PART * spec.INTERVAL)
     end = tl.minimum(first_token + spec.PART * spec.INTERVAL, spec.T)
-    if spec.COLUMNS_AHEAD:
+    if spec.PREFETCHED_COLUMNS:
         state = scan_prefetched(
             x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
         )

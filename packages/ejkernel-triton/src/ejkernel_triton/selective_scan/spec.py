@@ -23,7 +23,7 @@ class ScanSpec:
         BLOCK_T: Tokens that are loaded, computed and stored together.
         PREFETCH_STATES: Whether it loads the states before a block while it computes the block behind.
         PREFETCH: Whether the backward scan loads a block's tokens while it computes the block before.
-        COLUMNS_AHEAD: Tokens between the load of B and C and their use in the forward scan; 0 is not set.
+        PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan; 0 is not set.
     """
 
     T: int
@@ -39,7 +39,7 @@ class ScanSpec:
     BLOCK_T: int
     PREFETCH: bool
     PREFETCH_STATES: bool
-    COLUMNS_AHEAD: int
+    PREFETCHED_COLUMNS: int
 
 
 def make_spec(
@@ -50,7 +50,7 @@ def make_spec(
     *,
     prefetch: bool = True,
     prefetch_states: bool = False,
-    columns_ahead: int = 0,
+    prefetched_columns: int = 0,
 ) -> ScanSpec:
     """The constants of a record's kernels.
 
@@ -61,7 +61,7 @@ def make_spec(
         splits: Segments of the sequence that are wanted; a segment has whole intervals, so there may be fewer.
         prefetch_states: Whether it loads the states before a block while it computes the block behind.
         prefetch: Whether the backward scan loads a block's tokens while it computes the block before.
-        columns_ahead: Tokens between the load of B and C and their use in the forward scan, at most `block_t`.
+        prefetched_columns: Tokens between the load of B and C and their use in the forward scan, at most `block_t`.
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
     chunks = -(-tokens // INTERVAL)
@@ -80,5 +80,5 @@ def make_spec(
         BLOCK_T=block_t,
         PREFETCH=prefetch,
         PREFETCH_STATES=prefetch_states,
-        COLUMNS_AHEAD=columns_ahead,
+        PREFETCHED_COLUMNS=prefetched_columns,
     )

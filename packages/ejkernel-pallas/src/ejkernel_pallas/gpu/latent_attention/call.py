@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec, ScheduledSpec
 
 I32 = jnp.int32
 
@@ -73,6 +73,20 @@ class Call:
     shared: Shared
 
 
+class ScheduledCall(Protocol):
+    """What walking the items of a schedule reads of a launch; `operands` has its items and shares."""
+
+    @property
+    def spec(self) -> ScheduledSpec:
+        """Constants."""
+        ...
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        """References by name."""
+        ...
+
+
 class Item(NamedTuple):
     """A program's steps of one item.
 
@@ -97,13 +111,13 @@ class Item(NamedTuple):
     slot: Any
 
 
-def program_of(call: Call) -> tuple[Any, Any]:
+def program_of(call: ScheduledCall) -> tuple[Any, Any]:
     """Program and tile of heads of a block: the tiles of a program are neighbours, which read the same keys."""
     block = lax.axis_index("block")
     return lax.div(block, I32(call.spec.tiles)), lax.rem(block, I32(call.spec.tiles))
 
 
-def every_item(call: Call, work: Callable[[Item, Any], Any], carry: Any) -> Any:
+def every_item(call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any) -> Any:
     """Carries a value through `work` for the items of the program of this block."""
     items, shares = call.operands["items"], call.operands["shares"]
     program, tile = program_of(call)

@@ -17,7 +17,7 @@ from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.launch import launch
 from ejkernel_pallas.gpu.hopper.sizes import ROWS
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
-from ejkernel_pallas.gpu.latent_attention.spec import LATENT, LatentSpec
+from ejkernel_pallas.gpu.latent_attention.spec import ScheduledSpec
 
 I32 = jnp.int32
 COLUMNS = 64
@@ -28,12 +28,12 @@ LOWEST = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What the latent kernel wrote.
+    """What the latent kernel, or one with the same schedule, wrote. W columns: 512, or the size of a value.
 
     Attributes:
-        output: [T * tiles * 64, 512] of items that one program had.
+        output: [T * tiles * 64, W] of items that one program had.
         lse: [T * tiles, 64] of the same items.
-        parts: [programs * 2 * tiles, 64, 512] float32, of parts of the others.
+        parts: [programs * 2 * tiles, 64, W] float32, of parts of the others.
         part_lse: [programs * 2 * tiles, 64].
     """
 
@@ -43,12 +43,13 @@ class Parts:
     part_lse: Any
 
 
-def combined(spec: LatentSpec, plan: LatentSchedule, made: Parts) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, 512] and lse [T, H] of all items."""
+def combined(spec: ScheduledSpec, plan: LatentSchedule, made: Parts) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, W] and lse [T, H] of all items."""
     operands = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     operands |= {"items": plan.items, "shares": plan.shares}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (made.output, made.lse)]
-    across = LATENT // COLUMNS
+    width = made.output.shape[1]
+    across = width // COLUMNS
 
     def body(given: dict[str, Any], outputs: Any, buffers: dict[str, Any]) -> None:
         del buffers
@@ -57,7 +58,7 @@ def combined(spec: LatentSpec, plan: LatentSchedule, made: Parts) -> tuple[jax.A
         _combine(spec, given, outputs, tile, column)
 
     output, lse = launch(body, operands, shapes, {"unused": _nothing()}, spec.rows * spec.tiles * across, 0)
-    output = output.reshape(spec.rows, spec.tiles * ROWS, LATENT)[:, : spec.heads]
+    output = output.reshape(spec.rows, spec.tiles * ROWS, width)[:, : spec.heads]
     return output, lse.reshape(spec.rows, spec.tiles * ROWS)[:, : spec.heads]
 
 
@@ -67,7 +68,7 @@ def _nothing() -> Any:
     return plgpu.SMEM((1,), jnp.int32)
 
 
-def _combine(spec: LatentSpec, given: dict[str, Any], outputs: Any, number: Any, column: Any) -> None:
+def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: Any, column: Any) -> None:
     """The columns of one tile of heads of an item."""
     item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
     start, steps = given["items"][item, 2], given["items"][item, 3]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
@@ -48,6 +48,30 @@ class HopperLatent:
 
 FACES: dict[str, str] = {}
 """Fields of the public configurations and what they set here: none."""
+
+
+class ScheduledSpec(Protocol):
+    """What walking and merging the items of a schedule read of a kernel's constants, named as `LatentSpec`'s."""
+
+    @property
+    def rows(self) -> int:
+        """Items."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Rows of an item's tiles that are kept."""
+        ...
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 rows of an item."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Of the output."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

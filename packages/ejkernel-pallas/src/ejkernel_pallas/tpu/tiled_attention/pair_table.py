@@ -10,6 +10,9 @@ The grid runs over the list, which has no empty pairs, so these cost neither a s
 segment ids are traced, the number of pairs is unknown when compiling: the list is as long as it could be, and its rest
 repeats the last pair, whose tiles are in VMEM already, and does nothing. Every accumulated tile is in it at least once.
 
+`planning.block_maps` says which pairs there are. Its lists, one for every tile and all as long as the longest, are not
+what this grid runs over: they would cost a step for each entry that a shorter list lacks.
+
 An entry is one int32: `query tile << 18 | key tile << 4 | flags`.
 """
 

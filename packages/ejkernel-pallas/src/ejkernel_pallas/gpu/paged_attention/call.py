@@ -1,0 +1,52 @@
+"""What the two warpgroups of the paged kernel share."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Shared memory and barriers; n is a stage of the pipeline.
+
+    Attributes:
+        q: [64, D] queries of a tile.
+        k: [n, 128, D] blocks of keys.
+        v: [n, 128, Dv] their values.
+        present: [n] int32, bit b: the page of keys 8 b to 8 b + 7 is there.
+        q_full: Queries are there.
+        q_free: Nobody reads them any more.
+        k_full: [n] keys and `present` are there.
+        k_free: [n] nobody reads them any more.
+        v_full: [n] values are there.
+        v_free: [n] nobody reads them any more.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    present: Any
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A launch.
+
+    Attributes:
+        spec: Constants.
+        operands: References by name: query, keys, values, tables, items, shares.
+        outputs: References to output, lse, parts and lse of parts.
+        shared: Shared memory and barriers.
+    """
+
+    spec: PagedSpec
+    operands: dict[str, Any]
+    outputs: Any
+    shared: Shared

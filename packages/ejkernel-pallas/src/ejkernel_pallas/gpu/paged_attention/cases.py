@@ -1,0 +1,52 @@
+"""Conformance cases of Hopper's paged kernel, which takes heads of 64 and 128 in 16 bits."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, packed_inputs, page_inputs, v2_inputs, v3_inputs
+from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.page_attention import PageAttentionArguments
+from ejkernel.modules.operations.ragged_page_attention_v2 import RaggedPageAttentionv2Arguments
+from ejkernel.modules.operations.ragged_page_attention_v3 import RaggedPageAttentionv3Arguments
+from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
+from ejkernel.ops.model import Case
+
+# Small, as the reference gathers a row's keys once for every head.
+DECODE = PagedSizes(lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+MIXED = PagedSizes(lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16)
+WRITTEN = PagedSizes(lens=(137, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16)
+WINDOW = {"sliding_window": 30}
+BAND: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
+SCALES: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
+
+
+def _nothing(key: jax.Array) -> dict[str, Any]:
+    return {}
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """By operation."""
+    page: tuple[Row[PagedSizes], ...] = (
+        ("head size 128, bfloat16", DECODE, _nothing, (), ()),
+        ("head size 128, window", DECODE, lambda key: WINDOW, ("sliding_window",), ()),
+    )
+    unified: tuple[Row[PagedSizes], ...] = (
+        ("head size 64, mixed", MIXED, lambda key: {"return_lse": True}, (), ()),
+        ("head size 64, window", MIXED, lambda key: WINDOW, ("sliding_window",), ()),
+        ("head size 64, not causal", MIXED, lambda key: BAND, ("causal",), ()),
+    )
+    v2: tuple[Row[PagedSizes], ...] = (("head size 64, sequences", MIXED, _nothing, ("num_seqs",), ()),)
+    new = ("new_keys", "new_values", "num_seqs", "value_scale")
+    v3: tuple[Row[PagedSizes], ...] = (
+        ("head size 128, written", WRITTEN, lambda key: SCALES, new, ()),
+        ("head size 64, written", dataclasses.replace(WRITTEN, d=64), lambda key: {"softmax_scale": 0.1}, (), ()),
+    )
+    return {
+        "page_attention": table(PageAttentionArguments, page_inputs, page),
+        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, unified),
+        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, v2),
+        "ragged_page_attention_v3": table(RaggedPageAttentionv3Arguments, v3_inputs, v3),
+    }

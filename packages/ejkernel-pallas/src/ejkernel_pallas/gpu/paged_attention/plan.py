@@ -1,0 +1,40 @@
+"""Which key blocks each program of the paged kernel works on: the latent kernel's schedule, of tiles of query tokens.
+
+An item is a tile of up to 64 // group tokens of one sequence, so that decoding has one token in it and prefill fills
+the 64 rows of an instruction. Its blocks of 128 keys lie in a line with those of all other items, of which programs
+have equal shares; lengths are read on the device.
+"""
+
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.planning import paged_cache
+from ejkernel.planning.paged_cache import QueryTiles
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT
+
+I32 = jnp.int32
+
+
+def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int) -> LatentSchedule:
+    """The items of a record, with two more columns: the first token's position and its query row; and the shares."""
+    owner, lens = tiles.sequence, record.kv_lens.astype(I32)
+    keys = jnp.minimum(lens[owner], paged_cache.capacity(record))
+    left, right = band(record)
+    if right is not None:
+        keys = jnp.minimum(keys, tiles.position + tiles.rows + right)
+    low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(I32)[owner]
+    if left is not None:
+        low = jnp.maximum(low, tiles.position - left)
+    low = jnp.maximum(low, 0)
+    keys = jnp.where((tiles.rows > 0) & (keys > low), keys, 0)
+    low = jnp.where(keys > 0, low, 0)
+    steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
+    ends = jnp.cumsum(steps, dtype=I32)
+    total = ends[-1]
+    share = -(-total // programs)
+    begin = jnp.minimum(jnp.arange(programs + 1, dtype=I32) * share, total)
+    item = jnp.sum(ends <= begin[:, None], axis=1, dtype=I32)
+    row = paged_cache.query_ranges(record)[0][owner] + tiles.skipped
+    items = jnp.stack((owner, keys, ends - steps, steps, low, tiles.position, row), axis=1)
+    return LatentSchedule(items, jnp.stack((jnp.minimum(item, len(owner) - 1), begin), axis=1))

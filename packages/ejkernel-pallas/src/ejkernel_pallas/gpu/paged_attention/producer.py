@@ -1,0 +1,98 @@
+"""The warpgroup of the paged kernel that copies queries, and keys and values page by page, to shared memory."""
+
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.planning.paged_cache import COMBINED
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.latent_attention.call import Item, every_item, program_of
+from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+from ejkernel_pallas.gpu.paged_attention.call import Call
+
+I32 = jnp.int32
+Places = list[tuple[Any, Any]]
+"""Page and slot of every copy of a block; the page of an absent one is the number of pages."""
+
+
+def produce(call: Call) -> None:
+    """Copies all that the program needs."""
+
+    def one(item: Item, carry: Any) -> Any:
+        count, number = carry
+        _copy_queries(call, item, number)
+
+        def step(n: Any, count: Any) -> Any:
+            _copy_block(call, item, (item.first + n) * UNIT, count)
+            return count + 1
+
+        return lax.fori_loop(0, item.steps, step, count), number + 1
+
+    every_item(call, one, (I32(0), I32(0)))
+
+
+def _copy_queries(call: Call, item: Item, number: Any) -> None:
+    """64 rows of the tile's KV head from its first token on: rows of later tokens are computed and dropped."""
+    spec, shared = call.spec, call.shared
+    _, head = program_of(call)
+    pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
+    row = head * spec.query_rows + call.operands["items"][item.row, 6] * spec.group
+    plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, ROWS), :], shared.q, shared.q_full)
+
+
+def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
+    """Keys, then values of a block, each as soon as its stage is free."""
+    spec, shared = call.spec, call.shared
+    slot = lax.rem(count, I32(spec.stages))
+    places, present = _places(call, item, key)
+    pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
+    shared.present[slot] = present
+    _copy(call, places, 0, shared.k.at[slot], shared.k_full.at[slot])
+    plgpu.barrier_arrive(shared.k_full.at[slot])  # after the bits
+    pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
+    _copy(call, places, 1, shared.v.at[slot], shared.v_full.at[slot])
+
+
+def _places(call: Call, item: Item, key: Any) -> tuple[Places, Any]:
+    """Page and slot of every copy of a block of keys, and which groups of eight keys are present."""
+    spec = call.spec
+    if spec.columns == 0:
+        return [(item.sequence, key)], I32(-1)
+    tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
+    places: Places = []
+    each = spec.copied // GROUP
+    for first in range(0, UNIT, spec.copied):
+        column = lax.div(key + first, I32(spec.page_size))
+        page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
+        there = (key + first < item.keys) & (page >= 0) & (page < pages)
+        places.append((jnp.where(there, page, pages), lax.rem(key + first, I32(spec.page_size))))
+        bits = bits | jnp.where(there, I32(((1 << each) - 1) << (first // GROUP)), I32(0))
+    return places, bits
+
+
+def _copy(call: Call, places: Places, component: int, target: Any, full: Any) -> None:
+    """Keys (0) or values (1) of a block: a copy a page, or a part of one; copies beyond an array's end write zeros."""
+    rows, source = call.spec.copied, call.operands[("keys", "values")[component]]
+    _, head = program_of(call)
+    for number, (page, slot) in enumerate(places):
+        index, column = _index(call, page, head, component)
+        columns = pl.ds(column, target.shape[1])
+        plgpu.copy_gmem_to_smem(
+            source.at[index, pl.ds(slot, rows), columns], target.at[pl.ds(number * rows, rows)], full
+        )
+
+
+def _index(call: Call, page: Any, head: Any, component: int) -> tuple[Any, Any]:
+    """Where a head's keys or values of a page lie in the cache as three axes, the second of which are its slots."""
+    spec = call.spec
+    size = (spec.key_dim, spec.value_dim)[component]
+    if spec.layout == COMBINED:
+        return page, (head * 2 + component) * spec.lanes
+    if spec.layout == "pshd":
+        return page, head * size
+    if spec.layout == "phsd":
+        return page * spec.tiles + head, 0
+    return jnp.where(page < spec.pages, head * spec.pages + page, spec.tiles * spec.pages), 0

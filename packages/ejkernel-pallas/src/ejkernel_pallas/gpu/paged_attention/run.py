@@ -1,0 +1,135 @@
+"""Forward pass of paged attention on Hopper."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning import paged_cache
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix
+from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT
+from ejkernel_pallas.gpu.paged_attention.call import Call, Shared
+from ejkernel_pallas.gpu.paged_attention.kernel import LOWEST, paged_kernel
+from ejkernel_pallas.gpu.paged_attention.plan import make_plan
+from ejkernel_pallas.gpu.paged_attention.spec import HopperPaged, PagedSpec, make_spec, tokens_of_tile
+
+OPERANDS: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
+"""Of the kernel, in the order in which `attend` gives them."""
+
+
+def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Array, ...], None]:
+    """Attention over pages of keys and values.
+
+    Args:
+        record: The canonical arguments.
+        params: Programs and stages.
+
+    Raises:
+        ValueError: There is no program or no stage.
+
+    Returns:
+        Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
+        residuals.
+    """
+    record, pages = paged_cache.write(record)
+    output, lse = attend(record, params)
+    return (output, lse, *pages), None
+
+
+def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, Dv] and lse [T, H] of a record whose tokens are all in their pages."""
+    tiles = paged_cache.query_tiles(record, tokens_of_tile(record))
+    spec = make_spec(record, params, len(tiles.sequence))
+    plan = make_plan(record, tiles, spec.programs)
+    tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
+
+    @sequential_vmap
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
+
+    keys = _three_axes(record.key_pages)
+    values = keys if record.value_pages is None else _three_axes(record.value_pages)
+    output, lse = run(_query_rows(record, spec), keys, values, tables, *plan)
+    return _in_order(record, spec, tiles, output, lse)
+
+
+def _three_axes(pages: jax.Array) -> jax.Array:
+    """A cache as [pages or heads of pages, slots, numbers of a slot], which moves nothing."""
+    if pages.ndim == 5:  # [P, S, G, 2, L]
+        return pages.reshape(*pages.shape[:2], -1)
+    return pages
+
+
+def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
+    """[Hk * query_rows, D]: of each KV head the rows of all tokens, and a tile of zeros behind them."""
+    tokens, _, size = record.query.shape
+    rows = record.query.reshape(tokens, spec.tiles, spec.group, size).swapaxes(0, 1)
+    rows = rows.reshape(spec.tiles, tokens * spec.group, size)
+    return jnp.pad(rows, ((0, 0), (0, spec.query_rows - tokens * spec.group), (0, 0))).reshape(-1, size)
+
+
+def _in_order(
+    record: PagedAttention, spec: PagedSpec, tiles: paged_cache.QueryTiles, output: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse by query row, from those by item: [items, Hk * 64, Dv] and [items, Hk * 64]."""
+    sequence, _ = paged_cache.token_places(record)
+    owner, token = jnp.maximum(sequence, 0), jnp.arange(record.query.shape[0], dtype=jnp.int32)
+    offset = token - paged_cache.query_ranges(record)[0][owner]
+    item, row = tiles.first[owner] + offset // spec.tokens, offset % spec.tokens * spec.group
+    rows = row[:, None] + jnp.arange(spec.group, dtype=jnp.int32)  # [T, group]
+    place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * ROWS
+    place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
+    output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
+    # What attended nothing has a maximum of about LOWEST, whatever its output is.
+    attends = (sequence >= 0)[:, None] & (lse > LOWEST / 2)
+    return jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
+
+
+def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Outputs of whole items, and parts of the others."""
+
+    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+        paged_kernel(Call(spec, given, made, Shared(**buffers)))
+
+    parts, tiles = 2 * spec.blocks, spec.rows * spec.tiles
+    outputs = [
+        jax.ShapeDtypeStruct((tiles * ROWS, spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct((tiles, ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((parts, ROWS, spec.value_dim), jnp.float32),
+        jax.ShapeDtypeStruct((parts, ROWS), jnp.float32),
+    ]
+    operands = {name: _shaped(spec, name, x) for name, x in operands.items()}
+    return launch(body, operands, outputs, _scratch(spec), spec.blocks, 1)
+
+
+def _shaped(spec: PagedSpec, name: str, x: jax.Array) -> jax.Array:
+    """A cache of four axes as three: slots with all heads, or pages of heads."""
+    if name not in ("keys", "values") or x.ndim == 3:
+        return x
+    if spec.layout == "pshd":
+        return x.reshape(*x.shape[:2], -1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _scratch(spec: PagedSpec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `Shared`."""
+    copies, stages, barrier = UNIT // spec.copied, spec.stages, plgpu.Barrier
+    return {
+        "q": matrix((ROWS, spec.key_dim), spec.dtype),
+        "k": matrix((stages, UNIT, spec.key_dim), spec.dtype),
+        "v": matrix((stages, UNIT, spec.value_dim), spec.dtype),
+        "present": plgpu.SMEM((stages,), jnp.int32),
+        "q_full": barrier(num_arrivals=1),
+        "q_free": barrier(num_arrivals=1),
+        "k_full": barrier(num_arrivals=copies + 1, num_barriers=stages),
+        "k_free": barrier(num_arrivals=1, num_barriers=stages),
+        "v_full": barrier(num_arrivals=copies, num_barriers=stages),
+        "v_free": barrier(num_arrivals=1, num_barriers=stages),
+    }

@@ -1,0 +1,189 @@
+"""What Hopper's paged kernel is compiled for, its configuration, and what it refuses."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning import paged_cache
+from ejkernel_pallas.gpu.hopper.sizes import ROWS, SHARED_MEMORY
+from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+HEAD_DIMS = (64, 128)
+"""Sizes of keys and of values."""
+RESERVED = 4 * 1024
+"""Bytes of shared memory for barriers and what Mosaic keeps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperPaged:
+    """Configuration of the paged kernel.
+
+    Attributes:
+        num_programs: Thread blocks that the key blocks of a call are dealt to.
+        stages: Blocks of 128 keys and their values in shared memory; as many as have room at most.
+        lazy_rescaling: Whether the accumulator is left alone in warps where no row's maximum moved.
+    """
+
+    num_programs: int
+    stages: int = 4
+    lazy_rescaling: bool = True
+
+
+FACES = {"num_stages": "stages"}
+"""Fields of the public configurations and what they set here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedSpec:
+    """Constants of the kernel.
+
+    Attributes:
+        rows: Items: tiles of query tokens, each of one sequence.
+        tokens: Query tokens of a tile.
+        group: Query heads a KV head; a tile has `tokens * group` rows of scores, filled up to 64.
+        tiles: KV heads, each of which has a tile of every item.
+        query_rows: Rows of a KV head in the query's array: whole groups of eight, and a tile of zeros behind them.
+        programs: Programs that the key blocks are dealt to, for each KV head.
+        layout: Of the cache.
+        page_size: Slots of a page.
+        pages: Pages of the cache.
+        columns: Entries of a block table; 0 where each sequence has the page of its own number.
+        copied: Slots that one copy has.
+        key_dim: Size of a key.
+        value_dim: Size of a value.
+        lanes: Numbers between the keys and values of a head of a combined cache.
+        left: Keys before a query's own that it attends; None for all.
+        right: Keys behind it; None for all.
+        exponent: Factor that makes products powers of two.
+        lazy: As `HopperPaged.lazy_rescaling`.
+        stages: Blocks of keys and values in shared memory.
+        dtype: Of queries, cache and output.
+        value_scale: Factor on the output.
+    """
+
+    rows: int
+    tokens: int
+    group: int
+    tiles: int
+    query_rows: int
+    programs: int
+    layout: str
+    page_size: int
+    pages: int
+    columns: int
+    copied: int
+    key_dim: int
+    value_dim: int
+    lanes: int
+    left: int | None
+    right: int | None
+    exponent: float
+    lazy: bool
+    stages: int
+    dtype: Any
+    value_scale: float
+
+    @property
+    def heads(self) -> int:
+        """Rows of all tiles of an item: what is padding is dropped after merging."""
+        return self.tiles * ROWS
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks."""
+        return self.programs * self.tiles
+
+
+def tokens_of_tile(record: PagedAttention) -> int:
+    """Query tokens whose heads of one KV head fill 64 rows."""
+    return max(1, ROWS // (record.query.shape[1] // paged_cache.kv_heads(record)))
+
+
+def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSpec:
+    """The constants of a record's kernel.
+
+    Args:
+        record: The canonical arguments, without new tokens.
+        params: Programs and stages.
+        rows: Items of its schedule.
+
+    Raises:
+        ValueError: There is no program or no stage.
+    """
+    if params.num_programs < 1 or params.stages < 1:
+        raise ValueError(f"{params}: num_programs and stages want at least 1")
+    tokens, heads, key_dim = record.query.shape
+    kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_size(record)
+    left, right = band(record)
+    group = heads // kv_heads
+    room = (SHARED_MEMORY - RESERVED - 2 * ROWS * key_dim) // (2 * UNIT * (key_dim + value_dim))
+    return PagedSpec(
+        rows=rows,
+        tokens=tokens_of_tile(record),
+        group=group,
+        tiles=kv_heads,
+        query_rows=-(-tokens * group // GROUP) * GROUP + ROWS,
+        programs=max(1, params.num_programs // kv_heads),
+        layout=record.kv_layout,
+        page_size=slots,
+        pages=paged_cache.page_count(record),
+        columns=0 if record.block_tables is None else record.block_tables.shape[1],
+        copied=UNIT if record.block_tables is None else min(UNIT, slots),
+        key_dim=key_dim,
+        value_dim=value_dim,
+        lanes=record.key_pages.shape[-1],
+        left=left,
+        right=right,
+        exponent=record.softmax_scale * LOG2E,
+        lazy=params.lazy_rescaling,
+        stages=min(params.stages, room),
+        dtype=jnp.dtype(record.query.dtype),
+        value_scale=record.value_scale,
+    )
+
+
+def value_size(record: PagedAttention) -> int:
+    """Size of a value."""
+    return paged_cache.value_size(record)
+
+
+def reasons(record: PagedAttention) -> Iterable[str]:
+    """Why the kernel cannot serve a record, a sentence each."""
+    if record.latent is not None:
+        yield "the cache has latent vectors: 'mosaic_gpu_latent' serves them"
+        return
+    sizes = record.query.shape[-1], value_size(record)
+    if not set(sizes) <= set(HEAD_DIMS):
+        yield f"keys of {sizes[0]} and values of {sizes[1]} are not of {HEAD_DIMS[0]} or {HEAD_DIMS[1]}"
+    caches = {x.dtype for x in (record.key_pages, record.value_pages) if x is not None}
+    if caches != {record.query.dtype}:
+        yield f"a cache of {', '.join(sorted(map(str, caches)))} beside queries of {record.query.dtype}"
+    slots, group = paged_cache.page_size(record), record.query.shape[1] // max(1, paged_cache.kv_heads(record))
+    if group > ROWS:
+        yield f"{group} query heads a KV head are more than {ROWS}"
+    if record.block_tables is not None and not (slots % UNIT == 0 or (UNIT % slots == 0 and slots >= GROUP)):
+        yield f"pages of {slots} slots are neither a multiple of {UNIT} nor a divisor of at least {GROUP}"
+    if record.block_tables is None and slots % GROUP:
+        yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
+    if not (record.query.size and record.key_pages.size and record.kv_lens.size):
+        yield "an array is empty"
+
+
+def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPaged:
+    """One program a multiprocessor."""
+    from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
+
+    return HopperPaged(num_programs=multiprocessors())
+
+
+def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperPaged, ...]:
+    """What is worth measuring: fewer stages, and rescaling always."""
+    rule = heuristic(record, device, direction)
+    return rule, dataclasses.replace(rule, stages=2), dataclasses.replace(rule, lazy_rescaling=False)

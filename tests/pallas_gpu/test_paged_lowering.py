@@ -1,0 +1,170 @@
+"""Paged attention in Mosaic GPU, lowered for CUDA without a GPU; what surrounds the kernel; and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.paged_attention import PagedAttention, reference
+from ejkernel.ops.plugins import registry
+from ejkernel.planning import paged_cache
+from ejkernel_pallas.gpu.paged_attention import implementations, plan, producer, run, spec
+
+SHAPE = jax.ShapeDtypeStruct
+PARAMS = spec.HopperPaged(num_programs=132)
+PAGES = 24
+
+
+def make(layout="pshd", page=16, size=128, heads=8, kv_heads=2, lens=(70, 1, 0, 33), q_lens=None, dtype=jnp.bfloat16):
+    """A record of random numbers, whose pages lie in any order."""
+    rng = np.random.default_rng(0)
+    axes = {"p": PAGES, "s": page, "h": kv_heads, "d": size, "c": 2}
+    cache = [jnp.asarray(rng.normal(size=[axes[x] for x in layout]), dtype) for _ in range(2)]
+    columns = PAGES // len(lens)
+    tables = rng.permutation(PAGES)[: len(lens) * columns].reshape(len(lens), columns)
+    tokens = len(lens) if q_lens is None else sum(q_lens) + 1
+    return PagedAttention(
+        query=jnp.asarray(rng.normal(size=(tokens, heads, size)), dtype),
+        key_pages=cache[0],
+        value_pages=None if layout == paged_cache.COMBINED else cache[1],
+        block_tables=jnp.asarray(tables, jnp.int32),
+        kv_lens=jnp.array(lens, jnp.int32),
+        query_start=None if q_lens is None else jnp.asarray(np.cumsum((0, *q_lens)), jnp.int32),
+        softmax_scale=0.1,
+        kv_layout=layout,
+        kv_heads=None,
+    )
+
+
+MIXED = {"lens": (70, 1, 40), "q_lens": (20, 1, 17)}
+CALLS = (
+    {},
+    {"layout": "phsd", "page": 8, **MIXED},
+    {"layout": "hpsd", "size": 64, "heads": 12, "kv_heads": 4, **MIXED},
+    {"layout": "pshcd", "page": 32, "dtype": jnp.float16, **MIXED},
+)
+
+
+@pytest.mark.parametrize("fields", CALLS, ids=lambda fields: fields.get("layout", "pshd"))
+def test_a_call_lowers(fields):
+    record = make(**fields)
+    traced = jax.jit(lambda record: run.forward(record, PARAMS)[0]).trace(record)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    output, lse = traced.out_info
+    assert (output.shape, output.dtype) == (record.query.shape, record.query.dtype)
+    assert lse.shape == record.query.shape[:2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    list(zip(CALLS, (None, None, (25, 0), None), strict=True)),
+    ids=["pshd", "phsd", "hpsd, window", "pshcd"],
+)
+def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, monkeypatch):
+    """The kernel in jnp: the same rows of queries, pages of the cache, masks and places of outputs, item by item."""
+    record = dataclasses.replace(make(**fields), sliding_window=window)
+
+    def simulated(constants, operands):
+        return _simulated(constants, {name: np.asarray(x) for name, x in operands.items()})
+
+    monkeypatch.setattr(run, "_launch", simulated)
+    monkeypatch.setattr(run, "combined", lambda constants, schedule, made: (made.output, made.lse))
+    monkeypatch.setattr(run, "sequential_vmap", lambda function: function)
+    output, lse = run.attend(record, PARAMS)
+    want, want_lse = jax.jit(lambda record: reference(record)[0])(record)
+    np.testing.assert_allclose(np.asarray(output, np.float32), np.asarray(want, np.float32), atol=2e-2)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-2)
+
+
+def _simulated(constants, operands):
+    """Output and lse of every item and KV head."""
+    call = producer.Call(constants, operands, None, None)
+    cache = {name: np.asarray(run._shaped(constants, name, operands[name]), np.float32) for name in ("keys", "values")}
+    shape = constants.rows, constants.tiles, 64
+    output, lse = np.zeros((*shape, constants.value_dim), np.float32), np.full(shape, -7e29, np.float32)
+    for item, head in np.ndindex(shape[:2]):
+        sequence, keys, _, _, low, position, row = map(int, operands["items"][item])
+        if keys == 0:
+            continue
+        rows = np.asarray(operands["query"][head * constants.query_rows + row * constants.group :][:64], np.float32)
+        places = np.arange(low, keys)
+        columns, slots = places // constants.page_size, places % constants.page_size
+        found = []
+        for component, name in enumerate(("keys", "values")):
+            rows_of = []
+            for page in operands["tables"][sequence, : columns[-1] + 1]:
+                index, first = producer._index(call, int(page), head, component)
+                rows_of.append(cache[name][int(index), :, int(first) : int(first) + constants.key_dim])
+            found.append(np.stack(rows_of)[columns, slots])
+        apart = places - position - np.arange(64)[:, None] // constants.group
+        attends = apart <= constants.right if constants.right is not None else apart == apart
+        attends = attends if constants.left is None else attends & (apart >= -constants.left)
+        scores = np.where(attends, rows @ found[0].T * constants.exponent * np.log(2), -7e29)
+        top = scores.max(1, keepdims=True)
+        weights = np.exp(scores - top)
+        output[item, head] = weights @ found[1] / weights.sum(1, keepdims=True)
+        lse[item, head] = top[:, 0] + np.log(weights.sum(1))
+    return jnp.asarray(output), jnp.asarray(lse), None, None
+
+
+@pytest.mark.parametrize("programs", [1, 3, 7, 40])
+def test_every_step_has_one_program(programs):
+    record = make(lens=(300, 0, 64, 129, 1, 260), q_lens=(40, 0, 1, 17, 1, 2), page=128)
+    tiles = paged_cache.query_tiles(record, spec.tokens_of_tile(record))
+    items, shares = map(np.asarray, plan.make_plan(record, tiles, programs))
+    assert items[:, 3].min() == 1
+    line = np.concatenate([np.full(steps, n) for n, steps in enumerate(items[:, 3])])
+    assert (shares[0, 1], shares[-1, 1]) == (0, len(line))
+    for (item, begin), end in zip(shares[:-1], shares[1:, 1], strict=True):
+        assert begin == end or line[begin] == item
+    # The rows of all tiles together are those of the queries, each once, and none sees a key behind its own.
+    rows = [
+        int(row) + n for *_, row, count in np.column_stack((items, np.asarray(tiles.rows))) for n in range(int(count))
+    ]
+    assert sorted(rows) == list(range(61))
+    seen, position, count = items[:, 1], items[:, 5], np.asarray(tiles.rows)
+    assert np.all(seen[count > 0] == (position + count)[count > 0])
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (make(), []),
+        (make(page=256), []),
+        (make(size=96), ["keys of 96"]),
+        (make(page=4), ["pages of 4"]),
+        (make(page=96), ["pages of 96"]),
+        (make(heads=130, kv_heads=2), ["65 query heads"]),
+        (dataclasses.replace(make(), key_pages=SHAPE((4, 16, 2, 128), jnp.int8)), ["int8"]),
+    ],
+)
+def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, words):
+    found = list(spec.reasons(record))
+    assert len(found) == len(words), found
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize("op", ["page_attention", "unified_attention", "ragged_page_attention_v3"])
+def test_dispatch_takes_any_other_implementation_for_gpus_first(op):
+    own = {made.name for made in implementations()}
+    priorities = {made.name: made.priority for made in registry().implementations[op] if made.backend != "tpu"}
+    assert own <= set(priorities)
+    assert all(priorities[name] < priorities["triton"] for name in own)
+    assert all(priorities[name] < priorities["xla"] for name in own)
+
+
+@pytest.mark.parametrize("fields", [{"num_programs": 0}, {"num_programs": 4, "stages": 0}])
+def test_no_program_or_stage_is_an_error(fields):
+    with pytest.raises(ValueError, match="want at least 1"):
+        spec.make_spec(make(), spec.HopperPaged(**fields), 4)
+
+
+@pytest.mark.parametrize("size", spec.HEAD_DIMS)
+def test_shared_memory_has_room_for_stages(size):
+    record = make(size=size)
+    constants = spec.make_spec(record, PARAMS, 4)
+    assert constants.stages >= 3
+    assert 2 * size * (64 + 2 * 128 * constants.stages) + spec.RESERVED <= 227 * 1024
