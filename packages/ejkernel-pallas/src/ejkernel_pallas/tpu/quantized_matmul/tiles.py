@@ -6,7 +6,6 @@ from typing import Any
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.config.params import Direction
 from ejkernel.planning.quantized_formats import WORD
-from ejkernel_pallas.tpu.generations import is_v7x
 
 LANES = 128
 ROWS = 16
@@ -57,8 +56,8 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
         for m in (1024, 512, 256, 128)
         for r, w in (OVER_ROWS if over_rows else OVER_WORDS)
     ]
-    codes, most = WORD // record.format.bits, MULTIPLICATIONS // (2 if is_v7x(device.kind) else 1)
-    quick = [x for x in found if x.block_m * x.block_r * x.block_w * codes <= most]
+    codes = WORD // record.format.bits
+    quick = [x for x in found if x.block_m * x.block_r * x.block_w * codes <= MULTIPLICATIONS]
     fitting = [x for x in quick if _bytes(record, x, over_rows) <= MEMORY]
     return tuple(dict.fromkeys(fitting or found[-1:]))
 
