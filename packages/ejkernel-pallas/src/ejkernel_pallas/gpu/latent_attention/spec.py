@@ -70,7 +70,7 @@ class ScheduledSpec(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """Of the output."""
+        """Dtype of the output."""
         ...
 
 

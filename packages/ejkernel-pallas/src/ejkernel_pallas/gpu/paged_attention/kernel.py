@@ -87,7 +87,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     output = _rescaled(call, state.output, alpha)
     first, end = item.low - key, item.keys - key
     plgpu.barrier_wait(shared.v_full.at[slot])
-    # Slots of keys that nobody attends may hold NaN, and a weight of zero times NaN is NaN.
+    # Slots of keys that no row attends to may hold NaN, and a weight of zero times NaN is NaN.
     pl.when((end < UNIT) | (first > 0))(lambda: _zero(shared.v.at[slot], first, end))
     weights = lax.optimization_barrier(weights.astype(spec.dtype))
     output = _product(output, weights, shared.v.at[slot])
@@ -113,11 +113,11 @@ def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) 
     if spec.tokens > 1 and (spec.left is not None or spec.right is not None):
         row = plgpu.broadcasted_iota(I32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
         # How far a key lies behind its row's token.
-        apart = column - lax.div(row, I32(spec.group)) + (key - position)
+        distance = column - lax.div(row, I32(spec.group)) + (key - position)
         if spec.right is not None:
-            attends = attends & (apart <= spec.right)
+            attends = attends & (distance <= spec.right)
         if spec.left is not None:
-            attends = attends & (apart >= -spec.left)
+            attends = attends & (distance >= -spec.left)
     return jnp.where(attends, scores * spec.exponent, LOWEST)
 
 
