@@ -16,11 +16,11 @@ class Shared:
         v: [n, 128, Dv] their values.
         present: [n] int32, bit b: the page of keys 8 b to 8 b + 7 is there.
         q_full: Queries are there.
-        q_free: The products that read them are done.
+        q_free: Barrier: all reads of the queries are done.
         k_full: [n] keys and `present` are there.
-        k_free: [n] the products that read them are done.
+        k_free: [n] barriers: all reads of the keys are done.
         v_full: [n] values are there.
-        v_free: [n] the products that read them are done.
+        v_free: [n] barriers: all reads of the values are done.
     """
 
     q: Any

@@ -87,7 +87,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     output = _rescaled(call, state.output, alpha)
     first, end = item.low - key, item.keys - key
     plgpu.barrier_wait(shared.v_full.at[slot])
-    # Slots of masked keys may hold NaN, and a weight of zero times NaN is NaN.
+    # Slots of keys that no row attends to may hold NaN, and a weight of zero times NaN is NaN.
     pl.when((end < UNIT) | (first > 0))(lambda: _zero(shared.v.at[slot], first, end))
     weights = lax.optimization_barrier(weights.astype(spec.dtype))
     output = _product(output, weights, shared.v.at[slot])

@@ -20,7 +20,7 @@ from ejkernel_pallas.gpu.paged_attention.plan import make_plan
 from ejkernel_pallas.gpu.paged_attention.spec import HopperPaged, PagedSpec, make_spec, tokens_of_tile
 
 OPERANDS: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
-"""Names of the kernel's operands, in the order in which `attend` gives them."""
+"""Operands of the kernel, in the order in which `attend` passes them."""
 
 
 def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Array, ...], None]:

@@ -26,7 +26,7 @@ class HopperPaged:
     """Configuration of the paged kernel.
 
     Attributes:
-        num_programs: Thread blocks over which the key blocks of a call are distributed (split-KV).
+        num_programs: Persistent thread blocks that share the key blocks of a call.
         stages: Blocks of 128 keys and their values in shared memory; as many as have room at most.
         lazy_rescaling: Whether the accumulator is left alone in warps where no row's maximum moved.
     """
@@ -50,7 +50,7 @@ class PagedSpec:
         group: Query heads a KV head; a tile has `tokens * group` rows of scores, filled up to 64.
         tiles: KV heads, each of which has a tile of every item.
         query_rows: Rows of a KV head in the query's array: whole groups of eight, and a tile of zeros behind them.
-        programs: Programs over which the key blocks are distributed, for each KV head.
+        programs: Persistent thread blocks of each KV head, which share its key blocks.
         layout: Of the cache.
         page_size: Slots of a page.
         pages: Pages of the cache.
