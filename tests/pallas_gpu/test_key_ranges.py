@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import padded_ids
 from ejkernel_pallas.gpu.tiled_attention.masks.key_ranges import MIXED, key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
@@ -90,7 +90,7 @@ def test_warpgroups_end_together_or_are_said_not_to(queries, keys, right):
     q = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.bfloat16)
     window = None if right is None else (None, right)
     spec = make_spec(TiledAttention(query=q, key=q, value=q, softmax_scale=1.0, sliding_window=window))
-    rows = np.arange(64 * 192).reshape(-1, queries // ROWS, ROWS).max(axis=-1)  # the last of every warpgroup
+    rows = np.arange(64 * 192).reshape(-1, queries // WGMMA_M, WGMMA_M).max(axis=-1)  # the last of every warpgroup
     ends = (rows + (right or 0)) // keys
     uneven = right is not None and bool((ends[:, :1] != ends).any())
-    assert ForwardTile(queries // ROWS, keys, 2, 2).has_uneven_ends(spec) == uneven
+    assert ForwardTile(queries // WGMMA_M, keys, 2, 2).has_uneven_ends(spec) == uneven

@@ -29,7 +29,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 I32 = jnp.int32
 ALIGNED = 8
@@ -169,7 +169,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
         def step(index: Any, done: Any) -> Any:
             slot = lax.rem(done, I32(stages))
             plgpu.barrier_wait(shared.full.at[slot])
-            aligned = shared.left.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
+            aligned = shared.left.at[slot, :, pl.ds(warpgroup * WGMMA_M, WGMMA_M)]
             plgpu.wgmma(acc, plgpu.transpose_ref(aligned, (1, 0)), shared.right.at[slot])
             plgpu.wgmma_wait(1)  # the product before this one has read its operands
             last = lax.rem(done + (stages - 1), I32(stages))
@@ -179,7 +179,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
         lax.fori_loop(0, tile.steps, step, done)
         return acc[...]
 
-    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, spec.tile.block_n), jnp.float32))
+    made = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WGMMA_M, spec.tile.block_n), jnp.float32))
     done = done + tile.steps
     last = lax.rem(done + (stages - 1), I32(stages))
     pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
@@ -190,7 +190,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
 def _write(call: Call, tile: Tile, made: Any) -> None:
     """Writes a warpgroup's rows by way of shared memory, part of the columns after part."""
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    row = tile.row + warpgroup * ROWS
+    row = tile.row + warpgroup * WGMMA_M
     for number in range(spec.tile.block_n // spec.part):
         start = number * spec.part
 
@@ -199,7 +199,7 @@ def _write(call: Call, tile: Tile, made: Any) -> None:
             plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
             shared.out[slot] = made[:, start : start + spec.part]
             plgpu.commit_smem()
-            target = call.output.at[tile.matrix, pl.ds(row, ROWS), pl.ds(tile.column + start, spec.part)]
+            target = call.output.at[tile.matrix, pl.ds(row, WGMMA_M), pl.ds(tile.column + start, spec.part)]
             plgpu.copy_smem_to_gmem(shared.out.at[slot], target)
 
         # Rows and columns of the last tiles that the matrix does not have need no copy.

@@ -34,7 +34,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 I32 = jnp.int32
 
@@ -84,7 +84,7 @@ class Tile:
 
     def first(self, warpgroup: Any) -> Any:
         """First row of a warpgroup's 64, which end with the group if they would not end before it."""
-        return jnp.maximum(self.begin, jnp.minimum(self.row + warpgroup * ROWS, self.end - ROWS))
+        return jnp.maximum(self.begin, jnp.minimum(self.row + warpgroup * WGMMA_M, self.end - WGMMA_M))
 
 
 def rows_kernel(call: Call) -> None:
@@ -102,7 +102,7 @@ def rows_kernel(call: Call) -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
         every(functools.partial(_fill, call, before, count, total), total - count)
         if spec.overlapped:
-            nothing = arrays.full_tile((ROWS, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
+            nothing = arrays.full_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
             _write(call, *every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing))
         else:
             every(functools.partial(_multiply_tile, call, before, count), count)
@@ -154,7 +154,7 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         for warpgroup, first in enumerate(firsts):
             target = shared.a_lines.at[slot * WARPGROUPS + warpgroup]
             axes = clusters.AXIS if spec.tile.cluster_n > 1 else None  # each member reads a half for both
-            plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, ROWS), inner], target, full, collective_axes=axes)
+            plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, WGMMA_M), inner], target, full, collective_axes=axes)
         part = (across, inner) if spec.transposed else (inner, across)
         copy = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b.at[slot], full)
         if spec.tile.cluster_m > 1:
@@ -175,7 +175,7 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
 
     def product(part: Part) -> None:
         made = pl.run_scoped(
-            functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((ROWS, part.size), jnp.float32)
+            functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
         )
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
         _write(call, made, tile.first(part.rows), tile.column + part.start, tile.end)
@@ -186,7 +186,7 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     others: list[Any] = []
     if spec.tile.halves:
         # Both warpgroups have the only 64 rows, and half of the columns each.
-        few = tile.end - tile.row <= ROWS
+        few = tile.end - tile.row <= WGMMA_M
         pl.when(few)(lambda: product(Part(I32(0), warpgroup * half, half)))
         others.append(~few)
     if spec.tail:
@@ -232,7 +232,7 @@ def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any
         lax.fori_loop(lead, spec.steps, functools.partial(_step, call, part, acc), done + lead)
         return acc[...]
 
-    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((ROWS, part.size), jnp.float32)).astype(spec.out)
+    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)).astype(spec.out)
     done = done + spec.steps
     plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(spec.tile.stages))])
     return number + call.blocks, done, made, tile.first(warpgroup), tile.column, tile.end
@@ -276,7 +276,7 @@ def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
     column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
     tile = Tile(I32(0), jnp.bool_(False), row, begin, end, column)
-    zeros = arrays.full_tile((ROWS, spec.tile.block_n))
+    zeros = arrays.full_tile((WGMMA_M, spec.tile.block_n))
     _write(call, zeros, tile.first(lax.axis_index("warpgroup")), tile.column, end)
     return number + call.blocks, done
 
@@ -284,7 +284,7 @@ def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
 def _write(call: Call, made: Any, row: Any, column: Any, end: Any) -> None:
     """Writes a warpgroup's rows before `end`."""
     made = made.astype(call.spec.out)
-    whole = end - row >= ROWS
+    whole = end - row >= WGMMA_M
     pl.when(whole)(functools.partial(_copy_out, call, row, column, made))
     pl.when(~whole)(lambda: store_rows(call.output, made, row, column, end - row))
 
@@ -301,7 +301,7 @@ def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
             plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
             shared.out[slot] = made[:, start : start + spec.part]
             plgpu.commit_smem()
-            target = call.output.at[pl.ds(row, ROWS), pl.ds(column + start, spec.part)]
+            target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column + start, spec.part)]
             plgpu.copy_smem_to_gmem(shared.out_lines.at[slot], target)
 
         # Columns of the last tile that the output does not have need no copy.

@@ -24,7 +24,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
 
 
@@ -140,9 +140,9 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     tile = spec.tile
     part = (tile.block_n, STEP) if spec.transposed else (STEP, tile.block_n)
     return {
-        "a": _lines((tile.stages * WARPGROUPS, ROWS, STEP), spec.dtype),
+        "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, STEP), spec.dtype),
         "b": matrix((tile.stages, *part), spec.dtype),
-        "out": _lines((WARPGROUPS * tile.slots, ROWS, spec.part), spec.out),
+        "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
         "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=tile.stages),
         "free": _free_barrier(spec),
     }
@@ -156,7 +156,7 @@ def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
     return {
         "left": matrix((tile.stages, STEP, BLOCK_M), spec.dtype),
         "right": matrix((tile.stages, STEP, tile.block_n), spec.dtype),
-        "out": plgpu.SMEM((WARPGROUPS * tile.slots, ROWS, spec.part), spec.out, transforms=out),
+        "out": plgpu.SMEM((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "free": _free_barrier(spec),
         "raw": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),

@@ -9,7 +9,7 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning.row_tiles import most_tiles
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
 STEP = 64
 """Contracted elements a step: a swizzled row of 128 bytes."""
@@ -83,7 +83,7 @@ OF_ROWS_ALONE = ("overlap", "halves")
 FACES = {"block_n": "block_n", "num_stages": "stages"}
 """Public configuration field -> field of these."""
 
-BLOCK_M = WARPGROUPS * ROWS
+BLOCK_M = WARPGROUPS * WGMMA_M
 """Rows of a tile: 64 for each warpgroup that multiplies."""
 
 
@@ -248,18 +248,18 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
 def shared_bytes(params: HopperGrouped) -> int:
     """Shared memory of a kernel, without barriers."""
     stage = (BLOCK_M + params.block_n) * STEP * 2
-    return params.stages * stage + WARPGROUPS * params.slots * ROWS * LINE
+    return params.stages * stage + WARPGROUPS * params.slots * WGMMA_M * LINE
 
 
 def reasons(record: GroupedMatmul) -> list[str]:
     """What `Requires` has no word for."""
     rows, contracted = record.lhs.shape
     found = []
-    if rows % 8 or rows < ROWS:
-        found.append(f"{rows} rows are not a multiple of 8, or fewer than {ROWS}")
+    if rows % 8 or rows < WGMMA_M:
+        found.append(f"{rows} rows are not a multiple of 8, or fewer than {WGMMA_M}")
     for name, size in (("contracted elements", contracted), ("columns", columns(record))):
-        if size % PART or not size:
-            found.append(f"{size} {name} are not a multiple of {PART}")
+        if size % SWIZZLE_COLUMNS or not size:
+            found.append(f"{size} {name} are not a multiple of {SWIZZLE_COLUMNS}")
     if record.rhs.dtype != record.lhs.dtype:
         found.append(f"rhs has dtype {record.rhs.dtype}, lhs has {record.lhs.dtype}")
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):

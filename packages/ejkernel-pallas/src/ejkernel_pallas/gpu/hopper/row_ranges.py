@@ -14,7 +14,7 @@ from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
 LINE = 128
 """Bytes of a row that lie together. The order of its parts differs from row to row, which zeros do not show."""
-PART = 16
+STORE_BYTES = 16
 """Bytes that a thread writes at a time."""
 STORE = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 
@@ -25,7 +25,7 @@ def write_zeros(base: Any, row: Any, size: int, line: int = LINE) -> None:
     place = arith.addi(base, arith.muli(eight, constant(8 * size)))
     place = arith.addi(place, arith.muli(within, constant(line)))
     for first in range(0, size, line):
-        for part in range(0, line, PART):
+        for part in range(0, line, STORE_BYTES):
             offset = arith.addi(place, constant(8 * first + part))
             llvm.inline_asm(None, [offset, constant(0)], STORE, "r,r", has_side_effects=True)
 

@@ -1,8 +1,8 @@
 """Sizes of Hopper's instructions and shared memory."""
 
-ROWS = 64
+WGMMA_M = 64
 """Rows of one warpgroup's product instruction: M of WGMMA."""
-PART = 64
+SWIZZLE_COLUMNS = 64
 """Columns of a 16-bit matrix that are contiguous in shared memory: one row of the 128-byte swizzle."""
 THREADS = 128
 """Threads of a warpgroup."""

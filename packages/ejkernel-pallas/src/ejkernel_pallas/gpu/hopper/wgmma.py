@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel_pallas.gpu.hopper.launch import TRANSFORMS
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, with_registers
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, THREADS
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, THREADS, WGMMA_M
 
 STEP = 16
 """K of one WGMMA instruction for 16-bit operands."""
@@ -57,7 +57,7 @@ def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
 
 def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
     """Issues a product for every two references, into new registers or those of `scores`."""
-    shape, sizes = (ROWS, refs[1].shape[0]), [ref.shape[1] for ref in refs[::2]]
+    shape, sizes = (WGMMA_M, refs[1].shape[0]), [ref.shape[1] for ref in refs[::2]]
     count, kind = _registers(shape), KINDS[jnp.dtype(refs[1].dtype).name]
     given = [] if scores is None else [scores]
     code = _code(shape[1], sizes, kind, count * (1 + len(given)), fresh=scores is None)
@@ -120,16 +120,16 @@ def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) ->
         first: Number of the first operand's address among the assembly's operands.
         fresh: Whether the accumulator holds nothing yet.
     """
-    sums = ", ".join(f"${n}" for n in range(_registers((ROWS, keys))))
-    instruction = f"wgmma.mma_async.sync.aligned.m{ROWS}n{keys}k{STEP}"
+    sums = ", ".join(f"${n}" for n in range(_registers((WGMMA_M, keys))))
+    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{keys}k{STEP}"
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
     lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | sizes[0]}; wgmma.fence.sync.aligned;"]
     for pair_number, size in enumerate(sizes):
         place = first + 2 * pair_number
         lines += [f"mov.b32 upper, {SWIZZLED | size};"] * (pair_number > 0)
         for column in range(0, size, STEP):
-            part, rest = divmod(column, PART)
-            units = part * PART + rest * 2 // UNIT
+            part, rest = divmod(column, SWIZZLE_COLUMNS)
+            units = part * SWIZZLE_COLUMNS + rest * 2 // UNIT
             lines += [f"add.u32 place, ${place}, {units}; mov.b64 left, {{place, upper}};"]
             lines += [f"add.u32 place, ${place + 1}, {units}; mov.b64 right, {{place, upper}};"]
             lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not fresh)};"]

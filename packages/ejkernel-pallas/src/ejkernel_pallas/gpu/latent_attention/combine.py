@@ -15,7 +15,7 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.launch import launch
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import ScheduledSpec
 
@@ -58,8 +58,8 @@ def combined(spec: ScheduledSpec, plan: LatentSchedule, made: Parts) -> tuple[ja
         _combine(spec, given, outputs, tile, column)
 
     output, lse = launch(body, operands, shapes, {"unused": _nothing()}, spec.rows * spec.tiles * across, 0)
-    output = output.reshape(spec.rows, spec.tiles * ROWS, width)[:, : spec.heads]
-    return output, lse.reshape(spec.rows, spec.tiles * ROWS)[:, : spec.heads]
+    output = output.reshape(spec.rows, spec.tiles * WGMMA_M, width)[:, : spec.heads]
+    return output, lse.reshape(spec.rows, spec.tiles * WGMMA_M)[:, : spec.heads]
 
 
 def _nothing() -> Any:
@@ -74,7 +74,7 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
     start, steps = given["items"][item, 2], given["items"][item, 3]
     share = jnp.maximum(given["shares"][1, 1], 1)
     first, last = lax.div(start, share), lax.div(start + steps - 1, share)
-    rows, columns = pl.ds(number * ROWS, ROWS), pl.ds(column, COLUMNS)
+    rows, columns = pl.ds(number * WGMMA_M, WGMMA_M), pl.ds(column, COLUMNS)
 
     @pl.when(first == last)
     def _copy() -> None:
@@ -107,7 +107,7 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
                 output, row_sum = output + part * over_columns(weight, part.shape), row_sum + weight
             return output, top, row_sum
 
-        zeros = arrays.full_tile((ROWS, COLUMNS)), arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0)
+        zeros = arrays.full_tile((WGMMA_M, COLUMNS)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0)
         output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add, zeros)
         output = output * over_columns(1 / row_sum, output.shape)
         outputs[0][rows, columns] = output.astype(spec.dtype)

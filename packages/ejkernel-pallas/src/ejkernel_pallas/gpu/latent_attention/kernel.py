@@ -24,7 +24,7 @@ from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.producer import produce
 from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LN2, REGISTERS, SLACK, UNIT, WARPGROUPS
@@ -68,7 +68,7 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     """A warpgroup's half of the output of a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
-    state = State(arrays.full_tile((ROWS, HALF)), arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0))
+    state = State(arrays.full_tile((WGMMA_M, HALF)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0))
     state = lax.fori_loop(item.first, item.first + item.steps, functools.partial(step, call, item), state)
     plgpu.barrier_arrive(shared.q_free)
     shared.row_sum.at[number][...] = state.row_sum
@@ -203,7 +203,7 @@ def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
 
     @pl.when(item.whole)
     def _whole() -> None:
-        result[pl.ds(number_of_tile * ROWS, ROWS), columns] = output.astype(call.spec.dtype)
+        result[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns] = output.astype(call.spec.dtype)
         if number == 0:
             sums[number_of_tile] = lse
 

@@ -7,7 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LATENT, ROTARY, UNIT
 
@@ -34,7 +34,7 @@ def _copy_queries(call: Call, item: Item, number: Any) -> None:
     shared, query = call.shared, call.operands["query"]
     _, tile = program_of(call)
     pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
-    rows = pl.ds(tile * ROWS, ROWS)
+    rows = pl.ds(tile * WGMMA_M, WGMMA_M)
     parts = ((shared.q_left, 0, HALF), (shared.q_right, HALF, HALF), (shared.q_rotary, LATENT, ROTARY))
     for target, first, size in parts:
         plgpu.copy_gmem_to_smem(query.at[item.row, rows, pl.ds(first, size)], target, shared.q_full)

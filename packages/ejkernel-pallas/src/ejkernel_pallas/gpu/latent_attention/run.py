@@ -12,7 +12,7 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.planning import paged_cache
 from ejkernel.planning.latent_pages import Rotary, as_pages, rotary_of
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Shared
 from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
 from ejkernel_pallas.gpu.latent_attention.kernel import latent_kernel
@@ -87,10 +87,10 @@ def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array
 
     parts = 2 * spec.blocks
     outputs = [
-        jax.ShapeDtypeStruct((spec.rows * spec.tiles * ROWS, LATENT), spec.dtype),
-        jax.ShapeDtypeStruct((spec.rows * spec.tiles, ROWS), jnp.float32),
-        jax.ShapeDtypeStruct((parts, ROWS, LATENT), jnp.float32),
-        jax.ShapeDtypeStruct((parts, ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles * WGMMA_M, LATENT), spec.dtype),
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles, WGMMA_M), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M, LATENT), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
     ]
     return launch(body, operands, outputs, _scratch(spec), spec.blocks, WARPGROUPS)
 
@@ -100,14 +100,14 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
     copies = BLOCK_KV // spec.copied
     barrier = plgpu.Barrier
     return {
-        "q_left": matrix((ROWS, HALF), spec.dtype),
-        "q_right": matrix((ROWS, HALF), spec.dtype),
-        "q_rotary": matrix((ROWS, ROTARY), spec.dtype),
+        "q_left": matrix((WGMMA_M, HALF), spec.dtype),
+        "q_right": matrix((WGMMA_M, HALF), spec.dtype),
+        "q_rotary": matrix((WGMMA_M, ROTARY), spec.dtype),
         "left": matrix((2, BLOCK_KV, HALF), spec.dtype),
         "right": matrix((2, BLOCK_KV, HALF), spec.dtype),
         "rotary": matrix((2, BLOCK_KV, ROTARY), spec.dtype),
-        "row_max": plgpu.SMEM((2, ROWS), jnp.float32),
-        "row_sum": plgpu.SMEM((2, ROWS), jnp.float32),
+        "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),
+        "row_sum": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "present": plgpu.SMEM((2,), jnp.int32),
         "q_full": barrier(num_arrivals=3),
         "q_free": barrier(num_arrivals=WARPGROUPS),

@@ -11,7 +11,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 LATENT = 512
 """Columns of a latent vector."""
@@ -134,7 +134,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
     if params.num_programs < 1:
         raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
     rows, heads, _ = record.query.shape
-    tiles, page_size = -(-heads // ROWS), paged_cache.page_size(record)
+    tiles, page_size = -(-heads // WGMMA_M), paged_cache.page_size(record)
     return LatentSpec(
         rows=rows,
         heads=heads,

@@ -20,7 +20,7 @@ from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 from ejkernel_pallas.gpu.paged_attention.call import Call
@@ -61,7 +61,9 @@ def _consume_item(call: Call, item: Item, count: Any) -> Any:
     """A program's part of the output of an item; returns the blocks that it has had until then."""
     shared, spec = call.shared, call.spec
     plgpu.barrier_wait(shared.q_full)
-    begin = State(arrays.full_tile((ROWS, spec.value_dim)), arrays.full_rows(ROWS, LOWEST), arrays.full_rows(ROWS, 0.0))
+    begin = State(
+        arrays.full_tile((WGMMA_M, spec.value_dim)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0)
+    )
     position = call.operands["items"][item.row, 5]
     state = lax.fori_loop(0, item.steps, lambda n, state: _step(call, item, position, (n, count + n), state), begin)
     plgpu.barrier_arrive(shared.q_free)
@@ -145,7 +147,7 @@ def _write(call: Call, item: Item, output: Any, lse: Any) -> None:
 
     @pl.when(item.whole)
     def _whole() -> None:
-        result[pl.ds(number * ROWS, ROWS), :] = output.astype(call.spec.dtype)
+        result[pl.ds(number * WGMMA_M, WGMMA_M), :] = output.astype(call.spec.dtype)
         sums[number] = lse
 
     @pl.when(~item.whole)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning.paged_cache import COMBINED
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 from ejkernel_pallas.gpu.paged_attention.call import Call
@@ -40,7 +40,7 @@ def _copy_queries(call: Call, item: Item, number: Any) -> None:
     _, head = program_of(call)
     pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
     row = head * spec.query_rows + call.operands["items"][item.row, 6] * spec.group
-    plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, ROWS), :], shared.q, shared.q_full)
+    plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, WGMMA_M), :], shared.q, shared.q_full)
 
 
 def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:

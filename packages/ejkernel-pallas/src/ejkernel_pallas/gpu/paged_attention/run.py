@@ -10,7 +10,7 @@ from jax.custom_batching import sequential_vmap
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT
@@ -84,7 +84,7 @@ def _in_order(
     offset = token - paged_cache.query_ranges(record)[0][owner]
     item, row = tiles.first[owner] + offset // spec.tokens, offset % spec.tokens * spec.group
     rows = row[:, None] + jnp.arange(spec.group, dtype=jnp.int32)  # [T, group]
-    place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * ROWS
+    place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * WGMMA_M
     place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
     output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
     # What attended nothing has a maximum of about LOWEST, whatever its output is.
@@ -100,10 +100,10 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
 
     parts, tiles = 2 * spec.blocks, spec.rows * spec.tiles
     outputs = [
-        jax.ShapeDtypeStruct((tiles * ROWS, spec.value_dim), spec.dtype),
-        jax.ShapeDtypeStruct((tiles, ROWS), jnp.float32),
-        jax.ShapeDtypeStruct((parts, ROWS, spec.value_dim), jnp.float32),
-        jax.ShapeDtypeStruct((parts, ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((tiles * WGMMA_M, spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct((tiles, WGMMA_M), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M, spec.value_dim), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
     ]
     operands = {name: _shaped(spec, name, x) for name, x in operands.items()}
     return launch(body, operands, outputs, _scratch(spec), spec.blocks, 1)
@@ -122,7 +122,7 @@ def _scratch(spec: PagedSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Shared`."""
     copies, stages, barrier = UNIT // spec.copied, spec.stages, plgpu.Barrier
     return {
-        "q": matrix((ROWS, spec.key_dim), spec.dtype),
+        "q": matrix((WGMMA_M, spec.key_dim), spec.dtype),
         "k": matrix((stages, UNIT, spec.key_dim), spec.dtype),
         "v": matrix((stages, UNIT, spec.value_dim), spec.dtype),
         "present": plgpu.SMEM((stages,), jnp.int32),

@@ -10,7 +10,7 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.gpu.hopper.sizes import ROWS, SHARED_MEMORY
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 
 LOG2E = 1.4426950408889634
@@ -93,7 +93,7 @@ class PagedSpec:
     @property
     def heads(self) -> int:
         """Rows of all tiles of an item: what is padding is dropped after merging."""
-        return self.tiles * ROWS
+        return self.tiles * WGMMA_M
 
     @property
     def blocks(self) -> int:
@@ -103,7 +103,7 @@ class PagedSpec:
 
 def tokens_of_tile(record: PagedAttention) -> int:
     """Query tokens whose heads of one KV head fill 64 rows."""
-    return max(1, ROWS // (record.query.shape[1] // paged_cache.kv_heads(record)))
+    return max(1, WGMMA_M // (record.query.shape[1] // paged_cache.kv_heads(record)))
 
 
 def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSpec:
@@ -123,13 +123,13 @@ def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSp
     kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_size(record)
     left, right = band(record)
     group = heads // kv_heads
-    room = (SHARED_MEMORY - RESERVED - 2 * ROWS * key_dim) // (2 * UNIT * (key_dim + value_dim))
+    room = (SHARED_MEMORY - RESERVED - 2 * WGMMA_M * key_dim) // (2 * UNIT * (key_dim + value_dim))
     return PagedSpec(
         rows=rows,
         tokens=tokens_of_tile(record),
         group=group,
         tiles=kv_heads,
-        query_rows=-(-tokens * group // GROUP) * GROUP + ROWS,
+        query_rows=-(-tokens * group // GROUP) * GROUP + WGMMA_M,
         programs=max(1, params.num_programs // kv_heads),
         layout=record.kv_layout,
         page_size=slots,
@@ -166,8 +166,8 @@ def reasons(record: PagedAttention) -> Iterable[str]:
     if caches != {record.query.dtype}:
         yield f"a cache of {', '.join(sorted(map(str, caches)))} beside queries of {record.query.dtype}"
     slots, group = paged_cache.page_size(record), record.query.shape[1] // max(1, paged_cache.kv_heads(record))
-    if group > ROWS:
-        yield f"{group} query heads a KV head are more than {ROWS}"
+    if group > WGMMA_M:
+        yield f"{group} query heads a KV head are more than {WGMMA_M}"
     if record.block_tables is not None and not (slots % UNIT == 0 or (UNIT % slots == 0 and slots >= GROUP)):
         yield f"pages of {slots} slots are neither a multiple of {UNIT} nor a divisor of at least {GROUP}"
     if record.block_tables is None and slots % GROUP:

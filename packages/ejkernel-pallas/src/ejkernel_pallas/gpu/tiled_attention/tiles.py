@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS, SHARED_MEMORY
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 WARPGROUPS = 2
@@ -42,7 +42,7 @@ class ForwardTile:
     @property
     def queries(self) -> int:
         """Queries a block."""
-        return self.warpgroups * ROWS
+        return self.warpgroups * WGMMA_M
 
     def needs_masks(self, spec: HopperSpec) -> bool:
         """Whether some tile of scores needs masking."""
@@ -52,7 +52,7 @@ class ForwardTile:
         """Whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
         if spec.right is None or spec.pattern:
             return False
-        ends = ((row + spec.right, row + self.queries - ROWS + spec.right) for row in self._last_rows())
+        ends = ((row + spec.right, row + self.queries - WGMMA_M + spec.right) for row in self._last_rows())
         return any(first // self.keys != last // self.keys for first, last in ends)
 
     def has_idle_warpgroups(self, spec: HopperSpec) -> bool:
@@ -60,11 +60,11 @@ class ForwardTile:
 
         On an H200 it makes 2048 tokens with head size 64 up to 2% faster where there is a mask; without, it costs 1%.
         """
-        return spec.masked and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - ROWS
+        return spec.masked and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - WGMMA_M
 
     def _last_rows(self) -> range:
         """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
-        return range(ROWS - 1, self.queries * self.keys, self.queries)
+        return range(WGMMA_M - 1, self.queries * self.keys, self.queries)
 
     @property
     def consumer_registers(self) -> int:
@@ -106,7 +106,7 @@ class BackwardTile:
     @property
     def wide(self) -> bool:
         """Whether a warpgroup sums up one gradient of 64 keys, and not both."""
-        return self.size + self.value_size > 5 * PART
+        return self.size + self.value_size > 5 * SWIZZLE_COLUMNS
 
     @property
     def register_bound(self) -> bool:
@@ -115,17 +115,17 @@ class BackwardTile:
         Then its part of dq is made once those are narrow, and there is no room in shared memory for a second tile of
         cotangents, nor for ids of keys and dropout's numbers.
         """
-        return not self.wide and self.size + self.value_size > 4 * PART
+        return not self.wide and self.size + self.value_size > 4 * SWIZZLE_COLUMNS
 
     @property
     def part(self) -> int:
         """Columns of keys that lie together in shared memory: those of a warpgroup's part of dq."""
-        return self.size // 2 if self.register_bound else PART
+        return self.size // 2 if self.register_bound else SWIZZLE_COLUMNS
 
     @property
     def swizzle(self) -> int:
         """Bytes of a row of queries, keys and gradients of scores that lie together: a part is whole ones of them."""
-        return 128 if self.part % PART == 0 else 64
+        return 128 if self.part % SWIZZLE_COLUMNS == 0 else 64
 
     def line(self, name: str) -> int:
         """Bytes of a row of an array that lie together in shared memory."""
@@ -139,7 +139,7 @@ class BackwardTile:
     @property
     def owners(self) -> int:
         """Tiles of 64 keys a block."""
-        return self.keys // (ROWS * self.members)
+        return self.keys // (WGMMA_M * self.members)
 
     @property
     def parts(self) -> int:
@@ -183,18 +183,18 @@ class BackwardTile:
     @property
     def dq_columns(self) -> int:
         """Columns of a strip."""
-        return self.size * self.queries // (ROWS * WARPGROUPS * self.strips * self.members)
+        return self.size * self.queries // (WGMMA_M * WARPGROUPS * self.strips * self.members)
 
     def dq_start(self, member: Any, maker: int, strip: int) -> tuple[int, Any]:
         """First row and column of a strip."""
         if self.wide:
             return 0, ((member * WARPGROUPS + maker) * self.strips + strip) * self.dq_columns
         row, part = self.dq_half(maker)
-        return row * ROWS, part * self.dq_columns
+        return row * WGMMA_M, part * self.dq_columns
 
     def dq_half(self, warpgroup: Any) -> tuple[Any, Any]:
         """Which 64 queries, and which part of a row of keys, a warpgroup's share is of where two have one."""
-        return (warpgroup, 0) if self.queries == WARPGROUPS * ROWS else (0, warpgroup)
+        return (warpgroup, 0) if self.queries == WARPGROUPS * WGMMA_M else (0, warpgroup)
 
     @property
     def ping_pongs_scores(self) -> bool:
@@ -202,7 +202,7 @@ class BackwardTile:
 
         On an H200 it makes a causal backward pass 3% faster with these tiles, and costs as much with larger ones.
         """
-        return self.queries == ROWS
+        return self.queries == WGMMA_M
 
     @property
     def consumer_registers(self) -> int:
@@ -242,10 +242,12 @@ class BackwardTile:
 def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     """Shared memory of the backward kernel."""
     itemsize = jnp.dtype(spec.dtype).itemsize
-    accumulated = ROWS * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * PART) * itemsize
+    accumulated = (
+        WGMMA_M * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * SWIZZLE_COLUMNS) * itemsize
+    )
     stages = tile.stages
     streamed = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
-    ds, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * ROWS * tile.dq_columns * 4
+    ds, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * WGMMA_M * tile.dq_columns * 4
     extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
     packed = tile.wide or tile.register_bound
     small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if packed else [1, *extras]
@@ -342,7 +344,7 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
         ValueError: As `forward_tile`.
     """
     warpgroups, queries, stages = _checked(params, "block_kv", "block_q", "stages")
-    tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * ROWS, queries, stages)
+    tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * WGMMA_M, queries, stages)
     wanted = BACKWARD[spec.head_dim][0][:2]
     if (tile.keys, tile.queries) != wanted:
         raise ValueError(
@@ -363,4 +365,4 @@ def _checked(
         fine = value is not None and (value >= 2 if name == stages else value in (64, 128, 192))
         if not fine:
             raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {wants[name]}")
-    return values[accumulated] // ROWS, values[streamed], values[stages]
+    return values[accumulated] // WGMMA_M, values[streamed], values[stages]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.masks import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.masks.padding import clean_rows
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
@@ -135,13 +135,13 @@ def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"
     """Writes what a part of a tile's steps adds to the gradient of 64 keys or values, the first of which is `row`."""
     _, _, _, keys, values = call.outputs
     parts = keys if name == "k" else values
-    parts[item.part, pl.ds(row, ROWS)] = gradient
+    parts[item.part, pl.ds(row, WGMMA_M)] = gradient
 
 
 def of_keys(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
     """What an operand has, in device memory, of 64 of a tile's keys."""
     operand = call.operands[name]
-    return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * ROWS, ROWS)]
+    return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * WGMMA_M, WGMMA_M)]
 
 
 def query_numbers(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
@@ -174,7 +174,7 @@ def masked_scores(
         words: Bits of the pattern, as `pattern_words` has them.
         scores: Float32 [64, queries].
     """
-    limits = tile_masks.query_range(call.spec, ROWS, index * call.tile.queries, key)
+    limits = tile_masks.query_range(call.spec, WGMMA_M, index * call.tile.queries, key)
     ids = None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot])
     return tile_masks.between(scores, *limits, ids, words)
 
@@ -184,4 +184,4 @@ def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: A
     if not call.spec.pattern:
         return ()
     words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]
-    return tile_masks.load_words(words, part * ROWS, call.tile.queries)
+    return tile_masks.load_words(words, part * WGMMA_M, call.tile.queries)

@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.backward.call import I32, Call, adder, dq_barrier
 
 
@@ -22,7 +22,7 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
     """Copies the block's keys and values, and then query blocks as their stages become free."""
     buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
     for w in range(tile.owners):
-        rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * ROWS, ROWS)
+        rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * WGMMA_M, WGMMA_M)
         for part in range(tile.parts):
             source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
             plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["kv_full"])
@@ -32,8 +32,8 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
             source = call.operands[extra]
             plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["kv_full"])
     for part in range(tile.shared_parts):
-        rows = pl.ds(item.tile * tile.keys + (1 - call.member) * ROWS, ROWS)
-        columns = pl.ds((call.member * tile.shared_parts + part) * PART, PART)
+        rows = pl.ds(item.tile * tile.keys + (1 - call.member) * WGMMA_M, WGMMA_M)
+        columns = pl.ds((call.member * tile.shared_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
         source = keys.at[item.row(keys), rows, item.head, columns]
         plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["kv_full"])
     for_each_block(functools.partial(_copy_block, call, item), I32(0), False)
@@ -72,7 +72,7 @@ def add_parts(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, pl
     def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
         for maker in range(piece * tile.makers, (piece + 1) * tile.makers):
             row, column = tile.dq_start(call.member, maker, strip)
-            rows, columns = pl.ds(index * tile.queries + row, ROWS), pl.ds(column, tile.dq_columns)
+            rows, columns = pl.ds(index * tile.queries + row, WGMMA_M), pl.ds(column, tile.dq_columns)
             target = call.outputs[2].at[item.batch, rows, head, columns]
             plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
 

@@ -38,7 +38,7 @@ from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.arrays import over_rows
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.powers_of_two import powers
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     I32,
     Call,
@@ -121,7 +121,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
         w_local = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         wait_for_tiles(call, count, mask)
-        key = item.tile * tile.keys + w_local * ROWS
+        key = item.tile * tile.keys + w_local * WGMMA_M
         row_ids = arrays.load_rows(_key_ids(call, item, w_local)) if mask and spec.segments else None
         words = pattern_words(call, item, head, place, w_local) if mask else ()
         mask_scores = functools.partial(masked_scores, call, key, row_ids, slot, index, words) if mask else None
@@ -131,7 +131,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
         if spec.has_dropout:
             ds = weights.pop()
         else:
-            ds = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (ROWS, tile.queries))
+            ds = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (WGMMA_M, tile.queries))
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         dv, dq, ds = _score_gradients(call, w_local, count, dv, ds, *weights)
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
@@ -143,7 +143,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, ds
 
-    zeros = {size: arrays.full_tile((ROWS, size)) for size in {spec.head_dim, spec.value_dim}}
+    zeros = {size: arrays.full_tile((WGMMA_M, size)) for size in {spec.head_dim, spec.value_dim}}
     begin = I32(0), zeros[spec.head_dim], zeros[spec.value_dim], _initial_ds(call, w)
     count, dk, dv, ds = for_each_block(step, begin, tile.needs_masks(spec))
     _write_values(call, item, w, dv * spec.dropout_scale)
@@ -171,7 +171,9 @@ def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) ->
     def leave() -> None:
         call.buffers["v"].at[w][...] = dv.astype(call.spec.dtype)
 
-    tile_scheduler.whole_or_part(call.plan, item, leave, functools.partial(write_part, call, item, "v", w * ROWS, dv))
+    tile_scheduler.whole_or_part(
+        call.plan, item, leave, functools.partial(write_part, call, item, "v", w * WGMMA_M, dv)
+    )
 
 
 def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
@@ -179,7 +181,9 @@ def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> N
     plgpu.barrier_arrive(call.buffers["dq_done"])
     plgpu.barrier_wait(call.buffers["dq_done"])
     whole = functools.partial(_write_tile, call, item, w, dk)
-    tile_scheduler.whole_or_part(call.plan, item, whole, functools.partial(write_part, call, item, "k", w * ROWS, dk))
+    tile_scheduler.whole_or_part(
+        call.plan, item, whole, functools.partial(write_part, call, item, "k", w * WGMMA_M, dk)
+    )
 
 
 def _write_tile(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
@@ -189,7 +193,7 @@ def _write_tile(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> N
         columns = dk[:, part * tile.part : (part + 1) * tile.part]
         buffers["k"].at[part * WARPGROUPS + w][...] = columns.astype(call.spec.dtype)
     plgpu.commit_smem()
-    rows = pl.ds(item.tile * tile.keys + w * ROWS, ROWS)
+    rows = pl.ds(item.tile * tile.keys + w * WGMMA_M, WGMMA_M)
     for part in range(tile.parts):
         target = call.outputs[0].at[item.batch, rows, item.head, pl.ds(part * tile.part, tile.part)]
         plgpu.copy_smem_to_gmem(buffers["k"].at[part * WARPGROUPS + w], target)
@@ -213,7 +217,7 @@ def _make_weights(
     would not stay in registers. With dropout also what gradients of weights are summed up on top of.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    shape = (ROWS, tile.queries)
+    shape = (WGMMA_M, tile.queries)
     caps = spec.soft_cap is not None
 
     def products(refs: Any) -> None:
@@ -281,7 +285,7 @@ def _score_gradients(
     makes it in the registers that gradients of weights have left.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    shape, slot = (ROWS, tile.queries), lax.rem(count, I32(tile.stages["do"]))
+    shape, slot = (WGMMA_M, tile.queries), lax.rem(count, I32(tile.stages["do"]))
     one = 1 + lax.shift_right_logical(w, I32(8))
     weights = _in_new_registers(weights, one)
     ds = _in_new_registers(ds, one) if spec.has_dropout else ds
@@ -309,7 +313,7 @@ def _score_gradients(
 
 def _initial_ds(call: Call, w: Any) -> Any:
     """Gradients of scores before the first step: zeros, which register-bound tiles keep in shared memory."""
-    nothing = arrays.full_tile((ROWS, call.tile.queries)).astype(call.spec.dtype)
+    nothing = arrays.full_tile((WGMMA_M, call.tile.queries)).astype(call.spec.dtype)
     if not call.tile.register_bound:
         return nothing
     _previous_ds(call, w, I32(0))[...] = nothing
@@ -319,8 +323,8 @@ def _initial_ds(call: Call, w: Any) -> Any:
 
 def _store_ds(call: Call, w: Any, count: Any, ds: Any) -> None:
     """Leaves a step's gradients of a warpgroup's scores in shared memory."""
-    for half in range(call.tile.queries // ROWS):
-        part = ds[:, half * ROWS : (half + 1) * ROWS]
+    for half in range(call.tile.queries // WGMMA_M):
+        part = ds[:, half * WGMMA_M : (half + 1) * WGMMA_M]
         call.buffers["ds"].at[_ds_place(call.tile, count, w, half)][...] = part
 
 
@@ -368,7 +372,7 @@ def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
 
 
 def _no_dq(tile: BackwardTile) -> Any:
-    return arrays.full_tile((ROWS, tile.dq_columns))
+    return arrays.full_tile((WGMMA_M, tile.dq_columns))
 
 
 def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
@@ -393,4 +397,4 @@ def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
 
 def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:
     """Where a warpgroup's gradients of scores are, those of 64 queries."""
-    return (lax.rem(count, I32(2)) * WARPGROUPS + w) * (tile.queries // ROWS) + half
+    return (lax.rem(count, I32(2)) * WARPGROUPS + w) * (tile.queries // WGMMA_M) + half

@@ -24,7 +24,7 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.arrays import over_rows
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.backward.call import (
     I32,
     Call,
@@ -88,13 +88,13 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
         plgpu.barrier_arrive(buffers["do_free"].at[0])
         return count + 1, dv, rest
 
-    start = I32(0), arrays.full_tile((ROWS, spec.value_dim)), _no_strip(call)
+    start = I32(0), arrays.full_tile((WGMMA_M, spec.value_dim)), _no_strip(call)
     count, dv, rest = for_each_block(step, start, tile.needs_masks(spec))
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
     plgpu.barrier_arrive(buffers["dq_done"])
     dv = dv * spec.dropout_scale
-    part = functools.partial(write_part, call, item, "v", call.member * ROWS, dv)
+    part = functools.partial(write_part, call, item, "v", call.member * WGMMA_M, dv)
     tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
 
 
@@ -103,24 +103,24 @@ def _write_values(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
     place = call.buffers["v"].at[0]
     place[...] = dv.astype(call.spec.dtype)
     plgpu.commit_smem()
-    rows = pl.ds(_first_key(call, item, call.member), ROWS)
+    rows = pl.ds(_first_key(call, item, call.member), WGMMA_M)
     plgpu.copy_smem_to_gmem(place, call.outputs[1].at[item.batch, rows, item.head])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
-    return item.tile * call.tile.keys + member * ROWS
+    return item.tile * call.tile.keys + member * WGMMA_M
 
 
 def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any, numbers: Any) -> tuple[Any, Any]:
     """A step's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
-    spec, buffers, shape = call.spec, call.buffers, (ROWS, call.tile.queries)
+    spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.queries)
 
     def product(scores_ref: Any) -> None:
         if not spec.segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
         for part in range(call.tile.parts):
-            queries = buffers["q"].at[slot, :, pl.ds(part * PART, PART)]
+            queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
             plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
         _hand_over(call, count - 2, 0, 1, rest)
 
@@ -154,11 +154,11 @@ def _zero() -> Any:
 
 
 def _no_dq() -> Any:
-    return arrays.full_tile((ROWS, PART))
+    return arrays.full_tile((WGMMA_M, SWIZZLE_COLUMNS))
 
 
 def _no_strip(call: Call) -> Any:
-    return arrays.full_tile((ROWS, call.tile.dq_columns))
+    return arrays.full_tile((WGMMA_M, call.tile.dq_columns))
 
 
 def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
@@ -195,8 +195,8 @@ def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
         dk, ds, rest = _score_gradients(call, count, dk, ds, rest)
         return count + 1, dk, ds, rest
 
-    nothing = arrays.full_tile((ROWS, tile.queries)).astype(spec.dtype)
-    start = I32(0), arrays.full_tile((ROWS, spec.head_dim)), nothing, _no_strip(call)
+    nothing = arrays.full_tile((WGMMA_M, tile.queries)).astype(spec.dtype)
+    start = I32(0), arrays.full_tile((WGMMA_M, spec.head_dim)), nothing, _no_strip(call)
     count, dk, ds, rest = for_each_block(step, start, spec.segments)
     _hand_over(call, count - 2, 1, 1, rest)
     _make_last(call, count - 1, 1)
@@ -204,25 +204,25 @@ def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
     dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INITIAL(dk))
     plgpu.barrier_wait(buffers["dq_done"])
     dk = dk * (spec.scale * spec.dropout_scale)
-    part = functools.partial(write_part, call, item, "k", call.member * ROWS, dk)
+    part = functools.partial(write_part, call, item, "k", call.member * WGMMA_M, dk)
     tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
 
 
 def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
     """Writes dk by way of the keys' place."""
-    places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), ROWS)
+    places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), WGMMA_M)
     for part in range(call.tile.parts):
-        places.at[part][...] = dk[:, part * PART : (part + 1) * PART].astype(call.spec.dtype)
+        places.at[part][...] = dk[:, part * SWIZZLE_COLUMNS : (part + 1) * SWIZZLE_COLUMNS].astype(call.spec.dtype)
     plgpu.commit_smem()
     for part in range(call.tile.parts):
-        columns = pl.ds(part * PART, PART)
+        columns = pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
         plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch, rows, item.head, columns])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tuple[Any, Any, Any]:
     """dk with the previous step's part, the gradients of this step's scores, and the rest of the previous step's dq."""
-    spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (ROWS, call.tile.queries)
+    spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (WGMMA_M, call.tile.queries)
     slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
     place = lax.rem(count, I32(2))
     if not spec.segments:

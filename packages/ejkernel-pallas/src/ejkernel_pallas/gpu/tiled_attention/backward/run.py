@@ -30,7 +30,7 @@ from ejkernel.planning.batch_rows import in_rows
 from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
 from ejkernel_pallas.gpu.tiled_attention.backward.call import Call
 from ejkernel_pallas.gpu.tiled_attention.backward.dq_order import first_adders
@@ -85,7 +85,7 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
     # A row that attends to nothing has no weights: they are powers of two of minus infinity.
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
-    operands |= {"k": whole(record.key, ROWS), "v": whole(record.value, ROWS)}
+    operands |= {"k": whole(record.key, WGMMA_M), "v": whole(record.value, WGMMA_M)}
     operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
     # Gradients have at their ends what kept weights are larger by.
     operands["delta"] = jnp.pad(-_less_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, padding)
@@ -228,11 +228,11 @@ def _with_split(
 def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """Shared memory and barriers, by the names that the kernel knows."""
     made: dict[str, Any] = {
-        "k": matrix((tile.parts * tile.owners + tile.shared_parts, ROWS, tile.part), spec.dtype, tile.line("k")),
-        "v": matrix((tile.owners, ROWS, spec.value_dim), spec.dtype),
-        "ds": matrix((2 * tile.keys * tile.queries // ROWS**2, ROWS, ROWS), spec.dtype, tile.line("ds")),
+        "k": matrix((tile.parts * tile.owners + tile.shared_parts, WGMMA_M, tile.part), spec.dtype, tile.line("k")),
+        "v": matrix((tile.owners, WGMMA_M, spec.value_dim), spec.dtype),
+        "ds": matrix((2 * tile.keys * tile.queries // WGMMA_M**2, WGMMA_M, WGMMA_M), spec.dtype, tile.line("ds")),
         "dq": plgpu.SMEM(
-            (WARPGROUPS, ROWS, tile.dq_columns),
+            (WARPGROUPS, WGMMA_M, tile.dq_columns),
             jnp.float32,
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
@@ -259,7 +259,7 @@ def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) ->
     for name in tile.extras(spec, "q"):
         made[name] = plgpu.SMEM((tile.depth, tile.queries), operands[name].dtype)
     for name in tile.extras(spec, "k"):
-        made[name] = plgpu.SMEM((tile.owners, ROWS), operands[name].dtype)
+        made[name] = plgpu.SMEM((tile.owners, WGMMA_M), operands[name].dtype)
     return made | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
 
 

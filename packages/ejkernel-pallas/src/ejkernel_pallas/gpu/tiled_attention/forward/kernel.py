@@ -24,7 +24,7 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.forward import softmax
 from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward.producer import produce
@@ -104,7 +104,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
     item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
     after = next_tile(call, nth_tile)
     plgpu.barrier_wait(shared.q_full.at[buffer])
-    query_tile = QueryTile(item, item.tile * call.tile.queries + warpgroup * ROWS, buffer)
+    query_tile = QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer)
     state = _prologue(call, query_tile, start, step)
     if call.tile.buffers > 1:
         # Outputs leave through the buffer of their queries. The last tile's buffer is free once TMA has read it, which
@@ -135,7 +135,7 @@ def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
     """The end of the key blocks that the rows of a warpgroup need; every warpgroup computes the first one."""
     spec, end = call.spec, stop
     if spec.right is not None and call.tile.has_uneven_ends(spec):
-        last = query_tile.row + (ROWS - 1 + spec.right)
+        last = query_tile.row + (WGMMA_M - 1 + spec.right)
         end = jnp.clip(lax.div(last, I32(call.tile.keys)) + 1, start + 1, stop)
     return jnp.where(query_tile.row < spec.queries, end, start + 1) if call.tile.has_idle_warpgroups(spec) else end
 
@@ -148,10 +148,12 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     masking: Masking = "both" if call.tile.needs_masks(call.spec) else None
     scores = _masked(call, query_tile, _tile_mask(call, query_tile, start, masking), masking, scores)
-    row_max, row_sum = arrays.full_rows(ROWS, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(ROWS, 0.0)
+    row_max, row_sum = arrays.full_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(WGMMA_M, 0.0)
     row_max, row_sum, weights, _ = softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
     weights = _apply_dropout(call, query_tile, step, weights)
-    return State(step + 1, arrays.full_tile((ROWS, call.spec.value_dim)), row_max, row_sum, _as_operand(call, weights))
+    return State(
+        step + 1, arrays.full_tile((WGMMA_M, call.spec.value_dim)), row_max, row_sum, _as_operand(call, weights)
+    )
 
 
 def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state: State) -> State:
@@ -184,7 +186,7 @@ def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state
         for ref, value in zip(row_refs, new, strict=True):
             ref[...] = value
 
-    zeros = arrays.full_tile((ROWS, call.tile.keys))
+    zeros = arrays.full_tile((WGMMA_M, call.tile.keys))
     refs = (plgpu.WGMMAAccumulatorRef.init(state.acc), state.row_max, state.row_sum, zeros, state.row_max)
     made: Any = pl.run_state(multiply)(refs)
     acc, row_max, row_sum, weights, alpha = made
@@ -234,7 +236,7 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking,
         scores = jnp.tanh(scores * spec.inner_scale)
     if masking is None:
         return scores
-    first, last, mixed = *tile_masks.key_range(spec, ROWS, query_tile.row, key), None
+    first, last, mixed = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
     if spec.segments:
         first, last, mixed = _segment_range(call, query_tile, key)
     last = None if masking == "lower" else last
@@ -252,7 +254,10 @@ def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, An
         call.operands["q_ids"],
         call.operands["k_ids"],
     )
-    rows, columns = q_ids.at[item.row(q_ids), pl.ds(row, ROWS)], k_ids.at[item.row(k_ids), pl.ds(key, call.tile.keys)]
+    rows, columns = (
+        q_ids.at[item.row(q_ids), pl.ds(row, WGMMA_M)],
+        k_ids.at[item.row(k_ids), pl.ds(key, call.tile.keys)],
+    )
     last = jnp.where(mixed, last - MIXED, last)
     return first - key, last - key, tile_masks.Mixed(mixed.astype(jnp.int32), rows, columns)
 
@@ -320,7 +325,7 @@ def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
         place[...] = output if columns is None else output[:, columns.start : columns.start + columns.size]
     sums[...] = lse
     plgpu.commit_smem()
-    item, rows = query_tile.item, pl.ds(query_tile.row, ROWS)
+    item, rows = query_tile.item, pl.ds(query_tile.row, WGMMA_M)
     for columns, place in places:
         target = call.outputs[0].at[item.batch, rows, item.head]
         plgpu.copy_smem_to_gmem(place, target if columns is None else target.at[:, columns])
@@ -332,14 +337,17 @@ def _output_places(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
     spec = call.spec
     if spec.value_dim == spec.head_dim:
         return [(None, call.shared.q.at[query_tile.buffer])]
-    first = query_tile.buffer * (spec.head_dim // PART)
-    return [(pl.ds(n * PART, PART), call.shared.output.at[first + n]) for n in range(spec.value_dim // PART)]
+    first = query_tile.buffer * (spec.head_dim // SWIZZLE_COLUMNS)
+    return [
+        (pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), call.shared.output.at[first + n])
+        for n in range(spec.value_dim // SWIZZLE_COLUMNS)
+    ]
 
 
 def _write_part(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes the rows of one part of a split tile, in float32, for the combine step."""
     _, _, outputs, sums = call.outputs
-    rows = pl.ds(query_tile.row - query_tile.item.tile * call.tile.queries, ROWS)
+    rows = pl.ds(query_tile.row - query_tile.item.tile * call.tile.queries, WGMMA_M)
     outputs[query_tile.item.part, rows] = output
     sums[query_tile.item.part, rows] = lse
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.sizes import ROWS
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.masks.padding import clean_rows
 
@@ -82,7 +82,7 @@ def _fetch_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, war
     """Copies the queries of a warpgroup as soon as their buffer is free."""
     shared, buffer = call.shared, call.buffer(nth_tile, warpgroup)
     pl.when(nth_tile >= call.tile.buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
-    rows, full = pl.ds(item.tile * call.tile.queries + warpgroup * ROWS, ROWS), shared.q_full.at[buffer]
+    rows, full = pl.ds(item.tile * call.tile.queries + warpgroup * WGMMA_M, WGMMA_M), shared.q_full.at[buffer]
     source = call.operands["q"]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, item.head], shared.q.at[buffer], full)
     if call.spec.has_dropout:

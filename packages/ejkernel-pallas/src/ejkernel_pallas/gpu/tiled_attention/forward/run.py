@@ -12,7 +12,7 @@ from ejkernel.planning.batch_rows import in_rows
 from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
-from ejkernel_pallas.gpu.hopper.sizes import PART, ROWS
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
 from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, Shared
 from ejkernel_pallas.gpu.tiled_attention.forward.combine import merged
@@ -120,7 +120,7 @@ def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> di
         operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.queries, tile.keys))
     operands |= numbers(record, spec, tile.queries, tile.keys)
     keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
-    return {"q": whole(record.query, ROWS)} | keys | operands
+    return {"q": whole(record.query, WGMMA_M)} | keys | operands
 
 
 def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
         **_query_scratch(spec, queries),
         "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
         "v": matrix((tile.stages, tile.keys, spec.value_dim), spec.dtype),
-        "lse": plgpu.SMEM((queries, ROWS), jnp.float32),
+        "lse": plgpu.SMEM((queries, WGMMA_M), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
         "k_full": plgpu.Barrier(num_arrivals=1 + spec.has_dropout, num_barriers=tile.stages),
@@ -142,11 +142,11 @@ def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
         "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
     }
     if spec.has_dropout:
-        made["q_numbers"] = plgpu.SMEM((queries, ROWS), jnp.uint32)
+        made["q_numbers"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
         made["k_numbers"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
     if spec.segments:
         made["v_raw"] = plgpu.Barrier(num_arrivals=1)
-        made["ranges"] = plgpu.SMEM((queries, 2, ROWS), jnp.int32)
+        made["ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
     return made
 
 
@@ -156,10 +156,10 @@ def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
     Outputs of another head dimension have a view of the same memory in which a tile of queries is a number of
     [64, 64] tiles, so that those of one warpgroup overlap the queries of no other.
     """
-    queries = matrix((tiles, ROWS, spec.head_dim), spec.dtype)
+    queries = matrix((tiles, WGMMA_M, spec.head_dim), spec.dtype)
     if spec.value_dim == spec.head_dim:
         return {"q": queries}
-    outputs = matrix((tiles * spec.head_dim // PART, ROWS, PART), spec.dtype)
+    outputs = matrix((tiles * spec.head_dim // SWIZZLE_COLUMNS, WGMMA_M, SWIZZLE_COLUMNS), spec.dtype)
     return {"q": plgpu.RefUnion(queries, outputs)}
 
 

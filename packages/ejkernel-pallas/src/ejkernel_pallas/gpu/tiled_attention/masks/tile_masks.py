@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, of_rows, pair, scalar, with_registers
-from ejkernel_pallas.gpu.hopper.sizes import ROWS, THREADS
+from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 FAR = 2**30
@@ -71,13 +71,13 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
         width: Columns.
     """
     spans = -(-width // SPAN)
-    template = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.int32), ROW_LAYOUT)
-    first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (ROWS,), ())
+    template = plgpu.layout_cast(jnp.full((WGMMA_M,), 0, jnp.int32), ROW_LAYOUT)
+    first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (WGMMA_M,), ())
 
     def load(span: int) -> jax.Array:
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), ROW_LAYOUT, ROW_LAYOUT),
-            return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=ROW_LAYOUT),
+            return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=ROW_LAYOUT),
         )
         def words_of(_: Any, source: Any, like: Any, start: Any) -> Any:
             words_row = arith.addi(scalar(start.registers.flat[0]), _thread_row())
