@@ -1,9 +1,9 @@
-"""What all implementations in Triton need of device, toolchain and dtypes."""
+"""What all implementations in Triton have in common, and need of device, toolchain and dtypes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ejkernel.ops import Requires
+from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_triton.launch import interpreting
 
 JAX_TRITON = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
@@ -31,4 +31,41 @@ def triton_requires(
         head_dims=head_dims,
         handles=frozenset(handles),
         extra=extra,
+    )
+
+
+def triton_implementation(
+    family: str,
+    *,
+    requires: Requires,
+    config: ConfigSpace,
+    forward: str,
+    backward: str | None = None,
+    name: str = "triton",
+    priority: int = 10,
+    **fields: Any,
+) -> Implementation:
+    """An implementation in Triton.
+
+    Args:
+        family: The family it serves.
+        requires: What it needs and honours.
+        config: What can be chosen.
+        forward: "folder.module:function" below this package.
+        backward: The backward pass in the same form; None without one.
+        name: Name among the implementations of the family.
+        priority: Above XLA's 0 once a GPU has confirmed it.
+        **fields: Others of `Implementation`.
+    """
+    return Implementation(
+        family=family,
+        name=name,
+        platform="triton",
+        backend="gpu",
+        forward=f"ejkernel_triton.{forward}",
+        backward=None if backward is None else f"ejkernel_triton.{backward}",
+        requires=requires,
+        config=config,
+        priority=priority,
+        **fields,
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.causal_convolution import config
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -17,13 +17,10 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
     return (
-        Implementation(
-            family="causal_convolution",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.causal_convolution.passes:forward",
-            backward="ejkernel_triton.causal_convolution.passes:backward",
+        triton_implementation(
+            "causal_convolution",
+            forward="causal_convolution.passes:forward",
+            backward="causal_convolution.passes:backward",
             gradients=frozenset({"x", "weight", "bias", "initial_state"}),
             requires=triton_requires(
                 head_dims=range(2, 9), handles={"bias", "initial_state", "cu_seqlens", "activation"}, extra=_reasons
@@ -35,6 +32,5 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
-            priority=10,
         ),
     )

@@ -12,7 +12,7 @@ from ejkernel_triton import requirements
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config
 from ejkernel_triton.grouped_matmul.spec import FLOAT8
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
@@ -45,13 +45,10 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
     return (
-        Implementation(
-            family="grouped_matmul",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.grouped_matmul.forward:forward",
-            backward="ejkernel_triton.grouped_matmul.backward:backward",
+        triton_implementation(
+            "grouped_matmul",
+            forward="grouped_matmul.forward:forward",
+            backward="grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=dataclasses.replace(
                 triton_requires(handles=OPTIONAL, extra=_reasons), dtypes=requirements.DTYPES | {FLOAT8}
@@ -64,7 +61,6 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 kind=kind_of,
             ),
-            priority=10,
             tuned="ejkernel_triton:tuned",
         ),
     )

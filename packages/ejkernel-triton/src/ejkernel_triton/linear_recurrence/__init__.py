@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.linear_recurrence import config, decode_config
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
 """Optional fields that the kernels honour."""
@@ -57,13 +57,10 @@ def _decode_reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Recurrences and the delta rule, in both passes; for the CPU too where Triton interprets."""
     return (
-        Implementation(
-            family="linear_recurrence",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.linear_recurrence.forward:forward",
-            backward="ejkernel_triton.linear_recurrence.backward:backward",
+        triton_implementation(
+            "linear_recurrence",
+            forward="linear_recurrence.forward:forward",
+            backward="linear_recurrence.backward:backward",
             gradients=GRADIENTS,
             paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
@@ -74,15 +71,12 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 kind=config.kind_of_large,
             ),
-            priority=10,
             tuned="ejkernel_triton:tuned",
         ),
-        Implementation(
-            family="linear_recurrence",
+        triton_implementation(
+            "linear_recurrence",
             name="triton_delta",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.linear_recurrence.delta:forward",
+            forward="linear_recurrence.delta:forward",
             requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_reasons),
             config=ConfigSpace(
                 forward=config.ChunkPasses,
@@ -90,17 +84,14 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.delta_heuristic,
                 candidates=config.delta_candidates,
             ),
-            priority=10,
             tuned="ejkernel_triton:tuned",
         ),
         # Its gradients were interpreted and compiled, and not checked on a chip: only platform="triton" takes it.
-        Implementation(
-            family="linear_recurrence",
+        triton_implementation(
+            "linear_recurrence",
             name="triton_delta_pair",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.linear_recurrence.delta:forward_with_pocket",
-            backward="ejkernel_triton.linear_recurrence.delta:backward",
+            forward="linear_recurrence.delta:forward_with_pocket",
+            backward="linear_recurrence.delta:backward",
             gradients=DELTA_GRADIENTS,
             paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_pair_reasons),
@@ -114,12 +105,10 @@ def implementations() -> tuple[Implementation, ...]:
             tuned="ejkernel_triton:tuned",
         ),
         # No chip has confirmed it: only platform="triton" takes it, for what the others refuse.
-        Implementation(
-            family="linear_recurrence",
+        triton_implementation(
+            "linear_recurrence",
             name="triton_decode",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.linear_recurrence.decode:forward",
+            forward="linear_recurrence.decode:forward",
             requires=triton_requires(head_dims=range(1, 257), handles=DECODE_HANDLES, extra=_decode_reasons),
             config=ConfigSpace(
                 forward=decode_config.DecodeTile,

@@ -8,7 +8,7 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
 from ejkernel_triton.paged_attention import config
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLES = frozenset(
     {
@@ -66,12 +66,9 @@ def _latent_reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """The family's, and one of the dense latent cache; for the CPU too where Triton's interpreter is switched on."""
     return (
-        Implementation(
-            family="paged_attention",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.paged_attention.forward:forward",
+        triton_implementation(
+            "paged_attention",
+            forward="paged_attention.forward:forward",
             requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.PagedForward,
@@ -79,15 +76,12 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
-            priority=10,
         ),
-        Implementation(
-            family="tiled_attention",
+        triton_implementation(
+            "tiled_attention",
             only=frozenset({"mla_decode"}),
             name="triton_latent",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.paged_attention.latent_decode:forward",
+            forward="paged_attention.latent_decode:forward",
             requires=triton_requires(head_dims=range(1, 641), handles=LATENT_HANDLES, extra=_latent_reasons),
             config=ConfigSpace(
                 forward=config.PagedForward,

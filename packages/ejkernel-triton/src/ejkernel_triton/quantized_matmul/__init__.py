@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.quantized_matmul import config
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 MOST_ROWS = 256
 """Rows of x from which on one pass over the matrix at full width costs less than dequantising it for every tile."""
@@ -28,13 +28,10 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
     return (
-        Implementation(
-            family="quantized_matmul",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.quantized_matmul.passes:forward",
-            backward="ejkernel_triton.quantized_matmul.passes:backward",
+        triton_implementation(
+            "quantized_matmul",
+            forward="quantized_matmul.passes:forward",
+            backward="quantized_matmul.passes:backward",
             gradients=frozenset({"x"}),
             requires=triton_requires(handles=("zeros", "transpose", "precision"), extra=_reasons),
             config=ConfigSpace(
@@ -44,6 +41,5 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
-            priority=10,
         ),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.segment_pooling import config
 
 
@@ -18,13 +18,10 @@ def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
     return (
         # No chip has confirmed it: only platform="triton" takes it.
-        Implementation(
-            family="segment_pooling",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.segment_pooling.passes:forward",
-            backward="ejkernel_triton.segment_pooling.passes:backward",
+        triton_implementation(
+            "segment_pooling",
+            forward="segment_pooling.passes:forward",
+            backward="segment_pooling.passes:backward",
             gradients=frozenset({"values"}),
             requires=triton_requires(handles={"lengths", "ranges"}, extra=_reasons),
             config=ConfigSpace(

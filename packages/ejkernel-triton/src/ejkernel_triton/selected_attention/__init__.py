@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.families.selected_attention import FAMILY, slots
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selected_attention import config
 
 HANDLES = frozenset(
@@ -41,13 +41,10 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
     return (
-        Implementation(
-            family="selected_attention",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.selected_attention.forward:forward",
-            backward="ejkernel_triton.selected_attention.backward:backward",
+        triton_implementation(
+            "selected_attention",
+            forward="selected_attention.forward:forward",
+            backward="selected_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
@@ -58,7 +55,6 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 kind=config.kind,
             ),
-            priority=10,
             tuned="ejkernel_triton:tuned",
         ),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selective_scan import config
 
 GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
@@ -25,13 +25,10 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
     return (
-        Implementation(
-            family="selective_scan",
-            name="triton",
-            platform="triton",
-            backend="gpu",
-            forward="ejkernel_triton.selective_scan.forward:forward",
-            backward="ejkernel_triton.selective_scan.backward:backward",
+        triton_implementation(
+            "selective_scan",
+            forward="selective_scan.forward:forward",
+            backward="selective_scan.backward:backward",
             gradients=GRADIENTS,
             requires=triton_requires(head_dims=range(1, LARGEST + 1), handles={"initial_state"}, extra=_reasons),
             config=ConfigSpace(
@@ -41,6 +38,5 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
-            priority=10,
         ),
     )

@@ -7,7 +7,7 @@ from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.planning.attention_kinds import kind_of_large
 from ejkernel.planning.block_maps import pattern_reasons
-from ejkernel_triton.requirements import triton_requires
+from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import tiles
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern", "lse_cotangent"}
@@ -25,13 +25,10 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
-    implementation = Implementation(
-        family="tiled_attention",
-        name="triton",
-        platform="triton",
-        backend="gpu",
-        forward="ejkernel_triton.tiled_attention.forward:forward",
-        backward="ejkernel_triton.tiled_attention.backward:backward",
+    implementation = triton_implementation(
+        "tiled_attention",
+        forward="tiled_attention.forward:forward",
+        backward="tiled_attention.backward:backward",
         gradients=frozenset(FAMILY.differentiable),
         requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
         config=ConfigSpace(
@@ -42,7 +39,6 @@ def implementations() -> tuple[Implementation, ...]:
             backward=tiles.TritonBackward,
             faces=tiles.FACES,
         ),
-        priority=10,
         tuned="ejkernel_triton:tuned",
     )
     return (implementation,)

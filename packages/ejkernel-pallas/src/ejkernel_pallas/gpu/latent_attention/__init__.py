@@ -6,10 +6,9 @@ What the kernel needs, and what it does not do, is data here; nothing of Pallas 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel.ops.device import current_device
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.gpu.latent_attention import spec
-from ejkernel_pallas.toolchain import JAX
+from ejkernel_pallas.gpu.requirements import hopper_requires
 
 HANDLES = frozenset({"latent", "new_keys", "num_seqs", "value_scale", "sliding_window"})
 """Optional fields of the paged family that the kernel honours."""
@@ -18,33 +17,11 @@ DECODE_HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "q_positions", "s
 """Optional fields of the records of `mla_decode` likewise."""
 
 
-def _newer() -> Iterable[str]:
-    capability = current_device().compute_capability
-    if capability is not None and capability >= 10.0:
-        yield f"compute capability {capability}: the instructions that the kernel is made of are those of 9.0 alone"
-
-
-def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
-    yield from _newer()
-    yield from spec.reasons(record)
-
-
-def _decode_reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for in the records of `mla_decode`."""
-    yield from _newer()
-    yield from spec.decode_reasons(record)
-
-
 def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str]], **fields: Any) -> Implementation:
     return Implementation(
         platform="pallas",
         backend="gpu",
-        requires=Requires(
-            devices=frozenset({"nvidia"}),
-            modules=JAX,
-            min_compute_capability=9.0,
-            dtypes=frozenset({"float16", "bfloat16"}),
+        requires=hopper_requires(
             handles=handles,
             extra=extra,
         ),
@@ -63,11 +40,11 @@ def implementations() -> tuple[Implementation, ...]:
     run = "ejkernel_pallas.gpu.latent_attention.run"
     return (
         _implementation(
-            HANDLES, _reasons, family="paged_attention", name="mosaic_gpu_latent", forward=f"{run}:forward"
+            HANDLES, spec.reasons, family="paged_attention", name="mosaic_gpu_latent", forward=f"{run}:forward"
         ),
         _implementation(
             DECODE_HANDLES,
-            _decode_reasons,
+            spec.decode_reasons,
             family="tiled_attention",
             only=frozenset({"mla_decode"}),
             name="mosaic_gpu_latent",

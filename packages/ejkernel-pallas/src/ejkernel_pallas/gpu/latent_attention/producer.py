@@ -9,11 +9,10 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
-from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LATENT, ROTARY, UNIT
+from ejkernel_pallas.gpu.latent_attention.pages import Places, block_places
+from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, HALF, LATENT, ROTARY, UNIT
 
 I32 = jnp.int32
-Places = list[tuple[Any, Any]]
-"""Page and slot of every copy of a block."""
 
 
 def produce(call: Call) -> None:
@@ -43,30 +42,10 @@ def _copy_queries(call: Call, item: Item, number: Any) -> None:
 def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
     """Copies two blocks in halves, each as soon as its place is free."""
     for block in (0, 1):
-        places, present = _places(call, item, step * UNIT + block * BLOCK_KV)
+        places, present = block_places(call, item, step * UNIT + block * BLOCK_KV, BLOCK_KV)
         _copy_exclusive(call, places, count, block)
         _copy_shared(call, places, present, count, block)
     return count + 1
-
-
-def _places(call: Call, item: Item, key: Any) -> tuple[Places, Any]:
-    """Page and slot of every copy of a block of keys, and which groups of eight rows are present.
-
-    The page of an absent one is the number of pages: copies beyond an array's end write zeros.
-    """
-    spec = call.spec
-    if spec.columns == 0:
-        return [(item.sequence, key)], I32(-1)
-    tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
-    places: Places = []
-    each = spec.copied // GROUP
-    for first in range(0, BLOCK_KV, spec.copied):
-        column = lax.div(key + first, I32(spec.page_size))
-        page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
-        there = (key + first < item.keys) & (page >= 0) & (page < pages)
-        places.append((jnp.where(there, page, pages), lax.rem(key + first, I32(spec.page_size))))
-        bits = bits | jnp.where(there, I32(((1 << each) - 1) << (first // GROUP)), I32(0))
-    return places, bits
 
 
 def _copy_exclusive(call: Call, places: Places, count: Any, block: int) -> None:

@@ -51,7 +51,7 @@ FACES: dict[str, str] = {}
 
 
 class ScheduledSpec(Protocol):
-    """What walking and merging the items of a schedule read of a kernel's constants, named as `LatentSpec`'s."""
+    """What copying, walking and merging the items of a schedule read of a kernel's constants, named as `LatentSpec`'s."""
 
     @property
     def rows(self) -> int:
@@ -71,6 +71,26 @@ class ScheduledSpec(Protocol):
     @property
     def dtype(self) -> Any:
         """Dtype of the output."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        ...
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Entries of a block table; 0 where each sequence has the page of its own number."""
+        ...
+
+    @property
+    def copied(self) -> int:
+        """Slots that one copy has."""
         ...
 
 

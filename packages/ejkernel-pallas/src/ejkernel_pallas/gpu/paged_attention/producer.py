@@ -10,12 +10,11 @@ from jax import lax
 from ejkernel.planning.paged_cache import COMBINED
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Item, every_item, program_of
-from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+from ejkernel_pallas.gpu.latent_attention.pages import Places, block_places
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT
 from ejkernel_pallas.gpu.paged_attention.call import Call
 
 I32 = jnp.int32
-Places = list[tuple[Any, Any]]
-"""Page and slot of every copy of a block; the page of an absent one is the number of pages."""
 
 
 def produce(call: Call) -> None:
@@ -47,30 +46,13 @@ def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
     """Keys, then values of a block, each as soon as its stage is free."""
     spec, shared = call.spec, call.shared
     slot = lax.rem(count, I32(spec.stages))
-    places, present = _places(call, item, key)
+    places, present = block_places(call, item, key, UNIT)
     pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
     shared.present[slot] = present
     _copy(call, places, 0, shared.k.at[slot], shared.k_full.at[slot])
     plgpu.barrier_arrive(shared.k_full.at[slot])  # after the bits
     pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
     _copy(call, places, 1, shared.v.at[slot], shared.v_full.at[slot])
-
-
-def _places(call: Call, item: Item, key: Any) -> tuple[Places, Any]:
-    """Page and slot of every copy of a block of keys, and which groups of eight keys are present."""
-    spec = call.spec
-    if spec.columns == 0:
-        return [(item.sequence, key)], I32(-1)
-    tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
-    places: Places = []
-    each = spec.copied // GROUP
-    for first in range(0, UNIT, spec.copied):
-        column = lax.div(key + first, I32(spec.page_size))
-        page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
-        there = (key + first < item.keys) & (page >= 0) & (page < pages)
-        places.append((jnp.where(there, page, pages), lax.rem(key + first, I32(spec.page_size))))
-        bits = bits | jnp.where(there, I32(((1 << each) - 1) << (first // GROUP)), I32(0))
-    return places, bits
 
 
 def _copy(call: Call, places: Places, component: int, target: Any, full: Any) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.grouped_matmul import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_pallas.toolchain import JAX
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.grouped_matmul import tiles
-from ejkernel_pallas.tpu.interpret import devices
+from ejkernel_pallas.tpu.requirements import tpu_requires
 
 OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
@@ -45,10 +44,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable) - {"lhs_scale"},
-            requires=Requires(
-                devices=devices(),
-                modules=JAX,
-                dtypes=frozenset(DTYPES),
+            requires=tpu_requires(
                 handles=frozenset(OPTIONAL),
                 extra=_reasons,
             ),

@@ -6,12 +6,11 @@ What the kernel needs, and what it does not do, is data here; nothing of Pallas 
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_pallas.toolchain import JAX
-from ejkernel_pallas.tpu.interpret import devices
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
+from ejkernel_pallas.tpu.requirements import tpu_requires
 
 HANDLES = frozenset(
     {
@@ -85,10 +84,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             backend="tpu",
             forward="ejkernel_pallas.tpu.paged_attention.forward:forward",
-            requires=Requires(
-                devices=devices(),
-                modules=JAX,
-                dtypes=frozenset({"bfloat16", "float32"}),
+            requires=tpu_requires(
                 head_dims=range(1, 1025),
                 handles=HANDLES,
                 extra=_reasons,
@@ -109,10 +105,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             backend="tpu",
             forward="ejkernel_pallas.tpu.paged_attention.latent_decode:forward",
-            requires=Requires(
-                devices=devices(),
-                modules=JAX,
-                dtypes=frozenset({"bfloat16", "float32"}),
+            requires=tpu_requires(
                 head_dims=range(1, 1025),
                 handles=LATENT_HANDLES,
                 extra=_latent_reasons,

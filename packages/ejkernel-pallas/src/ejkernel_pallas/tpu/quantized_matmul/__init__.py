@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.quantized_matmul import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_pallas.toolchain import JAX
-from ejkernel_pallas.tpu.interpret import devices
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.quantized_matmul import tiles
+from ejkernel_pallas.tpu.requirements import tpu_requires
 
 BITS = (4, 8)
 """Bits of the codes that the kernels unpack."""
@@ -35,10 +34,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.quantized_matmul.passes:forward",
             backward="ejkernel_pallas.tpu.quantized_matmul.passes:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=Requires(
-                devices=devices(),
-                modules=JAX,
-                dtypes=frozenset({"bfloat16", "float32"}),
+            requires=tpu_requires(
                 handles=frozenset({"zeros", "transpose", "precision"}),
                 extra=_reasons,
             ),

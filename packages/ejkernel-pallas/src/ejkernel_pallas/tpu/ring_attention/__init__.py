@@ -5,9 +5,8 @@ from typing import Any
 
 from ejkernel.families.ring_attention import FAMILY
 from ejkernel.families.tiled_attention import MASKS, SOFTMAX
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_pallas.toolchain import JAX
-from ejkernel_pallas.tpu.interpret import devices
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_pallas.tpu.requirements import tpu_requires
 from ejkernel_pallas.tpu.ring_attention import tiles
 from ejkernel_pallas.tpu.tiled_attention.tiles import FACES, TpuBackward, TpuForward
 
@@ -28,10 +27,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.ring_attention.dispatch:forward",
             backward="ejkernel_pallas.tpu.ring_attention.dispatch:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=Requires(
-                devices=devices(),
-                modules=JAX,
-                dtypes=frozenset({"bfloat16", "float32"}),
+            requires=tpu_requires(
                 head_dims=range(1, 257),
                 handles=MASKS | SOFTMAX | {"bias", "lse_cotangent"},
                 extra=_empty,

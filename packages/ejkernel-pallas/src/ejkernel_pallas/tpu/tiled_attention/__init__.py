@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.planning.block_maps import pattern_reasons
-from ejkernel_pallas.toolchain import JAX
-from ejkernel_pallas.tpu.interpret import devices
+from ejkernel_pallas.tpu.requirements import tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import tiles
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
@@ -37,10 +36,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=Requires(
-                devices=devices(),
-                modules=JAX,
-                dtypes=frozenset({"bfloat16", "float32"}),
+            requires=tpu_requires(
                 head_dims=range(1, 257),
                 handles=HANDLES,
                 extra=_reasons,
