@@ -51,7 +51,7 @@ FACES: dict[str, str] = {}
 
 
 class ScheduledSpec(Protocol):
-    """What copying, walking and merging the items of a schedule read of a kernel's constants, named as `LatentSpec`'s."""
+    """What copying, walking and merging the items of a schedule read of constants, named as `LatentSpec`'s."""
 
     @property
     def rows(self) -> int:
