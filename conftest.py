@@ -22,8 +22,8 @@ pytest_collect_file = Sybil(
 
 _finished = itertools.count(1)
 _MAPS = Path("/proc/self/maps")
-MOST_MAPS = 8192
-"""An eighth of what Linux gives a process; a test that compiles takes about 60."""
+MOST_MAPS = 4096
+"""A sixteenth of what Linux gives a process; a test that compiles takes about 60, and a worker about 3 GB by then."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

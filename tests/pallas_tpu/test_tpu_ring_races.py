@@ -39,9 +39,9 @@ def test_four_devices(name):
     alike(got, answers(4, given, **options))
 
 
-def test_eight_devices():
+def test_six_devices():
     """In a process with more host devices, hence threads, than the ring has: all of them wait for one another."""
-    flags = "--xla_force_host_platform_device_count=16"
+    flags = "--xla_force_host_platform_device_count=12"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     script = pathlib.Path(__file__).with_name("tpu_ring_process.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
