@@ -102,7 +102,7 @@ def quick(arrays, options, **more):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_every_gradient_are_the_formula(name, monkeypatch):
-    monkeypatch.setattr(tiles, "_max_sorted_queries", lambda record: min(24, record.query.shape[1]))  # queries sorted together
+    monkeypatch.setattr(tiles, "_max_sorted_queries", lambda record: min(24, record.query.shape[1]))
     with jax.enable_x64(True):
         arrays, options = make(name)
         names = tuple(arrays)
