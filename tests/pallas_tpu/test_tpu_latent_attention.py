@@ -11,10 +11,13 @@ from tpu_paged_records import case, lowered
 from tpu_records import close, interpreted, simulated
 
 from ejkernel.families import paged_attention, tiled_attention
+from ejkernel.modules.operations.cases import mla_decode as dense_cases
 from ejkernel.modules.operations.cases import paged_latent
+from ejkernel.modules.operations.cases.mla_decode import DecodeSizes
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.paged_attention import latent_decode, limits
 from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.spec import is_transposed
 from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged
 
 PAGED = "multi_latent_ragged_page_attention"
@@ -59,6 +62,23 @@ def test_a_dense_cache_and_no_race():
     with simulated():
         output, residuals = jax.block_until_ready(jax.jit(lambda x: latent_decode.forward(x, SINGLE))(record))
     assert not found()
+    wanted, kept = tiled_attention.reference(record)
+    close(output, wanted, record.query.dtype)
+    close(residuals.lse, kept.lse, record.query.dtype)
+
+
+@pytest.mark.parametrize("size", [40, 128], ids=["tokens along lanes", "rows"])
+def test_dense_caches_in_both_orders_whose_other_tokens_are_nan(size):
+    """Pages of 128 tokens, two a block: the last block has one, and a sequence ends in the middle of a page."""
+    latent, lengths = size - 8, (600, 3, 0)
+    sizes = DecodeSizes(s=640, r=latent, one_cache=True, lengths=lengths, dtype=jnp.bfloat16)
+    record = lowered("mla_decode", dense_cases.arrays, sizes)
+    assert is_transposed(latent_decode.as_pages(record)) == (size == 40)
+    there = (jnp.arange(640) < jnp.array(lengths)[:, None])[..., None, None]
+    broken = dataclasses.replace(record, key=jnp.where(there, record.key, jnp.nan))
+    with interpreted():
+        run = jax.jit(lambda x: latent_decode.forward(x, TpuPaged(block_q=1, block_kv=256)), compiler_options=QUICKLY)
+        output, residuals = run(broken)
     wanted, kept = tiled_attention.reference(record)
     close(output, wanted, record.query.dtype)
     close(residuals.lse, kept.lse, record.query.dtype)

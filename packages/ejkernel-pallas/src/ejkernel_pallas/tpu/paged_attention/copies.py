@@ -200,7 +200,7 @@ def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, car
 
 def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
     """The slot of every number of a page in a buffer, int32."""
-    slot = lax.broadcasted_iota(jnp.int32, shape, 1)
+    slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # of transposed pages [D, slots], too
     if spec.cache.latent and not spec.cache.head_major:  # [groups, slots / packing, packing, 128]
         return slot * spec.cache.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
     return slot
@@ -209,6 +209,8 @@ def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
 def _page_place(slot: Any, page: Any, spec: PagedSpec) -> tuple[Any, ...]:
     """The index of a page in a buffer."""
     slots = spec.cache.slots
+    if spec.cache.transposed:
+        return slot, 0, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
     if spec.cache.head_major:
         return slot, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
     return slot, slice(None), page
@@ -218,7 +220,12 @@ def _page_copies(refs: PagedRefs, number: Any, slot: Any, page: Any, spec: Paged
     """The copies of a page of the caches to its place in a buffer."""
     cache, made = spec.cache, []
     for source, target in refs.caches:
-        if cache.head_major:
+        if cache.transposed:
+            # Pages of a sequence lie side by side in lanes: number = sequence * entries + page.
+            sequence = divide(number, spec.entries)
+            start = pl.multiple_of((number - sequence * spec.entries) * cache.slots, cache.slots)
+            pairs = [(source.at[sequence, :, pl.ds(start, cache.slots)], target.at[_page_place(slot, page, spec)])]
+        elif cache.head_major:
             source = source.at[:, number] if cache.layout == "hpsd" else source.at[number]
             pairs = [(source, target.at[_page_place(slot, page, spec)])]
         elif target.shape[1] == 1:

@@ -50,6 +50,7 @@ class Cache:
         size: Numbers in a row.
         groups: Parts of 128 lanes that a row is copied in.
         latent: Whether a token has one row, whose first numbers are its value too. Rows of a word are tokens then.
+        transposed: Whether a page is kept as [D, S], with tokens along lanes; `is_transposed` says when.
     """
 
     layout: str
@@ -60,6 +61,7 @@ class Cache:
     size: int
     groups: int
     latent: bool = False
+    transposed: bool = False
 
     @property
     def head_major(self) -> bool:
@@ -216,6 +218,8 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     """The caches in the shapes in which callers keep them, so that nothing is copied: one, or keys and values."""
     pages = record.key_pages
     if record.latent is not None:
+        if is_transposed(record):
+            return (_dense_columns(record),)
         if record.kv_layout != paged_cache.LATENT:
             return (pages,)
         pack = paged_cache.packing(pages.dtype)
@@ -228,6 +232,25 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
         return (pages.reshape(count, slots, heads * 2, size),)
     pack, lanes = paged_cache.packing(pages.dtype), max(size, LANES)
     return (pages.reshape(count, slots, -1, pack, lanes),)
+
+
+def is_transposed(record: PagedAttention) -> bool:
+    """Whether a dense latent cache [B, T, D] is read as [B, D, T], which is how XLA keeps it.
+
+    By default XLA gives an array the order of axes that pads least. Rows of 576 numbers would be padded to 640 lanes;
+    columns of 576 are whole tiles of 8 sublanes. A kernel that wanted rows would have XLA copy the cache in every call.
+    """
+    columns = record.key_pages.shape[-1]
+    dense = record.latent is not None and record.kv_layout != paged_cache.LATENT
+    return dense and -(-columns // TILE) * TILE < -(-columns // LANES) * LANES
+
+
+def _dense_columns(record: PagedAttention) -> jax.Array:
+    """The pages of a dense cache, which follow each other, as [B, D, T]; XLA makes no copy of them."""
+    assert record.block_tables is not None  # as a dense cache has been cut into pages
+    pages = record.key_pages
+    rows = pages.reshape(record.block_tables.shape[0], -1, pages.shape[-1])
+    return rows.swapaxes(1, 2)
 
 
 def in_lanes(record: PagedAttention) -> bool:
@@ -248,7 +271,17 @@ def make_cache(record: PagedAttention) -> Cache:
     pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
     if letters in ("phsd", "hpsd"):
-        return Cache(layout=letters, lanes=False, slots=slots, words=1, packing=1, size=size, groups=1, latent=latent)
+        return Cache(
+            layout=letters,
+            lanes=False,
+            slots=slots,
+            words=1,
+            packing=1,
+            size=size,
+            groups=1,
+            latent=latent,
+            transposed=is_transposed(record),
+        )
     if latent:
         groups = size // LANES
         return Cache(
