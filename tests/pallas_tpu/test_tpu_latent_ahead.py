@@ -21,15 +21,16 @@ def shapes(sharding, dtype=jnp.bfloat16, **arrays):
     return [jax.ShapeDtypeStruct(x, y if y else dtype, sharding=sharding) for x, y in arrays.values()]
 
 
-def paged(sharding, rows, sequences, heads=16):
-    """A call of the size of DeepSeek-V3's latent vectors."""
+def paged(sharding, rows, sequences, heads=16, cache=jnp.bfloat16):
+    """A call of the size of DeepSeek-V3's latent vectors; `cache` is the dtype of what is kept."""
+    pack = 4 // jnp.dtype(cache).itemsize
     return shapes(
         sharding,
         nope=((rows, heads, 512), None),
         rope=((rows, heads, 64), None),
-        latent=((rows, 512), None),
-        key=((rows, 64), None),
-        cache=((2048, 32, 2, 640), None),
+        latent=((rows, 512), cache),
+        key=((rows, 64), cache),
+        cache=((2048, 64 // pack, pack, 640), cache),
         lengths=((sequences,), jnp.int32),
         tables=((sequences * 32,), jnp.int32),
         starts=((sequences + 1,), jnp.int32),
@@ -37,21 +38,22 @@ def paged(sharding, rows, sequences, heads=16):
     )
 
 
-@pytest.mark.parametrize("name", CHIPS)
-def test_decoding_over_pages_compiles_and_a_donated_cache_stays_where_it_is(name):
+@pytest.mark.parametrize(("name", "cache"), [*((name, jnp.bfloat16) for name in CHIPS), ("v5p", jnp.float8_e4m3fn)])
+def test_decoding_over_pages_compiles_and_a_donated_cache_stays_where_it_is(name, cache):
     with compiling_for(chip(name)) as sharding:
         step = jax.jit(functools.partial(multi_latent_ragged_page_attention, platform="pallas"), donate_argnums=4)
-        made = step.trace(*paged(sharding, 16, 16)).lower(lowering_platforms=("tpu",)).compile()
-    size, stats = 2 * math.prod((2048, 64, 640)), made.memory_analysis()
+        made = step.trace(*paged(sharding, 16, 16, cache=cache)).lower(lowering_platforms=("tpu",)).compile()
+    size, stats = jnp.dtype(cache).itemsize * math.prod((2048, 64, 640)), made.memory_analysis()
     assert "tpu_custom_call" in made.as_text()
     assert stats.alias_size_in_bytes >= size
     assert stats.temp_size_in_bytes < size // 8
 
 
-def test_prefill_compiles():
-    with compiling_for(chip("v5e")) as sharding:
+@pytest.mark.parametrize(("name", "cache"), [("v5e", jnp.bfloat16), ("v7x", jnp.float8_e4m3fn)])
+def test_prefill_compiles(name, cache):
+    with compiling_for(chip(name)) as sharding:
         step = jax.jit(functools.partial(multi_latent_ragged_page_attention, platform="pallas"))
-        made = step.trace(*paged(sharding, 64, 2)).lower(lowering_platforms=("tpu",)).compile()
+        made = step.trace(*paged(sharding, 64, 2, cache=cache)).lower(lowering_platforms=("tpu",)).compile()
     assert "tpu_custom_call" in made.as_text()
 
 

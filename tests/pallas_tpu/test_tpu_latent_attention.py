@@ -36,8 +36,12 @@ def check(record, params):
         close(x, wanted, record.query.dtype)
 
 
-def test_prefill_and_decode_with_a_cache_of_8_bits():
-    check(case(PAGED + "_v2", "int8, everything, lse"), TILES)
+@pytest.mark.parametrize(("op", "name"), [
+    (PAGED + "_v2", "int8, everything, lse"),
+    (PAGED, "float8_e4m3fn, scales"),
+])  # fmt: skip
+def test_prefill_and_decode_with_a_cache_of_8_bits(op, name):
+    check(case(op, name), TILES)
 
 
 def test_decoding_over_pages_whose_other_rows_are_nan():
