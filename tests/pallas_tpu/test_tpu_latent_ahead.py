@@ -61,34 +61,41 @@ INSTRUCTION = re.compile(r" = \w+\[([\d,]+)\]\S* ([a-z-]+)\(")
 """Of a compiled module: the shape of an array that it makes, and the operation."""
 
 
-@pytest.mark.parametrize("rotary", [64, 128])
+CACHES = {"one of 576": (576,), "one of 640": (640,), "512 and 64": (512, 64)}
+
+
+@pytest.mark.parametrize("sizes", CACHES)
 @pytest.mark.parametrize("name", CHIPS)
-def test_a_step_that_writes_to_a_dense_cache_and_decodes_copies_none_of_it(name, rotary):
-    """XLA keeps rows of 576 along sublanes and rows of 640 along lanes; the kernel reads both as they are.
+def test_a_step_that_writes_to_dense_caches_and_decodes_copies_none_of_them(name, sizes):
+    """XLA keeps tokens along lanes in caches of 576 and of 64; the kernel reads all caches in the order they have.
 
-    The cache is larger than VMEM, where XLA would otherwise copy it unseen by the sizes of what it allocates.
+    They are larger than VMEM, where XLA would otherwise copy them, unseen by the sizes of what it allocates.
     """
-    shape = (2, 2**17, 512 + rotary)
+    batch, length, sizes = 2, 2**19, CACHES[sizes]
 
-    def step(query, cache, w_kc, w_vc, lengths, rows):
-        for n in range(shape[0]):
+    def write(cache, rows, lengths):
+        for n in range(batch):
             cache = lax.dynamic_update_slice(cache, rows[n, None, None], (n, lengths[n] - 1, 0))
-        return mla_decode(query, cache, None, w_kc, w_vc, lengths, platform="pallas"), cache
+        return cache
+
+    def step(query, w_kc, w_vc, lengths, rows, caches):
+        caches = [write(*both, lengths) for both in zip(caches, rows, strict=True)]
+        latent, rope = caches if len(caches) == 2 else (*caches, None)
+        return mla_decode(query, latent, rope, w_kc, w_vc, lengths, platform="pallas"), caches
 
     with compiling_for(chip(name)) as sharding:
-        arrays = shapes(
+        given = shapes(
             sharding,
-            query=((2, 16, 128 + rotary), None),
-            cache=(shape, None),
+            query=((batch, 16, 128 + sum(sizes) - 512), None),
             w_kc=((512, 16, 128), None),
             w_vc=((512, 16, 128), None),
-            lengths=((2,), jnp.int32),
-            rows=((2, shape[-1]), None),
+            lengths=((batch,), jnp.int32),
         )
-        made = jax.jit(step, donate_argnums=1).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
-    made = made.as_text()
-    found = {
-        what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= math.prod(shape)
-    }
+        rows, caches = (
+            shapes(sharding, **{str(n): ((*lead, n), None) for n in sizes}) for lead in ((batch,), (batch, length))
+        )
+        made = jax.jit(step, donate_argnums=5).trace(*given, rows, caches).lower(lowering_platforms=("tpu",)).compile()
+    made, smallest = made.as_text(), batch * length * sizes[-1]
+    found = {what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= smallest}
     assert "tpu_custom_call" in made
     assert found == {"parameter", "bitcast", "dynamic-update-slice"}
