@@ -69,11 +69,11 @@ def as_pages(record: TiledAttention) -> PagedAttention:
         cache = jnp.pad(cache, ((0, 0), (0, length - cache.shape[1]), (0, 0)))
         return cache.reshape(batch * entries, 1, slots, cache.shape[-1])
 
-    apart = rotary > 0 and size % LANES == 0 and along_lanes(rotary)
+    separate = rotary > 0 and size % LANES == 0 and along_lanes(rotary)
     return dataclasses.replace(
         pages,
-        key_pages=cut(record.value[:, :, 0] if apart else keys),
-        value_pages=cut(keys[..., size:]) if apart else None,
+        key_pages=cut(record.value[:, :, 0] if separate else keys),
+        value_pages=cut(keys[..., size:]) if separate else None,
         kv_layout="phsd",
         block_tables=jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries),
         latent=(size, size),
