@@ -303,12 +303,11 @@ def _as_lanes(ref: Any, x: jax.Array, place: tuple[Any, ...], start: Any) -> Non
 
 def _scores(refs: PagedRefs, part: Part, spec: PagedSpec) -> jax.Array:
     """Scores in powers of two, before masking."""
-    query = refs.query_buffer.at[part.rows.slot, part.head, part.rows.span]
-    keys = part.keys()
+    query = refs.query_buffer[part.rows.slot, part.head, part.rows.span, :]
     if part.rotary is None:
-        s = _product(query[...], keys, (1, 0 if spec.cache.transposed else 1), spec.operand, spec)
-    else:  # latent rows and rotary columns: two products, for the two cannot be one operand
-        s = _product(query[:, : spec.cache.size], keys, (1, 1), spec.operand, spec)
+        s = _product(query, part.keys(), (1, 0 if spec.cache.transposed else 1), spec.operand, spec)
+    else:  # latent rows and rotary columns: two products, as the two cannot be one operand
+        s = _product(query[:, : spec.cache.size], part.keys(), (1, 1), spec.operand, spec)
         s += _product(query[:, spec.cache.size :], part.rotary(), (1, 0), spec.operand, spec)
     if spec.soft_cap is None:
         return s * (spec.scale * LOG2E)
