@@ -116,8 +116,8 @@ def _scratch(
     if spec.rows > spec.small_rows:
         made["large"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part_kv, spec.weights)
     for name, x in caches.items():
-        if cache.transposed:
-            shape = (PREFETCH + 1, heads, cache.size, spec.block_kv)
+        if cache.in_columns(name == "values"):
+            shape = (PREFETCH + 1, heads, x.shape[1], spec.block_kv)
         elif cache.head_major:
             shape = (PREFETCH + 1, heads, spec.block_kv, x.shape[-1])
         else:

@@ -95,7 +95,8 @@ def load(
     Returns:
         One array per head, or per group of heads that share a product.
     """
-    buffer, cache = buffers[-1 if values else 0], spec.cache
+    cache = spec.cache
+    buffer = buffers[-1 if values and not cache.rotary else 0]
     if cache.transposed:
         size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
         columns = buffer[at.slot, 0, :size, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
@@ -114,6 +115,12 @@ def load(
             found = [row for unit in units for row in _rows(buffer, head_group, unit, at, spec, values)]
     size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
     return [_widened(_rounded(x[:, :size], spec), dtype) for x in found]
+
+
+def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.Array:
+    """Loads the rotary part [Dr, n] of keys that have it in a cache of its own."""
+    columns = buffers[1][at.slot, 0, :, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
+    return _widened(_rounded(columns, spec), spec.operand)
 
 
 def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
