@@ -1,16 +1,33 @@
 """Pages of the site that are generated: MkDocs calls `on_files` before it renders anything."""
 
+import posixpath
+import re
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from ejkernel.cli.ops import support_matrix
 from ejkernel.cli.upstream import upstream_page
 from ejkernel.ops.plugins import registry
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+CITED = re.compile(r"(?<!\[)`benchmarks/results/(\w+\.md)`")
+"""A table of measurements that a page cites by its path in the repository."""
+
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the support matrix of the installed backends, and what code for the earlier library finds here."""
+    """Adds the support matrix of the installed backends, what code for the earlier library finds here, and results."""
     files.append(File.generated(config, "support_matrix.md", content=support_matrix(registry())))
     files.append(File.generated(config, "upstream.md", content=upstream_page()))
+    for path in RESULTS.glob("*.md"):
+        content = f"# benchmarks/results/{path.name}\n\n{path.read_text()}"
+        files.append(File.generated(config, f"results/{path.name}", content=content))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
+    """Links the tables of measurements that a page cites, so that device, versions and command are one click away."""
+    results = posixpath.relpath("results", posixpath.dirname(page.file.src_uri) or ".")
+    return CITED.sub(rf"[`benchmarks/results/\1`]({results}/\1)", markdown)

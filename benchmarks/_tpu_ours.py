@@ -148,13 +148,14 @@ def latent_pages(queries: int, heads: int, sequences: int = 16) -> Workload:
     return Workload(function=function, args=args, flops=2 * pairs * heads * (576 + 512), bytes=size)
 
 
-def latent_dense(heads: int) -> Workload:
-    """Latent decoding over a dense cache: 16 sequences with 2048 tokens of 512 + 64."""
+def latent_dense(heads: int, caches: tuple[int, ...] = (576,)) -> Workload:
+    """Latent decoding over dense caches: 16 sequences with 2048 tokens of 512 + 64, in one array or in two."""
 
-    def function(query: Any, cache: Any, *rest: Any) -> Any:
-        return mla_decode(query, cache, None, *rest, platform="pallas")
+    def function(query: Any, w_kc: Any, w_vc: Any, latent: Any, *rest: Any) -> Any:
+        rope, lengths = rest if len(rest) == 2 else (None, *rest)
+        return mla_decode(query, latent, rope, w_kc, w_vc, lengths, platform="pallas")
 
-    shapes = ((16, heads, 192), (16, 2048, 576), (512, heads, 128), (512, heads, 128))
+    shapes = ((16, heads, 192), (512, heads, 128), (512, heads, 128), *((16, 2048, size) for size in caches))
     arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
     flops, size = 2 * 16 * 2048 * heads * (576 + 512), 2 * 16 * 2048 * 576
     return Workload(function=function, args=(*arrays, np.full(16, 2048, np.int32)), flops=flops, bytes=size)

@@ -85,6 +85,8 @@ LATENT = (
     case("latent decode, pages, 128 heads, ejkernel", "latent_pages", OURS, queries=1, heads=128),
     case("latent decode, dense, 16 heads, ejkernel", "latent_dense", OURS, heads=16),
     case("latent decode, dense, 128 heads, ejkernel", "latent_dense", OURS, heads=128),
+    case("latent decode, two dense caches, 16 heads, ejkernel", "latent_dense", OURS, heads=16, caches=(512, 64)),
+    case("latent decode, two dense caches, 128 heads, ejkernel", "latent_dense", OURS, heads=128, caches=(512, 64)),
     case("latent prefill of 256, 128 heads, ejkernel", "latent_pages", OURS, queries=256, heads=128, sequences=2),
 )
 GROUPED = tuple(grouped())

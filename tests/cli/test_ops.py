@@ -77,7 +77,8 @@ def test_an_operation_lists_those_that_serve_one_of_its_cases(page, name):
     op = registry().ops[name]
     listed = section(page, name)[""]
     for one in registry().implementations[name]:
-        serves = any(made_for(op.family, one, abstract_record(op, case), "forward") for case in op.cases)
+        cases = (*op.cases, *one.cases_of(op))
+        serves = any(made_for(op.family, one, abstract_record(op, case), "forward") for case in cases)
         assert serves == (one.name in listed)
 
 

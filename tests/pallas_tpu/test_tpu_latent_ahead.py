@@ -2,10 +2,12 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from test_tpu_ahead import CHIPS
 
 from ejkernel.modules import mla_decode, multi_latent_ragged_page_attention
@@ -19,15 +21,16 @@ def shapes(sharding, dtype=jnp.bfloat16, **arrays):
     return [jax.ShapeDtypeStruct(x, y if y else dtype, sharding=sharding) for x, y in arrays.values()]
 
 
-def paged(sharding, rows, sequences, heads=16):
-    """A call of the size of DeepSeek-V3's latent vectors."""
+def paged(sharding, rows, sequences, heads=16, cache=jnp.bfloat16):
+    """A call of the size of DeepSeek-V3's latent vectors; `cache` is the dtype of what is kept."""
+    pack = 4 // jnp.dtype(cache).itemsize
     return shapes(
         sharding,
         nope=((rows, heads, 512), None),
         rope=((rows, heads, 64), None),
-        latent=((rows, 512), None),
-        key=((rows, 64), None),
-        cache=((2048, 32, 2, 640), None),
+        latent=((rows, 512), cache),
+        key=((rows, 64), cache),
+        cache=((2048, 64 // pack, pack, 640), cache),
         lengths=((sequences,), jnp.int32),
         tables=((sequences * 32,), jnp.int32),
         starts=((sequences + 1,), jnp.int32),
@@ -35,37 +38,64 @@ def paged(sharding, rows, sequences, heads=16):
     )
 
 
-@pytest.mark.parametrize("name", CHIPS)
-def test_decoding_over_pages_compiles_and_a_donated_cache_stays_where_it_is(name):
+@pytest.mark.parametrize(("name", "cache"), [*((name, jnp.bfloat16) for name in CHIPS), ("v5p", jnp.float8_e4m3fn)])
+def test_decoding_over_pages_compiles_and_a_donated_cache_stays_where_it_is(name, cache):
     with compiling_for(chip(name)) as sharding:
         step = jax.jit(functools.partial(multi_latent_ragged_page_attention, platform="pallas"), donate_argnums=4)
-        made = step.trace(*paged(sharding, 16, 16)).lower(lowering_platforms=("tpu",)).compile()
-    size, stats = 2 * math.prod((2048, 64, 640)), made.memory_analysis()
+        made = step.trace(*paged(sharding, 16, 16, cache=cache)).lower(lowering_platforms=("tpu",)).compile()
+    size, stats = jnp.dtype(cache).itemsize * math.prod((2048, 64, 640)), made.memory_analysis()
     assert "tpu_custom_call" in made.as_text()
     assert stats.alias_size_in_bytes >= size
     assert stats.temp_size_in_bytes < size // 8
 
 
-def test_prefill_compiles():
-    with compiling_for(chip("v5e")) as sharding:
+@pytest.mark.parametrize(("name", "cache"), [("v5e", jnp.bfloat16), ("v7x", jnp.float8_e4m3fn)])
+def test_prefill_compiles(name, cache):
+    with compiling_for(chip(name)) as sharding:
         step = jax.jit(functools.partial(multi_latent_ragged_page_attention, platform="pallas"))
-        made = step.trace(*paged(sharding, 64, 2)).lower(lowering_platforms=("tpu",)).compile()
+        made = step.trace(*paged(sharding, 64, 2, cache=cache)).lower(lowering_platforms=("tpu",)).compile()
     assert "tpu_custom_call" in made.as_text()
 
 
-@pytest.mark.parametrize("name", CHIPS)
-def test_decoding_over_a_dense_cache_compiles(name):
+INSTRUCTION = re.compile(r" = \w+\[([\d,]+)\]\S* ([a-z-]+)\(")
+"""Of a compiled module: the shape of an array that it makes, and the operation."""
+
+
+CACHES = [*((name, (576,)) for name in CHIPS), ("v5e", (640,)), ("v5p", (512, 64)), ("v6e", (512, 64))]
+"""Chips, and the sizes of dense caches."""
+
+
+@pytest.mark.parametrize(("name", "sizes"), CACHES)
+def test_a_step_that_writes_to_dense_caches_and_decodes_copies_none_of_them(name, sizes):
+    """XLA keeps tokens along lanes in caches of 576 and of 64; the kernel reads all caches in the order they have.
+
+    They are larger than VMEM, where XLA would otherwise copy them, unseen by the sizes of what it allocates.
+    """
+    batch, length = 2, 2**19
+
+    def write(cache, rows, lengths):
+        for n in range(batch):
+            cache = lax.dynamic_update_slice(cache, rows[n, None, None], (n, lengths[n] - 1, 0))
+        return cache
+
+    def step(query, w_kc, w_vc, lengths, rows, caches):
+        caches = [write(*both, lengths) for both in zip(caches, rows, strict=True)]
+        latent, rope = caches if len(caches) == 2 else (*caches, None)
+        return mla_decode(query, latent, rope, w_kc, w_vc, lengths, platform="pallas"), caches
+
     with compiling_for(chip(name)) as sharding:
-        arrays = shapes(
+        given = shapes(
             sharding,
-            query=((8, 16, 192), None),
-            cache=((8, 4096, 576), None),
+            query=((batch, 16, 128 + sum(sizes) - 512), None),
             w_kc=((512, 16, 128), None),
             w_vc=((512, 16, 128), None),
-            lengths=((8,), jnp.int32),
+            lengths=((batch,), jnp.int32),
         )
-        step = jax.jit(lambda q, x, k, v, n: mla_decode(q, x, None, k, v, n, platform="pallas"))
-        made = step.trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
-    assert "tpu_custom_call" in made.as_text()
-    if name in ("v5e", "v6e"):  # by default, others keep arguments with rows of 576 transposed, which a call copies
-        assert made.memory_analysis().temp_size_in_bytes < 2 * math.prod((8, 4096, 576)) // 8
+        rows, caches = (
+            shapes(sharding, **{str(n): ((*lead, n), None) for n in sizes}) for lead in ((batch,), (batch, length))
+        )
+        made = jax.jit(step, donate_argnums=5).trace(*given, rows, caches).lower(lowering_platforms=("tpu",)).compile()
+    made, smallest = made.as_text(), batch * length * sizes[-1]
+    found = {what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= smallest}
+    assert "tpu_custom_call" in made
+    assert found == {"parameter", "bitcast", "dynamic-update-slice"}

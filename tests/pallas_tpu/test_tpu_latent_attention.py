@@ -11,10 +11,13 @@ from tpu_paged_records import case, lowered
 from tpu_records import close, interpreted, simulated
 
 from ejkernel.families import paged_attention, tiled_attention
+from ejkernel.modules.operations.cases import mla_decode as dense_cases
 from ejkernel.modules.operations.cases import paged_latent
+from ejkernel.modules.operations.cases.mla_decode import DecodeSizes
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.paged_attention import latent_decode, limits
 from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.spec import make_cache
 from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged
 
 PAGED = "multi_latent_ragged_page_attention"
@@ -33,8 +36,12 @@ def check(record, params):
         close(x, wanted, record.query.dtype)
 
 
-def test_prefill_and_decode_with_a_cache_of_8_bits():
-    check(case(PAGED + "_v2", "int8, everything, lse"), TILES)
+@pytest.mark.parametrize(("op", "name"), [
+    (PAGED + "_v2", "int8, everything, lse"),
+    (PAGED, "float8_e4m3fn, scales"),
+])  # fmt: skip
+def test_prefill_and_decode_with_a_cache_of_8_bits(op, name):
+    check(case(op, name), TILES)
 
 
 def test_decoding_over_pages_whose_other_rows_are_nan():
@@ -59,6 +66,28 @@ def test_a_dense_cache_and_no_race():
     with simulated():
         output, residuals = jax.block_until_ready(jax.jit(lambda x: latent_decode.forward(x, SINGLE))(record))
     assert not found()
+    wanted, kept = tiled_attention.reference(record)
+    close(output, wanted, record.query.dtype)
+    close(residuals.lse, kept.lse, record.query.dtype)
+
+
+ORDERS = {"rows": (120, True), "tokens along lanes": (32, True), "rows, and tokens along lanes": (128, False)}
+"""What XLA keeps of caches of `latent` + 8 numbers -> latent, and whether one array has both."""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
+    """Pages of 128 tokens, two a block: the last block has one, and a sequence ends in the middle of a page."""
+    (latent, one), lengths = ORDERS[order], (600, 3, 0)
+    sizes = DecodeSizes(s=640, r=latent, one_cache=one, lengths=lengths, dtype=jnp.bfloat16)
+    record = lowered("mla_decode", dense_cases.arrays, sizes)
+    cache = make_cache(latent_decode.as_pages(record))
+    assert (cache.transposed, cache.rotary) == (latent == 32, 0 if one else 8)
+    there = (jnp.arange(640) < jnp.array(lengths)[:, None])[..., None, None]
+    broken = {name: jnp.where(there, getattr(record, name), jnp.nan) for name in ("key", "value")}
+    with interpreted():
+        run = jax.jit(lambda x: latent_decode.forward(x, TpuPaged(block_q=1, block_kv=256)), compiler_options=QUICKLY)
+        output, residuals = run(dataclasses.replace(record, **broken))
     wanted, kept = tiled_attention.reference(record)
     close(output, wanted, record.query.dtype)
     close(residuals.lse, kept.lse, record.query.dtype)

@@ -1,4 +1,4 @@
-"""The Pallas backend: Mosaic TPU kernels for TPUs, and Mosaic GPU kernels for NVIDIA GPUs from Hopper on.
+"""The Pallas backend: Mosaic TPU kernels for TPUs, and Mosaic GPU kernels for NVIDIA's Hopper.
 
 Importing this module does not import Pallas. What a kernel needs is data in its `Implementation`, so a machine
 without the device gets a refusal that says so, not an import error.

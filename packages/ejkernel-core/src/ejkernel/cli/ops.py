@@ -69,14 +69,16 @@ def support_matrix(found: Registry) -> str:
 
 
 def _serving(found: Registry, name: str) -> tuple[Implementation, ...]:
-    """The implementations that serve some case of an operation on the devices that they are for."""
+    """The implementations that serve some case of an operation, or one of their own, on the devices they are for."""
     op = found.ops[name]
     records = [_record(op, case) for case in op.cases]
-    return tuple(
-        implementation
-        for implementation in found.implementations.get(name, ())
-        if any(made_for(op.family, implementation, record, "forward") for record in records)
-    )
+
+    def serves(one: Implementation) -> bool:
+        return any(made_for(op.family, one, record, "forward") for record in records) or any(
+            made_for(op.family, one, _record(op, case), "forward") for case in one.cases_of(op)
+        )
+
+    return tuple(filter(serves, found.implementations.get(name, ())))
 
 
 def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterator[str]:

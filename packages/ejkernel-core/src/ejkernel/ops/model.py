@@ -227,7 +227,7 @@ class Implementation:
         only: Names of the operations it serves; None for all of the family. For exceptions: what a call cannot be
             served for belongs in `requires`.
         cases: `"module:function"` that returns further conformance cases by operation, `{"flash_attention": (...)}`;
-            None where those of the operations show all that the kernels do.
+            None where those of the operations show all that the kernels do. The module imports without the toolchain.
         paired: The passes belong together: a differentiated call takes both or neither, and they share one
             configuration, which is asked for, measured and stored as direction `"both"`. Calls that are not
             differentiated use that configuration too.

@@ -98,7 +98,7 @@ def mla_decode(
 
     Args:
         query: [B, H, Dn + Dr] (Dn without rotary part) float16, bfloat16, float32 or float64.
-        latent_cache: [B, S, R], dtype of query; or [B, S, R + Dr], the two caches as one array: two are joined in every
+        latent_cache: [B, S, R], dtype of query; or [B, S, R + Dr], the two caches as one array: XLA joins two in every
             call, which takes a copy.
         rope_cache: [B, S, Dr], dtype of query. None where latent_cache holds both, or keys have no rotary part.
         w_kc: [R, Hk, Dn], dtype of query; H is a multiple of Hk.

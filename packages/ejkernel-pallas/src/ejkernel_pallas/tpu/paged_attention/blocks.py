@@ -19,7 +19,7 @@ from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention import copies
 from ejkernel_pallas.tpu.paged_attention.copies import Block, Item
-from ejkernel_pallas.tpu.paged_attention.keys import KeyChunk, head_groups, load
+from ejkernel_pallas.tpu.paged_attention.keys import KeyChunk, head_groups, load, load_rotary
 from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.softmax import Mask, Part, Rows, masks, store_key_mask, update_softmax
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
@@ -136,7 +136,8 @@ def _attend_small(
 
         def parts(at: KeyChunk, mask: Mask | None) -> list[Part]:
             keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
-            return [Part(k * heads + n, rows, _one(keys, n), _one(values, n), mask) for n in range(heads)]
+            rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache.rotary else None
+            return [Part(k * heads + n, rows, _one(keys, n), _one(values, n), mask, rotary) for n in range(heads)]
 
         pairs = zip(chunks, found, strict=True)
         lookahead = spec.masked_lookahead if chunks[0].masked else spec.lookahead

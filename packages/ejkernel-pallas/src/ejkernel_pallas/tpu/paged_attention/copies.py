@@ -174,8 +174,8 @@ def _wait_each(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
 
 
 def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> None:
-    for buffer in refs.buffers:
-        place = _page_place(block.slot, page, spec)
+    for second, buffer in enumerate(refs.buffers):
+        place = _page_place(block.slot, page, spec, bool(second))
         buffer[place] = jnp.zeros_like(buffer[place])
 
 
@@ -187,8 +187,8 @@ def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, car
 
     @pl.when((start < item.low) | (start + slots > item.high))
     def _() -> None:
-        for buffer in refs.buffers:
-            place = _page_place(block.slot, page, spec)
+        for second, buffer in enumerate(refs.buffers):
+            place = _page_place(block.slot, page, spec, bool(second))
             x = buffer[place]
             key = _slot_in_page(x.shape, spec) + start
             # Through float32: not all chips have a select for narrower types.
@@ -200,15 +200,17 @@ def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, car
 
 def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
     """The slot of every number of a page in a buffer, int32."""
-    slot = lax.broadcasted_iota(jnp.int32, shape, 1)
+    slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # of transposed pages [D, slots], too
     if spec.cache.latent and not spec.cache.head_major:  # [groups, slots / packing, packing, 128]
         return slot * spec.cache.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
     return slot
 
 
-def _page_place(slot: Any, page: Any, spec: PagedSpec) -> tuple[Any, ...]:
-    """The index of a page in a buffer."""
+def _page_place(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[Any, ...]:
+    """The index of a page in the buffer of the first or of the second cache."""
     slots = spec.cache.slots
+    if spec.cache.in_columns(second):
+        return slot, 0, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
     if spec.cache.head_major:
         return slot, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
     return slot, slice(None), page
@@ -217,10 +219,16 @@ def _page_place(slot: Any, page: Any, spec: PagedSpec) -> tuple[Any, ...]:
 def _page_copies(refs: PagedRefs, number: Any, slot: Any, page: Any, spec: PagedSpec) -> list[Any]:
     """The copies of a page of the caches to its place in a buffer."""
     cache, made = spec.cache, []
-    for source, target in refs.caches:
-        if cache.head_major:
+    for second, (source, target) in enumerate(refs.caches):
+        place = _page_place(slot, page, spec, bool(second))
+        if cache.in_columns(bool(second)):
+            # Pages of a sequence lie side by side in lanes: number = sequence * entries + page.
+            sequence = divide(number, spec.entries)
+            start = pl.multiple_of((number - sequence * spec.entries) * cache.slots, cache.slots)
+            pairs = [(source.at[sequence, :, pl.ds(start, cache.slots)], target.at[place])]
+        elif cache.head_major:
             source = source.at[:, number] if cache.layout == "hpsd" else source.at[number]
-            pairs = [(source, target.at[_page_place(slot, page, spec)])]
+            pairs = [(source, target.at[place])]
         elif target.shape[1] == 1:
             pairs = [(source.at[number], target.at[slot, 0, page])]
         else:

@@ -116,7 +116,9 @@ def _scratch(
     if spec.rows > spec.small_rows:
         made["large"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part_kv, spec.weights)
     for name, x in caches.items():
-        if cache.head_major:
+        if cache.in_columns(name == "values"):
+            shape = (PREFETCH + 1, heads, x.shape[1], spec.block_kv)
+        elif cache.head_major:
             shape = (PREFETCH + 1, heads, spec.block_kv, x.shape[-1])
         else:
             groups = -(-x.shape[-1] // LANES)

@@ -82,6 +82,8 @@ def load(
 ) -> list[jax.Array]:
     """Loads keys [n, D] or values [n, Dv] of the KV heads of a head group, one by one or sharing one product.
 
+    Those of a transposed cache are [D, n] and [Dv, n].
+
     Args:
         buffers: Of keys and values, or of both.
         head_group: Which group of heads; may be traced.
@@ -93,7 +95,12 @@ def load(
     Returns:
         One array per head, or per group of heads that share a product.
     """
-    buffer, cache = buffers[-1 if values else 0], spec.cache
+    cache = spec.cache
+    buffer = buffers[-1 if values and not cache.rotary else 0]
+    if cache.transposed:
+        size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
+        columns = buffer[at.slot, 0, :size, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
+        return [_widened(_rounded(columns, spec), dtype)]
     if spec.heads_per_product > 1:
         rows = _all_rows(buffer, head_group, at, spec, values, between)
         found = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
@@ -108,6 +115,12 @@ def load(
             found = [row for unit in units for row in _rows(buffer, head_group, unit, at, spec, values)]
     size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
     return [_widened(_rounded(x[:, :size], spec), dtype) for x in found]
+
+
+def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.Array:
+    """Loads the rotary part [Dr, n] of keys that have it in a cache of its own."""
+    columns = buffers[1][at.slot, 0, :, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
+    return _widened(_rounded(columns, spec), spec.operand)
 
 
 def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:

@@ -29,7 +29,7 @@ class PagedRefs:
         spans: First item of every part, likewise.
         tables: Page tables, likewise.
         query: [Hk, rows, D], in HBM.
-        keys: Pages of keys, or of keys and values, in HBM; `values`, of values.
+        keys: Pages of keys, or of keys and values, in HBM; `values`, of values, or of the rotary part of latent keys.
         keys_before: The input whose memory `keys` is, where it is written to; not read. Likewise `values_before`.
         new_keys: New tokens, in HBM; likewise `new_values`.
         output: [Hk, rows, Dv], in HBM.

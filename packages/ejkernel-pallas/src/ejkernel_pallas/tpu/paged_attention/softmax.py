@@ -62,13 +62,17 @@ Mask = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 class Part(NamedTuple):
-    """One product of rows with keys: the rows, loaders of keys [n, D] and values [n, Dv], and the mask of scores."""
+    """One product of rows with keys: the rows, loaders of keys [n, D] and values [n, Dv], and the mask of scores.
+
+    `rotary` loads the rest of the keys, [Dr, n], where a cache of its own has it.
+    """
 
     head: Any
     rows: Rows
     keys: Callable[[], jax.Array]
     values: Callable[[], jax.Array]
     mask: Mask | None
+    rotary: Callable[[], jax.Array] | None = None
 
 
 def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
@@ -234,7 +238,8 @@ def _store_scores(refs: PagedRefs, part: Part, n: int, spec: PagedSpec) -> None:
 def _update_part(refs: PagedRefs, part: Part, n: int, spec: PagedSpec) -> None:
     """Updates row_max, row_sum and acc with a part whose scores are in scratch memory."""
     place, value = (part.head, part.rows.span, slice(None)), part.values()
-    shape = (part.rows.number, value.shape[0])
+    keys_axis = 1 if spec.cache.transposed else 0
+    shape = (part.rows.number, value.shape[keys_axis])
     buffers = _staged(refs, part.rows.number, spec)
     scores, weights = (_slot(pair, n, shape) for pair in (buffers.scores, buffers.weights))
     alpha = _slot(buffers.alpha, n, (part.rows.number, LANES))
@@ -251,7 +256,7 @@ def _update_part(refs: PagedRefs, part: Part, n: int, spec: PagedSpec) -> None:
     found = jnp.exp2(scores[...] - widen(shift, shape[1]))
     refs.row_sum[place] = alpha[...] * refs.row_sum[place] + functools.reduce(jnp.add, lane_groups(found))
     weights[...] = found.astype(spec.weights)
-    _accumulate(refs, part, alpha, _product(weights[...], value, (1, 0), spec.weights, spec))
+    _accumulate(refs, part, alpha, _product(weights[...], value, (1, keys_axis), spec.weights, spec))
 
 
 def _accumulate(refs: PagedRefs, part: Part, alpha: Ref, step: jax.Array) -> None:
@@ -299,7 +304,11 @@ def _as_lanes(ref: Any, x: jax.Array, place: tuple[Any, ...], start: Any) -> Non
 def _scores(refs: PagedRefs, part: Part, spec: PagedSpec) -> jax.Array:
     """Scores in powers of two, before masking."""
     query = refs.query_buffer[part.rows.slot, part.head, part.rows.span, :]
-    s = _product(query, part.keys(), (1, 1), spec.operand, spec)
+    if part.rotary is None:
+        s = _product(query, part.keys(), (1, 0 if spec.cache.transposed else 1), spec.operand, spec)
+    else:  # latent rows and rotary columns: two products, as the two cannot be one operand
+        s = _product(query[:, : spec.cache.size], part.keys(), (1, 1), spec.operand, spec)
+        s += _product(query[:, spec.cache.size :], part.rotary(), (1, 0), spec.operand, spec)
     if spec.soft_cap is None:
         return s * (spec.scale * LOG2E)
     return jnp.tanh(s * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)

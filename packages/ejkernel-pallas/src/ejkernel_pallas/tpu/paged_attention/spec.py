@@ -50,6 +50,8 @@ class Cache:
         size: Numbers in a row.
         groups: Parts of 128 lanes that a row is copied in.
         latent: Whether a token has one row, whose first numbers are its value too. Rows of a word are tokens then.
+        transposed: Whether a page is kept as [D, S], with tokens along lanes; `along_lanes` says when.
+        rotary: Numbers of a key in a second cache, kept as [Dr, S], beside those of latent rows; 0 where there is none.
     """
 
     layout: str
@@ -60,6 +62,12 @@ class Cache:
     size: int
     groups: int
     latent: bool = False
+    transposed: bool = False
+    rotary: int = 0
+
+    def in_columns(self, second: bool) -> bool:
+        """Whether the first or the second cache is kept with tokens along lanes."""
+        return self.rotary > 0 if second else self.transposed
 
     @property
     def head_major(self) -> bool:
@@ -217,7 +225,8 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     pages = record.key_pages
     if record.latent is not None:
         if record.kv_layout != paged_cache.LATENT:
-            return (pages,)
+            both = (x for x in (pages, record.value_pages) if x is not None)
+            return tuple(_columns(record, x) if along_lanes(x.shape[-1]) else x for x in both)
         pack = paged_cache.packing(pages.dtype)
         return (pages.reshape(pages.shape[0], -1, pack, pages.shape[-1]),)
     if record.kv_layout != paged_cache.COMBINED:
@@ -228,6 +237,22 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
         return (pages.reshape(count, slots, heads * 2, size),)
     pack, lanes = paged_cache.packing(pages.dtype), max(size, LANES)
     return (pages.reshape(count, slots, -1, pack, lanes),)
+
+
+def along_lanes(size: int) -> bool:
+    """Whether a dense latent cache [B, T, D] with rows of D = `size` is read as [B, D, T], which is how XLA keeps it.
+
+    By default XLA gives an array the order of axes that pads least. Rows of 576 numbers would be padded to 640 lanes;
+    columns of 576 are whole tiles of 8 sublanes. A kernel that wanted rows would have XLA copy the cache in every call.
+    """
+    return -(-size // TILE) * TILE < -(-size // LANES) * LANES
+
+
+def _columns(record: PagedAttention, pages: jax.Array) -> jax.Array:
+    """The pages of a dense cache, which follow each other, as [B, D, T]; XLA makes no copy of them."""
+    assert record.block_tables is not None  # as a dense cache has been cut into pages
+    rows = pages.reshape(record.block_tables.shape[0], -1, pages.shape[-1])
+    return rows.swapaxes(1, 2)
 
 
 def in_lanes(record: PagedAttention) -> bool:
@@ -248,7 +273,18 @@ def make_cache(record: PagedAttention) -> Cache:
     pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
     if letters in ("phsd", "hpsd"):
-        return Cache(layout=letters, lanes=False, slots=slots, words=1, packing=1, size=size, groups=1, latent=latent)
+        return Cache(
+            layout=letters,
+            lanes=False,
+            slots=slots,
+            words=1,
+            packing=1,
+            size=size,
+            groups=1,
+            latent=latent,
+            transposed=latent and along_lanes(size),
+            rotary=record.value_pages.shape[-1] if latent and record.value_pages is not None else 0,
+        )
     if latent:
         groups = size // LANES
         return Cache(
@@ -289,7 +325,7 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         group_size=group,
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
-        head_dim=cache.size if cache.lanes or cache.latent else record.query.shape[-1],
+        head_dim=cache.size + cache.rotary if cache.lanes or cache.latent else record.query.shape[-1],
         value_dim=cache.size if cache.lanes else record.latent[1] if record.latent else paged_cache.value_size(record),
         tokens=tokens,
         token_align=token_align,

@@ -8,7 +8,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, shares_products
+from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedTiles, along_lanes, shares_products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,9 @@ def _keys(record: PagedAttention, kind: str) -> int:
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
-    token = sum(n * -(-x.shape[-1] // LANES) * LANES for n, x in zip(rows, arrays, strict=True))  # as memory has it
+    dense = record.latent is not None and record.kv_layout != paged_cache.LATENT
+    units = [TILE if dense and along_lanes(x.shape[-1]) else LANES for x in arrays]  # what memory pads rows to
+    token = sum(n * -(-x.shape[-1] // unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
     keys = 128
     while keys < 4096 and 2 * keys * token <= most:
         keys *= 2
