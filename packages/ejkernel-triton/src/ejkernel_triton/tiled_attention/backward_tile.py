@@ -2,11 +2,11 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """What the backward kernels share: one tile pair's weights and the gradient of its scores.
 
-    load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_gradient`)
-    scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `transform`
-    weights  p = exp2(s - lse), masked to 0            no running maximum: lse is known
-    products dp = do V^T - delta                       -delta is where the accumulator starts
-    gradient ds = p dp, times the slope of the cap
+load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_gradient`)
+scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `transform`
+weights  p = exp2(s - lse), masked to 0            no running maximum: lse is known
+products dp = do V^T - delta                       -delta is where the accumulator starts
+gradient ds = p dp, times the slope of the cap
 """
 
 import triton
