@@ -101,7 +101,6 @@ def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr)
             acc = add_dot(acc, operand(lhs_tile, spec), dequantized(rhs_tile, scale, matrix, c, n, spec), spec)
         else:
             acc = add_float8_product(acc, lhs_tile, rhs_tile, row_scales, column_scales, step, spec)
-        # Addresses move on; made anew from `step` they would take a multiplication in every step.
         lhs_at += BLOCK_K
         rhs_at += BLOCK_K * spec.RHS_STRIDES[0]
     return acc
