@@ -78,3 +78,8 @@ def test_modules_that_pages_name_exist():
         for code in in_code(text):
             for name in MODULE.findall(code):
                 assert name in NOT_HERE or not lacking(name), f"{page}: `{name}` has no {lacking(name)}"
+
+
+def test_the_table_of_benchmarks_has_every_script():
+    listed = set(re.findall(r"^\| `(\w+\.py)` \|", pages()["benchmarks/README.md"], re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "benchmarks").glob("[!_]*.py")}

@@ -82,6 +82,7 @@ def _rows(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple
     residuals, cotangent = pullback.residuals, pullback.cotangent.astype(record.query.dtype)
     if pullback.lse_cotangent is not None:
         delta = _without_padding(less_lse_cotangent(delta, pullback), record)
+    # Rows that attend to nothing have shift -inf. With 0 their weights stay finite, and masks make them 0.
     shift = residuals.lse if record.normalize_output else residuals.row_max
     # What a bias hides altogether has the least number there is.
     shift = jnp.maximum(jnp.where(shift == -jnp.inf, 0, shift) * LOG2E, LOWEST)

@@ -87,6 +87,7 @@ def keys_kernel(
     described = describe_keys(start, batch, k_ids, k_positions, dropout_columns, spec, per, K_BLOCK, True)
     _, valid, _, _, _ = described
     k_base, v_base = kv_bases(key, value, batch, kv_head, spec, per)
+    # Padding and keys past the end are read as 0. Masks make their weights 0, so their gradients are 0 or not stored.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
     v = k
     if DK:  # values matter to the gradient of the keys alone
@@ -97,6 +98,7 @@ def keys_kernel(
     if LISTS is None:  # the same blocks for every head: their bounds are loaded once
         first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
         before = full_start - first
+    # GQA: the query heads of the KV head add to the same accumulators, in a fixed order.
     for member in range(spec.G):
         head = kv_head * spec.G + member
         bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
@@ -127,6 +129,7 @@ def keys_kernel(
                 dk, dv = _query_block_step(
                     n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
                 )
+    # The scale of scores and that of dropout are applied once, not in every step.
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
         store_tile(dkey + row * spec.D, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, K_BLOCK, BD)
@@ -159,10 +162,13 @@ def _query_block_step(
     described = describe_queries(start, batch, head, q_ids, q_positions, dropout_keys, spec, per, Q_BLOCK, MASKED)
     queries, rows = as_columns(described), as_rows(described_keys)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
+    # Scores are recomputed. Transposed, P^T and ds^T are left operands of their products as they lie in registers; a
+    # right operand would go through shared memory.
     products = dot_rows(k, q, spec.D, spec)
     weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do
+    # Dropout acts on the weights of values only; `score_gradient` takes those before it.
     if DV:
         dv = add_dot(dv, drop(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
     if DK:
@@ -211,6 +217,7 @@ def queries_kernel(
     start = tile * Q_BLOCK
     described = describe_queries(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
     bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
+    # Queries, cotangents, lse and delta are loaded once and stay in registers.
     rows = load_queries(start, described, bases, spec, Q_BLOCK, True)
     k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
     bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
@@ -219,6 +226,7 @@ def queries_kernel(
     dq = tl.zeros([Q_BLOCK, BD], tl.float32)
     if LISTS is not None:
         full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
+        # Partial blocks first, as in `keys_kernel`.
         for i in tl.range(full, count):
             n = block_at(blocks, i)
             here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
@@ -234,6 +242,7 @@ def queries_kernel(
             dq = _key_block_step(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=True)
         for n in tl.range(full_start, full_end):
             dq = _key_block_step(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
+    # The scale of scores is applied once, not in every step.
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 

@@ -1,6 +1,13 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""What the backward kernels share: one tile pair's weights and the gradient of its scores."""
+"""What the backward kernels share: one tile pair's weights and the gradient of its scores.
+
+load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_gradient`)
+scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `transform`
+weights  p = exp2(s - lse), masked to 0            no running maximum: lse is known
+products dp = do V^T - delta                       -delta is where the accumulator starts
+gradient ds = p dp, times the slope of the cap
+"""
 
 import triton
 import triton.language as tl
@@ -18,6 +25,8 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
     index, valid, _, _, _ = described
     q = load_tile(q_base, start, valid, spec.H * spec.D, spec.D, BLOCK, BD, MASKED)
     do = load_tile(do_base, start, valid, spec.H * spec.DV, spec.DV, BLOCK, BV, MASKED)
+    # Rows that are not there get shift and delta 0, so that what is computed of them is finite before masks make it
+    # 0. Full blocks load without a predicate: one that is always true still costs.
     if MASKED:
         row_shift = tl.load(shift + index, mask=valid, other=0.0)
         row_delta = tl.load(delta + index, mask=valid, other=0.0)
@@ -54,6 +63,8 @@ def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, 
     scores, slope = transform(products, queries, keys, bias, spec)
     weights = tl.exp2(in_log2(scores, spec) - shift)
     if MASKED:
+        # The shift is that of pairs that attend, so the weight of a masked pair may be inf: it is replaced, not
+        # multiplied.
         weights = tl.where(allowed(queries, keys, masks, spec), weights, 0.0)
     return weights, slope
 
@@ -65,6 +76,7 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
     """
     if spec.DROPOUT:
+        # Delta is not dropped, so it cannot be where the accumulator starts.
         dweights = drop(dot_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
         if spec.NORMALIZE:
             dweights -= delta
@@ -72,10 +84,12 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
         dweights = add_dot_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
         dweights = dot_rows(a, b, spec.DV, spec)
+    # Both factors are finite: what may be NaN in memory was read as 0.
     gradient = weights * dweights
     if spec.NORMALIZE:
         pass
     else:
+        # Delta is here the gradient of the row maximum, which goes to the one key that has it.
         k, _, _, _, _ = keys
         gradient -= tl.where(k == argmax, delta, 0.0)
     if spec.CAP is not None:
@@ -105,6 +119,7 @@ def tile_gradient(
     described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
     _, valid, _, _, _ = described
     left, columns = as_rows(queries), as_columns(described)
+    # K is the operand of two products: of scores here, and of dq in the caller.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
     v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
     k_rows = (k, k_base, start, valid, spec.HK * spec.D)

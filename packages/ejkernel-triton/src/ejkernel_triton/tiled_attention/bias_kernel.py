@@ -59,6 +59,8 @@ def bias_kernel(
     bias_head = (program // (GRID_K * GRID_Q)) % SIZES[0]
     bias_row = program // (GRID_K * GRID_Q * SIZES[0])
     acc = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
+    # Loops over what the bias broadcasts over; each takes one step along an axis that the bias has. One program adds
+    # in one order, so two runs give the same bits.
     for b in range(per.DBIAS):
         batch = bias_row * per.DBIAS + b
         for h in range(spec.H // SIZES[0]):
@@ -81,6 +83,7 @@ def bias_kernel(
                         map_row = map_row * LISTS[0] + head
                     ids = block_lists + (tl.cast(map_row, tl.int64) * Q_TILES + tile) * K_TILES
                     for n in tl.range(k_tile, k_tile + K_TILES // GRID_K):
+                        # Empty blocks of the pattern cost this load alone.
                         id = tl.load(ids + n)
                         if id >= 0:
                             here = (mask_at, tile_mask_base(tile_masks, id, start, n * K_BLOCK, spec))
@@ -88,6 +91,7 @@ def bias_kernel(
                             acc += gradient
                 else:
                     first, _full_start, _full_end, last = block_run(block_lists, batch, tile, per, Q_TILES)
+                    # The blocks of the query tile, cut to the key tiles that this program accumulates for.
                     lowest = tl.maximum(first, k_tile)
                     highest = tl.minimum(last, k_tile + K_TILES // GRID_K)
                     for n in tl.range(lowest, highest):
@@ -102,6 +106,7 @@ def _store(base, acc, q_start, k_start, Q_BLOCK: tl.constexpr, K_BLOCK: tl.const
     """Sums [Q, K] over the axes that broadcast, and writes what is left."""
     q = q_start + tl.arange(0, Q_BLOCK)
     k = k_start + tl.arange(0, K_BLOCK)
+    # Rows and columns past the ends were masked to 0, so sums take whole tiles.
     if SIZES[1] == 1:
         if SIZES[2] == 1:
             tl.store(base, tl.sum(tl.sum(acc, 1), 0).to(base.dtype.element_ty))

@@ -38,6 +38,7 @@ class Blocks:
 
 def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
     """For every query tile the key tiles to compute: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
+    # Without segments and positions these are NumPy arrays, and the table is a constant of the traced program.
     if record.pattern is None:
         some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
         return _neighbours(some, every, xp)

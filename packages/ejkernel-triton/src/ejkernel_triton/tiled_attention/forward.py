@@ -45,6 +45,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
         constants |= {"max_out": None, "argmax_out": None}
     else:
         outputs += [Shape((b, h, t), jnp.float32), Shape((b, h, t), jnp.int32)]
+    # One program a query tile and query head; tiles of a head are neighbours, and share its keys in L2.
     made = launch(
         forward_kernel,
         operands(record, blocks),

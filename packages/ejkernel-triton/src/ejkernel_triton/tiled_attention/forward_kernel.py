@@ -83,6 +83,8 @@ def forward_kernel(
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
+    # Prologue: the query tile stays in registers for the whole loop. Rows past the end are read as 0, computed like
+    # the others and not stored.
     described = describe_queries(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
     index, _, _, _, _ = described
     queries = as_rows(described)
@@ -93,11 +95,15 @@ def forward_kernel(
     bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
     keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
     masks = (mask_at, tile_masks)
+    # State of the online softmax: maxima in powers of two; sums and accumulator are not normalised before the
+    # epilogue.
     row_max = tl.full([Q_BLOCK], float("-inf"), tl.float32)
     row_argmax = tl.zeros([Q_BLOCK], tl.int32)
     row_sum = tl.zeros([Q_BLOCK], tl.float32)
     acc = tl.zeros([Q_BLOCK, BV], tl.float32)
     if LISTS is not None:
+        # Two loops over one body, in which MASKED is a constant: full blocks compile without comparisons and bounds
+        # checks.
         full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
         for i in tl.range(0, full):
             n = block_at(blocks, i)
@@ -111,6 +117,7 @@ def forward_kernel(
                 n, q_rows, queries, keys, here, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
             )
     else:
+        # Without a pattern the blocks are neighbours, so a tile reads four numbers and no list.
         first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
         for n in tl.range(full_start, full_end):
             row_max, row_argmax, row_sum, acc = _key_block_step(
@@ -125,6 +132,7 @@ def forward_kernel(
             )
     row = tl.cast(batch, tl.int64)
     rows = (row * spec.H + head) * spec.T + index
+    # Bound without sinks too, since `_finish` has the parameter; it is read with sinks only.
     sink = sinks
     if spec.SINKS:
         sink = sinks + (batch // per.SINKS) * spec.H + head
@@ -161,7 +169,9 @@ def _key_block_step(
     described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
     k_index, valid, _, _, _ = described
     columns = as_columns(described)
+    # Scores. Partial blocks read 0 for keys past the end and for padding: memory may hold NaN there.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
+    # Beyond 128 columns float32 rows may come in pieces (`spec.PIECE`), since registers do not hold them whole.
     if BD > 128:
         k_rows = (k, k_base, start, valid, spec.HK * spec.D)
         products = dot_rows(q_rows, k_rows, spec.D, spec)
@@ -169,7 +179,10 @@ def _key_block_step(
         products = dot(q, tl.trans(k), spec)
     scores, _ = transform(products, queries, columns, bias, spec)
     if MASKED:
+        # Masked scores are replaced, not added to: a product with a padded query may be NaN.
         scores = tl.where(allowed(queries, columns, masks, spec), scores, float("-inf"))
+    # FACTOR is positive, so the maximum is found among unscaled scores and scaled once a row. In the exponents below
+    # the factor is part of a multiply-add.
     largest = tl.max(scores, 1)
     new_max = tl.maximum(row_max, in_log2(largest, spec))
     if spec.NORMALIZE:
@@ -184,10 +197,13 @@ def _key_block_step(
     if MASKED or spec.BIAS is not None:  # a row may have seen nothing yet: -inf - -inf would be NaN
         shift = finite(new_max)
     weights = tl.exp2(in_log2(scores, spec) - shift[:, None])
+    # Softmax of what came before, relative to the new maximum: 0 at a row's first key, whose old maximum is -inf.
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(weights, 1)
     weights = drop(weights, queries, columns, spec)  # after the sum: dropout is no part of the softmax
+    # Products. Values past the end are read as 0 too: their weight of 0 times NaN would be NaN.
     v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    # Weights take the values' dtype for the matrix unit; the accumulator and `row_sum` stay float32.
     acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
     return new_max, row_argmax, row_sum, acc
 
@@ -210,9 +226,12 @@ def _finish(
     """Divides, takes the sink into the denominator, and stores. `rows` are offsets in [B, H, T]."""
     output, lse, max_out, argmax_out = outputs
     valid = start + tl.arange(0, Q_BLOCK) < spec.T
+    # Without a sink, a row that attends to nothing has base 0 and denominator 0: output 0, lse -inf.
     base = finite(row_max)
     factor = tl.full([Q_BLOCK], 1.0, tl.float32)
     if spec.SINKS:
+        # The sink may exceed every score, so it joins the maximum as well. It has no value: the accumulator is only
+        # rescaled.
         sink = tl.load(sink_at) * LOG2E
         base = finite(tl.maximum(row_max, sink))
         factor = tl.exp2(row_max - base)
@@ -221,8 +240,11 @@ def _finish(
     logs = tl.where(row_sum > 0.0, _natural(tl.log2(some) + base, base, spec), float("-inf"))
     tl.store(lse + rows, logs, mask=valid)
     if spec.NORMALIZE:
+        # One factor a row: rescale of the sink, scale of dropout and denominator.
         acc = acc * (factor * spec.KEPT / some)[:, None]
     else:
+        # Not normalised: the output is relative to the maximum, which the caller gets. Its gradient goes to the key
+        # at argmax.
         acc = acc * spec.KEPT
         tl.store(max_out + rows, _natural(finite(row_max), row_max, spec), mask=valid)
         tl.store(argmax_out + rows, row_argmax, mask=valid)

@@ -32,7 +32,7 @@ class Spec:
         D: Size of queries and keys.
         DV: Size of values.
         BD: D, padded to what a matrix product takes.
-        BV: DV, likewise.
+        BV: DV, padded the same way.
         SCALE: Factor on the scores.
         PLAIN: Whether a score is nothing but a product and a positive factor, which then joins `FACTOR`.
         FACTOR: What makes a score a power of two.
@@ -40,10 +40,10 @@ class Spec:
         LEFT: Band: `-LEFT <= k - q`; None is open.
         RIGHT: Band: `k - q <= RIGHT`; None is open.
         Q_POSITIONS: Whether there are query positions.
-        K_POSITIONS: Likewise for keys.
+        K_POSITIONS: Whether there are key positions.
         SEGMENTS: Whether there are segment ids.
         BIAS: Strides of the bias over its rows, heads, queries and keys, 0 where it broadcasts; None without it.
-        MASK: Likewise for the mask.
+        MASK: Strides of the mask, in the same form; None without it.
         PATTERN: Queries and keys of a tile mask of the pattern; None without one.
         CAP: Soft cap, or None.
         FAST_TANH: Whether the device's approximate tanh is precise enough and there.

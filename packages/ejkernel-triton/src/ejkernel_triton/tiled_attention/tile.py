@@ -38,6 +38,7 @@ def describe_queries(
     """Describes the queries `start` to `start + BLOCK`; all are there unless MASKED."""
     index = start + tl.arange(0, BLOCK)
     valid = within(index, spec.T, BLOCK)
+    # Stand-ins: the index is the position unless the call has others; ids and dropout keys that it lacks are not read.
     id = index
     position = index
     dropout_key = index
@@ -49,6 +50,7 @@ def describe_queries(
     if spec.SEGMENTS:
         id = tl.load(ids + tl.cast(batch // per.Q_IDS, tl.int64) * spec.T + index, mask=valid, other=-1)
         valid = valid & (id >= 0)
+        # Padding is -1 here and -2 among keys, so equal ids alone say that both are there.
         id = tl.where(valid, id, -1)
     return index, valid, id, position, dropout_key
 
@@ -105,13 +107,16 @@ def allowed(queries, keys, masks, spec: tl.constexpr):
     pairs = q_valid & k_valid
     if spec.SEGMENTS:  # which differ for what is not there
         pairs = q_id == k_id
+    # The band compares positions, which are indices where the call has none.
     if spec.LEFT is not None:
         pairs = pairs & (k_position >= q_position - spec.LEFT)
     if spec.RIGHT is not None:
         pairs = pairs & (k_position <= q_position + spec.RIGHT)
     if spec.PATTERN is not None:
+        # No bounds: a tile mask is as large as a tile, past the ends of queries and keys too.
         pairs = pairs & (tl.load(tile_mask + (q * spec.PATTERN[1] + k)) != 0)
     if spec.MASK is not None:
+        # Pairs that are masked by now are not read: fewer bytes, and nothing past the ends.
         at = mask + offset_of_pair(q, k, spec.MASK[2], spec.MASK[3], spec)
         pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
     return pairs
@@ -146,7 +151,7 @@ def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def block_run(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
-    """The blocks of a tile without a pattern: first, full_start, full_end and last, as `block_lists._runs` says."""
+    """The blocks of a tile without a pattern: first, full_start, full_end, last; see `block_lists`."""
     row = block_lists + ((batch // per.BLOCK_LISTS) * TILES + tile) * 4
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
@@ -191,6 +196,7 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
     if spec.PLAIN:
         return scores, slope
     else:
+        # The order that every backend keeps: scale, bias, soft cap, rounding; the mask comes after.
         scores = scores * spec.SCALE
         if spec.BIAS is not None:
             q, q_valid, _, _, _ = queries
@@ -199,6 +205,7 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
             scores += tl.load(at, mask=q_valid & k_valid, other=0.0).to(tl.float32)
         if spec.CAP is not None:
             bounded = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
+            # The derivative of the cap, which the backward pass needs, from the tanh that is there.
             slope = 1.0 - bounded * bounded
             scores = bounded * spec.CAP
         if spec.ROUND == "bfloat16":
@@ -212,6 +219,7 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
 def in_log2(scores, spec: tl.constexpr):
     """Scores times log2(e), for exp2, which is the instruction that there is; -inf stays what it is."""
     if spec.BIASED:
+        # A bias may be the least float32, which times log2(e) is -inf and would count as masked.
         return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST))
     else:
         return scores * spec.FACTOR
@@ -223,6 +231,7 @@ def drop(weights, queries, keys, spec: tl.constexpr):
     if spec.DROPOUT:
         _, _, _, _, row = queries
         _, _, _, _, column = keys
+        # Products of uint32 wrap. One multiplication decides a pair, the same in every tiling and in both passes.
         return tl.where(row * column >= spec.THRESHOLD, weights, 0.0)
     else:
         return weights

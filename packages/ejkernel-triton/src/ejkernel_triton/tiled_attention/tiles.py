@@ -277,7 +277,7 @@ def forward_tile(params: TritonForward) -> Tile:
     """The tile of a forward configuration.
 
     Raises:
-        ValueError: Something is nothing that a kernel can be compiled with.
+        ValueError: A field has a value that no kernel can be compiled with.
     """
     _check(params, "")
     return Tile(params.block_q, params.block_kv, params.num_warps, params.num_stages)
@@ -287,7 +287,7 @@ def backward_tiles(params: TritonBackward) -> tuple[Tile, Tile]:
     """The tiles of a backward configuration: of the programs that accumulate for keys, and for queries.
 
     Raises:
-        ValueError: As `forward_tile`.
+        ValueError: A field has a value that no kernel can be compiled with.
     """
     dkv, dq = params.dkv, params.dq
     _check(dkv, "dkv.")
