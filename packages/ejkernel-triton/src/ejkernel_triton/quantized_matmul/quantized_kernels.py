@@ -49,7 +49,8 @@ def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
     WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words of a group
     COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
     groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
-    # Scales past the ends are 0, and so are the weights there, whatever the code 0 stands for.
+    # Past the ends words and scales are 0, since code 0 may stand for another number than 0. Scales that are
+    # exponents are 1 there, but code 0 of their formats is 0.
     mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
     at = rows[:, None] * spec.GROUPS + groups[None, :]
     stored = tl.load(scales + at, mask=mask, other=0)
@@ -104,7 +105,7 @@ def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.conste
         value = ((shifted & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
     elif spec.TABLE:
         bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
-        # A table of 16 numbers is a gather that L1 serves.
+        # A gather from 16 numbers, which stay in L1.
         value = tl.load(table + bits) * scale
     elif spec.BITS == 4:
         value = decode_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
@@ -178,7 +179,7 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
         # The scales of the next tile arrive behind the products of this one. Loaded in the step that needs them, with
         # one for every word, they made the kernel take 86.8 us instead of 29.4 (docs/lab/quantized_matmul_gpu.md).
         stored, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
-        # x is the left operand of all products; a code's weights live for one of them, so few registers hold weights.
+        # One tile of x and one of words serve all products of the step.
         acc0 = add_dot(acc0, left, dequantize(words_tile, scale, offset, table, 0, spec), spec)
         acc1 = add_dot(acc1, left, dequantize(words_tile, scale, offset, table, 1, spec), spec)
         acc2 = add_dot(acc2, left, dequantize(words_tile, scale, offset, table, 2, spec), spec)
