@@ -50,8 +50,8 @@ def scan_token(state, x, dt, rates, columns, skip_weights):
     """The states behind a token, and its output."""
     b, c = columns
     now, dt = x.to(tl.float32), dt.to(tl.float32)
-    # `rates` has log2(e) in it: the exponential is one instruction, without a product before it. Rows behind N and
-    # tokens behind T have b, dt and x of 0, and leave the states as they are.
+    # `rates` has log2(e) in it, which saves a product in every exponential. Rows behind N and tokens behind T have b,
+    # dt and x of 0, and leave the states as they are.
     state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
     # A sum over a thread's registers: no shuffle.
     return state, tl.sum(state * c[:, None], 0) + skip_weights * now
