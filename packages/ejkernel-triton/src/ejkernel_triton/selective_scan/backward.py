@@ -40,6 +40,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         rates, _, read = operands
         starts = segment_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
     dx, dstep, partial, ddecay, dskip, dfirst, _ = _launch(pullback, operands, outputs, starts, spec)
+    # Every program has dB and dC of its channels; the sum over tiles has a fixed order.
     pairs = partial.sum(axis=1)
     found = {
         "x": dx,
@@ -92,6 +93,7 @@ def _launch(
         ),
         batch=rows,
         grid=rows * programs,
+        # Sums over channels are shuffles of one warp; a second warp would need shared memory and barriers.
         num_warps=1,
         num_stages=1,
         constants={"spec": spec},
