@@ -65,9 +65,9 @@ def compile_for(call: Launch, chip: str) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    # The warp of a target is part of it: 32 threads on NVIDIA's chips, 64 on CDNA.
     known = named(chip)
     nvidia = known.vendor == "nvidia"
+    # A target names the threads of a warp: 32 threads on NVIDIA's chips, 64 on CDNA.
     target = GPUTarget("cuda", known.capability, 32) if nvidia else GPUTarget("hip", chip, 64)
     options = {"num_warps": call.num_warps, "num_stages": call.num_stages, "enable_fp_fusion": True}
     with _compat.cache_folder():

@@ -74,7 +74,7 @@ def store_tile(
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
-    # A store runs once a program, so its predicate may always be there.
+    # Always with a predicate: stores are few beside loads.
     valid = (start + rows < LENGTH)[:, None] & (columns < WIDTH)[None, :]
     tl.store(at, tile.to(base.dtype.element_ty), mask=valid)
 
@@ -130,8 +130,8 @@ def add_dot_rows(acc, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
     """acc + a b^T of two RowTiles, in float32; PIECE columns at a time where registers do not hold whole rows."""
     a_tile, _, _, _, _ = a
     b_tile, _, _, _, _ = b
-    # Pieces are read from the caches again by each product, and hold few registers. On an H200 whole rows of 256
-    # float32 spill and take 282 ms where pieces take 31.6 (docs/lab/triton_flash_attention.md).
+    # Pieces are read from the caches again by each product, and hold few registers. A backward pass with whole rows
+    # of 256 float32 spills and takes 282 ms on an H200, with pieces 31.6 (docs/lab/triton_flash_attention.md).
     if spec.PIECE is None:
         return add_dot(acc, a_tile, tl.trans(b_tile), spec)
     else:

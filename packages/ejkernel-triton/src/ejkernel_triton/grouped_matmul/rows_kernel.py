@@ -172,7 +172,8 @@ def rows_kernel(lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec:
     # The counts were made on the device: a grid of fixed size serves groups of any size.
     ends = tiles + spec.ENTRIES * FIELDS
     leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
-    # Rows of no group have a loop of their own, since their steps are none and flat loops need a constant number.
+    # Rows of no group are not multiplied, so they have a loop of their own: flat loops need a constant number of
+    # steps.
     fill(existing, output, tiles, program, leading, count, total, spec)
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     # Flat loops overlap a tile's first copies with the epilogue before. On an H200 they are faster for the gradient

@@ -76,7 +76,7 @@ def spread_over_words(x, spec: tl.constexpr):
 def factors(stored, zeros, spec: tl.constexpr):
     """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
     if spec.EXPONENT:
-        # The exponent of a power of two is its scale: it becomes float32's exponent, with that one's bias.
+        # The byte is the exponent of a power of two. It becomes float32's exponent field, with the bias of that.
         exponent = stored.to(tl.int8, bitcast=True).to(tl.int32)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     elif spec.SCALE8:
@@ -176,7 +176,7 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
             tl.int32, bitcast=True
         )
         scale, offset = factors(stored, stored_zeros, spec)
-        # The scales of the next tile arrive behind the products of this one. Loaded in the step that needs them, with
+        # The scales of the next tile arrive while this tile's products run. Loaded in the step that needs them, and
         # one for every word, they made the kernel take 86.8 us instead of 29.4 (docs/lab/quantized_matmul_gpu.md).
         stored, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
         # One tile of x and one of words serve all products of the step.

@@ -103,7 +103,7 @@ def queries_kernel(
         # Masked weights are replaced after exp2, which may be inf for keys that lse does not count.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
         dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
-        # K is the operand of both products of scores and of dq: one load.
+        # K is an operand of two products, of scores and of dq, with one load.
         acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
     store_heads(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)
