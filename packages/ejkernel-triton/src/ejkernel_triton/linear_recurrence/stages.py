@@ -261,6 +261,7 @@ def key_gradients(
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     tiles, shared = -(-spec.K // config.gradient_block_k), _added_up(spec)
     groups = spec.H // shared
+    # Queries and keys of H heads are stored by head; shared ones as one part a group, which `over_groups` adds up.
     heads = [spec.H if n == spec.H else groups for n in (spec.HQ, spec.HK)]
     exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
     gate_shape = (batch, spec.T, spec.H, spec.K) if spec.WIDTH > 1 else (batch, tiles, spec.T, spec.H)

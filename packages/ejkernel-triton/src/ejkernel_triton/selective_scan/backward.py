@@ -89,6 +89,7 @@ def _launch(
             Shape((rows, spec.SPLITS, spec.N, spec.E), float32),
             Shape((rows, spec.SPLITS, spec.E), float32),
             Shape((rows, spec.N, spec.E), float32),
+            # Scratch of one interval a program, overwritten by the next: small enough to stay in L2.
             Shape((rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
         ),
         batch=rows,

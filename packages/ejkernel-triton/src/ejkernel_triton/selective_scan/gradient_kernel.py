@@ -225,7 +225,7 @@ def gradient_kernel(
         interval = first + intervals - 1 - reverse_index
         first_token = interval * spec.INTERVAL
         count = tl.cdiv(tl.minimum(spec.INTERVAL, spec.T - first_token), spec.BLOCK_T)
-        # The forward pass stored it, at the first token of the interval.
+        # The forward pass stored this state: the one before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
         recompute_states(x, step, rates, write, state, scratch, first_token, count, channels, spec)
         tl.debug_barrier()  # other threads may read a scratch element than wrote it

@@ -110,7 +110,7 @@ def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTil
 
 
 def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
-    """[b, h, g, t, S]."""
+    """The cotangent of a query tile's weights, [b, h, g, t, S]."""
     tile = load_pairs(pullback.cotangent[1], plan, at, ALL_KEYS)
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 

@@ -69,17 +69,17 @@ class ChannelGates:
     levels: list[DecaySpans]
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """What tokens read of the states before the chunk; see `HeadGates`."""
         left = expand(left, state.shape[0])
         return multiply(left * self.levels[-1].since[..., 0, :, :], state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         left, right = expand(left, count), expand(right, count)
         return triangle(dots(left, right), corners(left, right, self.levels, precision))
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """The states after the chunk; see `HeadGates`."""
         key = expand(key, state.shape[0]) * self.levels[-1].until[..., 0, :, :]
         update = multiply_columns(key, write, precision)
         return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + update
@@ -90,15 +90,15 @@ class NoGates:
     """No decay."""
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """What tokens read of the states before the chunk; see `HeadGates`."""
         return multiply(expand(left, state.shape[0]), state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         return expand(jnp.tril(_shared_products(left, right, precision)), count)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """The states after the chunk; see `HeadGates`."""
         return state + multiply_shared_columns(key, write, precision)
 
 

@@ -117,6 +117,7 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
         _, pull = jax.vjp(lambda gates, state: after_token(cell, gates_of(gates, count), state), gates, state)
         to_gates, direct = pull((after[0] + cotangent, *after[1:]))
         before = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
+        # Padding has no gradient, and hands the cotangent of the state on as it is.
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
         return select_state(is_real, before, after), to_gates
 
