@@ -105,15 +105,18 @@ def bench(session: nox.Session) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+PROCESSES = ("-n", "auto", "--maxprocesses", "4")
+
+
 def pytest(session: nox.Session, *args: str, **env: str) -> None:
     """Run pytest on the CPU, on at most four processes, none of which starts a pool of its own for NumPy."""
-    parallel = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+    parallel = (*PROCESSES, "--dist", "worksteal")
     session.run("python", "-m", "pytest", *parallel, *args, *session.posargs, env={**QUICK, **env})
 
 
 def examples(session: nox.Session) -> None:
-    """Execute the fenced Python of the documentation, in one process: the examples of a page share their names."""
-    session.run("python", "-m", "pytest", "docs", "README.md")
+    """Execute the fenced Python of the documentation, a page in one process: its examples share their names."""
+    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "loadfile", "docs", "README.md")
 
 
 def suite(session: nox.Session) -> None:

@@ -12,7 +12,7 @@ from ejkernel.cli.ops import support_matrix
 from ejkernel.cli.upstream import upstream_page
 from ejkernel.ops.plugins import registry
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CITED = re.compile(r"(?<!\[)`benchmarks/results/(\w+\.md)`")
 """A table of measurements that a page cites by its path in the repository."""
 
@@ -21,9 +21,12 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the support matrix of the installed backends, what code for the earlier library finds here, and results."""
     files.append(File.generated(config, "support_matrix.md", content=support_matrix(registry())))
     files.append(File.generated(config, "upstream.md", content=upstream_page()))
-    for path in RESULTS.glob("*.md"):
+    scripts = (BENCHMARKS / "README.md").read_text()
+    for path in (BENCHMARKS / "results").glob("*.md"):
         content = f"# benchmarks/results/{path.name}\n\n{path.read_text()}"
         files.append(File.generated(config, f"results/{path.name}", content=content))
+        scripts = scripts.replace(f"| `{path.stem}.py` |", f"| [`{path.stem}.py`]({path.name}) |")
+    files.append(File.generated(config, "results/index.md", content=scripts))
     return files
 
 

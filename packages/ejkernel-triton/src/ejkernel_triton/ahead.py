@@ -67,6 +67,7 @@ def compile_for(call: Launch, chip: str) -> Resources:
 
     known = named(chip)
     nvidia = known.vendor == "nvidia"
+    # A target names the threads of a warp: 32 threads on NVIDIA's chips, 64 on CDNA.
     target = GPUTarget("cuda", known.capability, 32) if nvidia else GPUTarget("hip", chip, 64)
     options = {"num_warps": call.num_warps, "num_stages": call.num_stages, "enable_fp_fusion": True}
     with _compat.cache_folder():
@@ -115,6 +116,7 @@ def _source(call: Launch, make: Any) -> Any:
     arrays = (*call.inputs, *call.outputs)
     signature = {name: POINTERS[jnp.dtype(x.dtype).name] for name, x in zip(names, arrays, strict=False)}
     signature |= dict.fromkeys(call.constants, "constexpr")
+    # As in JAX's buffers: with this the compiler makes loads of 128 bits and asynchronous copies.
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
     return make(call.kernel, signature, dict(call.constants), aligned)
 

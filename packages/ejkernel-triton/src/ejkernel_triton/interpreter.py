@@ -72,12 +72,15 @@ def run(
     Returns:
         The outputs.
     """
+    # Kernels compute addresses from shapes alone, so arrays must lie without gaps.
     read = [np.ascontiguousarray(np.asarray(x)) for x in inputs]
+    # NaN, or the least integer, in what a kernel leaves out: a read of it shows in the result.
     written = [np.full(x.shape, _poison(x.dtype), x.dtype) for x in outputs]
     for source, target in aliases.items():
         written[target][...] = read[source]
     tensors = [_Tensor(x, str(x.dtype)) for x in (*read, *written)]
     _compat.mend_interpreter()
+    # Masked lanes compute too, so overflow and NaN there are no errors.
     with _lock, np.errstate(all="ignore"):
         kernel[(grid,)](*tensors, **constants)
     return tuple(written)

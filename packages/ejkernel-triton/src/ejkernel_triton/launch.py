@@ -105,6 +105,7 @@ def launch(
         The outputs.
     """
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "constants": constants}
+    # A kernel's signature is fixed, so what a call lacks is another array, which the kernel does not read.
     arrays = tuple(inputs[0] if x is None else x for x in inputs)
     aliases = {x: n for n, x in enumerate(outputs) if isinstance(x, int)}
     shapes = [_shape_of(arrays[x]) if isinstance(x, int) else x for x in outputs]
@@ -118,6 +119,7 @@ def launch(
         constants={**constants, "per": _per(kernel, batch, [*inputs, *shapes])},
         aliases=aliases,
     )
+    # Outputs of zeros let the trace go on to launches that read them.
     if (launches := _collecting.get()) is not None:
         launches.append(call)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
@@ -126,9 +128,12 @@ def launch(
         # An array that is written over needs memory of its own for every element of the batch.
         written = [n in aliases and not b for n, b in enumerate(batched)]
         given = tuple(jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(given, written, strict=True))
+        # Elements of the vmapped axis become rows of the batch: one launch with a grid that much larger, not one for
+        # each.
         longer = [_longer(x, size, b or w) for x, b, w in zip(given, batched, written, strict=True)]
         there = [None if x is None else y for x, y in zip(inputs, longer, strict=True)]
         wanted = [x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs]
+        # By `launch` itself, so that another vmap around this one finds the rule again.
         made = launch(kernel, there, wanted, batch=size * batch, grid=size * grid, **options)
         return tuple(x.reshape(size, *y.shape) for x, y in zip(made, shapes, strict=True)), (True,) * len(made)
 
@@ -152,8 +157,11 @@ def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
 
 def _per(kernel: Any, batch: int, arrays: Sequence[Any]) -> Any:
     """The constant `per` of a kernel: for each array that is there, how many batch rows share a row of it."""
+    # Not strict: constants follow the arrays among a kernel's parameters.
     named = zip(kernel.arg_names, arrays, strict=False)
     per = {name.upper(): batch // x.shape[0] for name, x in named if x is not None}
+    # A dataclass, since a kernel reads `per.QUERY`; one type for each set of names, so that equal constants compare
+    # equal.
     return _type_of_per(tuple(per))(**per)
 
 

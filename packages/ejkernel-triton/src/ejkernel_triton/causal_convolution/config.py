@@ -51,6 +51,8 @@ def heuristic(
     """Tiles for a record on a device, by rule: a thread has four channels side by side, two of float32."""
     most = 1 << (record.x.shape[2] - 1).bit_length()
     lanes = 64 if device.vendor == "amd" else 32
+    # Measured on an H200 (docs/lab/selective_scan_gpu.md): forward 256 channels, 2 warps and 16 tokens 0.146 ms, 512
+    # and 4 0.149, blocks of 32 tokens 0.178; backward 256, 2 and 8 tokens 0.521 ms, 512 and 4 0.575, 128 and 1 0.613.
     warps = 2 if most >= 8 * lanes else 1
     each = 2 if record.x.dtype.itemsize > 2 else 4
     block_c = max(16, min(most, each * lanes * warps))

@@ -36,6 +36,8 @@ def program_of(program, spec: tl.constexpr):
 def load_rows(base, token, channels, COUNT: tl.constexpr, spec: tl.constexpr):
     """COUNT vectors [BLOCK_C] of a [T, C] array from a token on; 0 outside of it."""
     start = base + tl.cast(token, tl.int64) * spec.C
+    # A tuple of vectors and not a tile: taps are other rows of the same thread, so no product needs a shuffle or a
+    # shift. Tokens are checked on both sides: a halo may begin before token 0 and end behind T.
     rows = ()
     for i in tl.static_range(COUNT):
         at = token + i + 0 * channels
@@ -58,6 +60,7 @@ def load_taps(x, before, token, channels, COUNT: tl.constexpr, spec: tl.constexp
             state_tokens = tl.load(
                 before + (token + i) * spec.C + channels, mask=(channels < spec.C) & (at < STATE_TOKENS), other=0.0
             )
+            # Added, not selected: rows of x before token 0 are loaded as 0.
             row += state_tokens.to(tl.float32)
         taps += (row,)
     return taps
@@ -119,6 +122,7 @@ def forward_kernel(x, weight, bias, before, starts, output, spec: tl.constexpr, 
         before = before + (row // per.BEFORE) * ((W - 1) * spec.C)
     if spec.PACKED:
         starts = starts + (row // per.STARTS) * spec.T
+    # W weights and the bias a channel stay in registers for all tokens of the program.
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
     if spec.BIAS:
         bias = bias + (row // per.BIAS) * spec.C
@@ -133,9 +137,11 @@ def forward_kernel(x, weight, bias, before, starts, output, spec: tl.constexpr, 
             p += weights[k] * masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
         if spec.SILU:
             p = p * sigmoid(p)
+        # Tokens of no sequence have start T and an output of 0.
         if spec.PACKED:
             p = tl.where(token + i >= start, p, 0.0)
         outputs += (p,)
+    # Stored behind the arithmetic of the whole block: loads and stores do not alternate.
     at = output + tl.cast(token, tl.int64) * spec.C
     for i in tl.static_range(BLOCK_T):
         mask = (channels < spec.C) & (token + i + 0 * channels < spec.T)
@@ -151,11 +157,13 @@ def sum_cotangents(taps, weights, shift, starts, cotangents, token, spec: tl.con
     for i in tl.static_range(COUNT):
         d = cotangents[i].to(tl.float32)
         start = start_of(starts, token + i, spec)
+        # Sums are made again instead of kept: the kernel is bound by memory, and x is read anyway.
         if spec.SILU:
             p = shift
             for k in tl.static_range(W):
                 p += weights[k] * masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
             s = sigmoid(p)
+            # The derivative of p sigmoid(p).
             d *= s * (1.0 + p * (1.0 - s))
         if spec.PACKED:
             d = tl.where(token + i >= start, d, 0.0)
@@ -204,6 +212,7 @@ def backward_kernel(
     dweights = weight_zeros(shift, spec)
     for step in tl.range(0, spec.STEPS):
         token = (block * spec.STEPS + step) * BLOCK_T
+        # Halos on both sides: W - 1 rows before, for the sums, and W - 1 behind, whose sums read this block.
         taps = load_taps(x, before, token, channels, BLOCK_T + 2 * (W - 1), spec)
         dys = load_rows(cotangent, token, channels, BLOCK_T + W - 1, spec)
         dsums = sum_cotangents(taps, weights, shift, starts, dys, token, spec)
@@ -211,6 +220,8 @@ def backward_kernel(
         for i in tl.static_range(BLOCK_T):
             dbias_acc += dsums[i]
         store_gradients(dx, weights, dsums, starts, token, channels, spec)
+        # The state's tokens precede the first block, so one program a row writes their gradients. Token j of the state
+        # is tap k of token j + k - (W - 1).
         if spec.STATE and token == 0:
             for j in tl.static_range(W - 1):
                 d = tl.zeros_like(shift)
@@ -218,6 +229,7 @@ def backward_kernel(
                     d += weights[k] * dsums[j + k - (W - 1)]
                 tl.store(dbefore + (row * (W - 1) + j) * spec.C + channels, d, mask=mask)
     for k in tl.static_range(W):
+        # Parts of a program's tokens, which XLA adds up. The weights are stored in the order of the record's.
         tl.store(dweight + (W - 1 - k) * spec.C, dweights[k], mask=mask)
     tl.store(dbias + partial_row * spec.C + channels, dbias_acc, mask=mask)
 
@@ -255,6 +267,7 @@ def add_weights(dweights, dsums, taps, starts, token, spec: tl.constexpr):
     added = ()
     for k in tl.static_range(W):
         d = dweights[k]
+        # This block's tokens alone: those of the halo are the next block's.
         for i in tl.static_range(BLOCK_T):
             d += dsums[i] * masked_tap(taps[i + W - 1 - k], token + i, start_of(starts, token + i, spec), k, spec)
         added += (d,)

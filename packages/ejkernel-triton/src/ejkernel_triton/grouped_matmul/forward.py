@@ -72,6 +72,7 @@ def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: Grouped
     spec = _spec(record, config, cotangent.dtype)
     spec = dataclasses.replace(
         spec,
+        # The matrices are read transposed: strides change places, and nothing is copied.
         CONTRACTED=spec.COLUMNS,
         COLUMNS=spec.CONTRACTED,
         RHS_STRIDES=spec.RHS_STRIDES[::-1],

@@ -34,6 +34,7 @@ def matrices_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.con
     batch = tl.cast(program // (spec.MATRICES * down * across), tl.int64)
     program = program % (spec.MATRICES * down * across)
     matrix = program // (down * across)
+    # Tiles of a matrix in bands: those that run together share rows of left and right in L2.
     tile_p, tile_q = grouped_tile(program % (down * across), down, across, spec.BAND)
     left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.HEIGHT)
     right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.WIDTH)
@@ -44,6 +45,7 @@ def matrices_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.con
     p, in_p = bounded(tile_p * BLOCK_P, BLOCK_P, spec.HEIGHT)
     q, in_q = bounded(tile_q * BLOCK_Q, BLOCK_Q, spec.WIDTH)
     k = tl.arange(0, spec.BLOCK_K)
+    # 64-bit pointers to the group's first row, 32-bit offsets inside of a step.
     left += tl.cast(first, tl.int64) * spec.HEIGHT + (k[:, None] * spec.HEIGHT + p[None, :])
     right += tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
     acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
@@ -52,6 +54,8 @@ def matrices_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.con
         in_group = (k < end - start)[:, None]
         left_tile = tl.load(left, mask=in_group & in_p[None, :], other=0.0)
         right_tile = tl.load(right, mask=in_group & in_q[None, :], other=0.0)
+        # Rows lie with P together. The transposition is how the product reads the tile of 16-bit operands, not a
+        # copy.
         acc = add_dot(acc, tl.trans(left_tile), right_tile, spec)
         left += spec.BLOCK_K * spec.HEIGHT
         right += spec.BLOCK_K * spec.WIDTH
@@ -72,6 +76,7 @@ def bias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.constexpr
     first, end = group_bounds(bounds, matrix)
     q, in_q = bounded((program % across) * spec.BLOCK_Q, spec.BLOCK_Q, spec.WIDTH)
     k = tl.arange(0, spec.BLOCK_K)
+    # A partial sum a row of the step: threads add to their own elements, and exchange them once behind the loop.
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     BLOCK_Q: tl.constexpr = spec.BLOCK_Q
     acc = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)

@@ -32,6 +32,7 @@ def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
     """A tile of a matrix as an operand of the product, times its scales where these differ along C."""
     if spec.SCALES == "elements":
         at = (c // spec.PER_SCALE[0])[:, None] * spec.SCALE_STRIDES[0]
+        # Columns past the end repeat the last scale instead of a mask; they are not stored.
         n = tl.minimum(n, spec.COLUMNS - 1)
         at += (n // spec.PER_SCALE[1])[None, :] * spec.SCALE_STRIDES[1]
         factors = tl.load(scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + at)
@@ -46,6 +47,8 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
     if spec.WIDEN:
         lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
     if spec.LHS_SCALES == "steps" or spec.SCALES == "steps":
+        # The accumulator cannot be the product's: scales of a step multiply its product alone. The matrix unit waits
+        # for that, 427 instead of 655 TFLOP/s on an H200 (docs/lab/grouped_matmul_gpu.md).
         step_product = tl.dot(lhs_tile, rhs_tile)
         if spec.LHS_SCALES == "steps":
             step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_BLOCKS // spec.CONTRACTED)[:, None]
@@ -55,6 +58,7 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
             ]
         return acc + step_product
     else:
+        # Hopper sums products of 8 bits at about 14 bits; after IMPRECISE elements they go to a float32 accumulator.
         return tl.dot(lhs_tile, rhs_tile, acc, max_num_imprecise_acc=spec.IMPRECISE)
 
 
@@ -77,8 +81,10 @@ def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr)
         row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_BLOCKS
         column_scales = scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + tl.minimum(n, spec.COLUMNS - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # A constant, which flat loops need.
     step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(0, step_count):
+        # Main loop. No mask along C where steps divide it; columns have one only where tiles do not.
         if EVEN:
             lhs_tile = tl.load(lhs_at)
             rhs_tile = (
@@ -86,6 +92,7 @@ def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr)
             )
             c = step * BLOCK_K + k
         else:
+            # The last step is 0 in both operands past the end: 0 in one alone would meet what lies there, maybe NaN.
             in_k = k < spec.CONTRACTED - step * BLOCK_K
             lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
             rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
@@ -104,6 +111,7 @@ def store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, colum
     """The epilogue: scales of rows and columns, bias and `existing_out`; stores the rows of the tile's group alone."""
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     matrix = tl.cast(matrix, tl.int64)
+    # Scales of whole rows and columns commute with the sum over C, so they multiply the accumulator once.
     if spec.LHS_SCALES == "rows":
         acc *= tl.load(lhs_scale + tl.minimum(row + tl.arange(0, spec.BLOCK_M), spec.ROWS - 1))[:, None]
     if spec.SCALES == "columns":
@@ -119,6 +127,7 @@ def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
     m = tl.arange(0, spec.BLOCK_M)
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
+    # Rows from `end` on are the next group's, whose own tile stores them.
     mask = (m < end - row)[:, None] & in_columns[None, :]
     if spec.EXISTING:
         acc += tl.load(existing + at, mask=mask, other=0.0).to(tl.float32)
@@ -160,10 +169,15 @@ def rows_kernel(lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec:
         existing = at_batch(existing, batch, per.EXISTING, spec.ROWS * spec.COLUMNS)
     tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
+    # The counts were made on the device: a grid of fixed size serves groups of any size.
     ends = tiles + spec.ENTRIES * FIELDS
     leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+    # Rows of no group are not multiplied, so they have a loop of their own: flat loops need a constant number of
+    # steps.
     fill(existing, output, tiles, program, leading, count, total, spec)
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
+    # Flat loops overlap a tile's first copies with the epilogue before. On an H200 they are faster for the gradient
+    # of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
     for tile in tl.range(program, count * columns, spec.PROGRAMS, flatten=spec.FLATTEN):
         entry, column = grouped_tile(tile, count, columns, spec.BAND)
         entry_at = tiles + (leading + entry) * FIELDS

@@ -90,7 +90,7 @@ class GroupedMatricesSpec:
         MATRICES: E.
         BAND: Tiles of rows that run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: As in `GroupedRowsSpec`.
+        WIDEN: Whether operands become float32 first, as in `GroupedRowsSpec`.
     """
 
     ROWS: int

@@ -11,10 +11,10 @@ HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequ
 """Optional fields that the kernels honour."""
 
 DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision"}) | {"beta"}
-"""Those of the delta rule's."""
+"""Optional fields that the delta rule's kernels honour."""
 
 DECODE_HANDLES = HANDLES | {"beta", "value_decay", "segment_ids"}
-"""Those of the decode step's: all that there are."""
+"""Optional fields that the decode step honours: all that there are."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
 DELTA_GRADIENTS = (GRADIENTS - {"dt", "skip"}) | {"beta"}

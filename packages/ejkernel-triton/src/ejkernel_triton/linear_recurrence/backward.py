@@ -38,6 +38,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     if call.scores is None:
         call = dataclasses.replace(call, scores=stages.channel_scores(call))
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
+    # The walk comes first: the kernels below read the gradient of the state behind each chunk.
     dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": first, "sequence_state": first}
     if wanted & OF_VALUES:

@@ -121,6 +121,7 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
         inputs,
         (
             Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
+            # The number of an input says that the output is written to its memory.
             len(inputs) - 1 if in_place else Shape(shape, jnp.float32),
         ),
         batch=rows,

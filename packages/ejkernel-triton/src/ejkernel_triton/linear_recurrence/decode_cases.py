@@ -38,7 +38,7 @@ _SEGMENTS: Row = (
 
 
 def step_cases() -> dict[str, tuple[Case, ...]]:
-    """By operation."""
+    """The cases of the decode step, by operation."""
     sizes = state_space.StateSpaceSizes(t=4)
     skipped = ("a step with a state", sizes, ("initial_state",), {}, ("decay", "dt", "skip", "initial_state"), ())
     return {

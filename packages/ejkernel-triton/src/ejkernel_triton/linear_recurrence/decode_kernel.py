@@ -39,6 +39,7 @@ def load_token(
     query, key, value, decay, value_decay, beta, dt, roles, token, end, channels, columns, spec: tl.constexpr
 ):
     """What a token brings: its row of every field, 0 of those that there are not, and whether it begins a segment."""
+    # The load of the token behind the last is issued too, and masked: the loop has no branch for it.
     there = tl.cast(token < end, tl.int32)
     restart = end < 0
     if spec.SEGMENTS:
@@ -69,6 +70,7 @@ def load_token(
 def update_state(state, k, v, g, w, b, restart, spec: tl.constexpr):
     """The state [K, V] behind a token: restart, decay, write."""
     if spec.SEGMENTS:
+        # where and not a product: inf or NaN of the segment before must not reach this one.
         state = tl.where(restart, 0.0, state)
     if spec.DECAY == 1:
         state *= tl.exp2(g * LOG2E)
@@ -80,6 +82,8 @@ def update_state(state, k, v, g, w, b, restart, spec: tl.constexpr):
     if spec.DT:
         u = b * v
     if spec.BETA:
+        # The sum crosses the program's warps through shared memory; a program of one warp needs none.
+        # Products of a single token are matrix times vector: no tensor cores, and memory bounds them anyway.
         u = b * (v - tl.sum(state * k[:, None], axis=0))
     return state + k[:, None] * u[None, :]
 
@@ -89,6 +93,7 @@ def zero_outputs(output, first, end, step, columns, spec: tl.constexpr):
     """Writes 0 to the outputs of every step-th token of no sequence."""
     BLOCK_V: tl.constexpr = spec.BLOCK_V
     zeros = tl.zeros([BLOCK_V], tl.float32).to(output.dtype.element_ty)
+    # The output's memory is not initialised, so tokens of no sequence are written too.
     for token in tl.range(first, end, step):
         tl.store(output + token * (spec.H * spec.V) + columns, zeros, mask=columns < spec.V)
 
@@ -160,16 +165,19 @@ def decode_kernel(
         query, key, value, decay, value_decay, beta, dt, roles, first, end, channels, columns, spec
     )
     for token in tl.range(first, end):
+        # Issued before this token's arithmetic, which hides it.
         next_q, next_k, next_v, next_g, next_w, next_b, next_restart = load_token(
             query, key, value, decay, value_decay, beta, dt, roles, token + 1, end, channels, columns, spec
         )
         state = update_state(state, k, v, g, w, b, restart, spec)
+        # Read behind the write: a token sees what it wrote.
         read = spec.SCALE * tl.sum(state * q[:, None], axis=0)
         if spec.SKIP:
             read += skip_weight * v
         at_token = output + token * (spec.H * spec.V) + columns
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
         q, k, v, g, w, b, restart = next_q, next_k, next_v, next_g, next_w, next_b, next_restart
+    # `initial` was read at the top by this program alone, so the same memory may be written.
     tl.store(final + row * STATES + state_offset + at, state, mask=mask)
     if spec.PACKED:
         # The programs of all sequences share the tokens of none, which lie before the first and behind the last.

@@ -94,11 +94,13 @@ def forward_with_pocket(
     call = _call(record, config, config.chunk)
     kept = config.keep_states and config.backward_chunk == config.chunk
     made = _chunk_states(record, call, keep=kept)
+    # What tokens write takes the place of their values: behind that, outputs are those of a plain recurrence.
     output = stages.make_outputs(dataclasses.replace(call, value=made.value), made.states)
     pocket = DeltaPocket(call.gates, call.scores, made) if kept else DeltaPocket(None, None, None)
     if record.cu_seqlens is None:
         return (output, made.final[:, -1]), (), pocket
     real = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
+    # No chunk has the tokens of no sequence, so no program writes their outputs.
     return (jnp.where(real[None, :, None, None], output, 0), made.final[0]), (), pocket
 
 
@@ -114,6 +116,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     """
     record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
     call = _call(record, config, config.backward_chunk, pocket)
+    # States, corrections and the inverse again, where memory was spared.
     made = pocket.chunk_states or _chunk_states(record, call, keep=True)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     gates = gate_dtype(record, wanted)

@@ -92,6 +92,8 @@ def _state_gradient_stages(call: RecurrenceCall) -> int:
     """Pipeline stages of the walk: as many chunks as shared memory has room for, at most the configuration's."""
     spec, config = call.spec, delta_config(call)
     key_gradients = max(16, 1 << (spec.K - 1).bit_length())
+    # Operands of the products wait in shared memory: q, k and W of all key channels, do and A^T do of
+    # the tile, and gates of channels in float32.
     bytes_of_chunk = spec.CHUNK * (3 * key_gradients + 2 * config.walk_block_v) * call.query.dtype.itemsize
     if spec.WIDTH > 1:
         bytes_of_chunk += 4 * spec.CHUNK * key_gradients

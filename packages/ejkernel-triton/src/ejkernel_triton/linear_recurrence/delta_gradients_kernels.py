@@ -80,6 +80,7 @@ def intra_chunk_kernel(
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     g_base = gates_base(gates, row, head, chunk, spec, per)
     if spec.WIDTH > 1:
+        # From `scores_kernel`, or the forward pass: decayed, 0 above the diagonal, without the scale.
         pairs = tl.load(scores_at(scores, row, head, chunk, spec)).to(tl.float32)
     else:
         pairs = tl.zeros([C, C], tl.float32)
@@ -91,6 +92,7 @@ def intra_chunk_kernel(
         pairs *= pair_weights(tl.load(g_base + rows))
     if spec.WIDTH == 0:
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+    # A^T is the same left operand for all tiles of values.
     pairs *= spec.SCALE
     o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
     to = chunk_base(intra_chunk, row, start, head, spec.T, spec.H, spec.V)
@@ -144,12 +146,14 @@ def state_gradients_kernel(
     rows = tl.arange(0, C)
     final_row = tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence
     state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
+    # The cotangent of the final state: the walk begins with it.
     acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step
         start = sequence_start + (chunk - first) * C
+        # Before this chunk adds to it: the gradient of the state behind the chunk.
         store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
         k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
@@ -157,6 +161,7 @@ def state_gradients_kernel(
         o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
         x_base = chunk_base(intra_chunk, row // per.INTRA_CHUNK, start, head, spec.T, spec.H, spec.V)
         g_base = gates_base(gates, row, head, chunk, spec, per)
+        # No address depends on `acc`, so the pipeliner can copy the next chunks' tiles under this one's products.
         q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
         w = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
@@ -167,6 +172,7 @@ def state_gradients_kernel(
         if spec.WIDTH == 1:
             g = tl.load(g_base + rows)
             total = tl.load(g_base + (C - 1))
+            # dx reads the gradient behind the chunk: products with `acc` come before its decay.
             dx += tl.exp2(total - g)[:, None] * dot(k, acc.to(k.dtype), spec)
             decay_since = (tl.exp2(g) * spec.SCALE)[:, None]
             acc *= tl.exp2(total)
@@ -181,9 +187,12 @@ def state_gradients_kernel(
             acc *= tl.exp2(total)[:, None]
         else:
             dx = add_dot(dx, k, acc.to(k.dtype), spec)
+        # Rounded once: the walk and `inverse_gradients_kernel` see the same dx.
         low = dx.to(dwritten.dtype.element_ty)
         to = chunk_base(dwritten, row, start, head, spec.T, spec.H, spec.V)
         store_rows(to, low, start, end, v_start, spec.H, spec.V, spec)
+        # As accumulators of the products: `acc += dot(...)` made Triton 3.6 spill 192 bytes on sm_90
+        # (docs/lab/linear_recurrence_gpu.md).
         acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * decay_since).to(do.dtype), spec)
         acc = add_dot(acc, tl.trans(w), -low, spec)
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
@@ -223,6 +232,7 @@ def inverse_gradients_kernel(
         dx = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
         dy_tile = dot(tl.trans(t.to(dx.dtype)), dx, spec)
+        # In float32, before dy is rounded to be stored.
         sums += tl.sum(dy_tile * v.to(tl.float32), 1)
         to = chunk_base(dy, row, start, head, spec.T, spec.H, spec.V)
         store_rows(to, dy_tile, start, end, v_start, spec.H, spec.V, spec)
@@ -258,6 +268,7 @@ def answer_gradients(
     `gradients_kernels.channel_gradients` for keys that read keys before them; pairs are 0 for j >= i.
     """
     k_base, start, end = tile_bases
+    # beta multiplies the reading key alone: as a query it is beta k, as the key of a write k.
     relative, weak = from_middle(gates, base, column, COLUMNS, spec)
     if weak:
         k = key.to(tl.float32)
@@ -268,6 +279,7 @@ def answer_gradients(
     else:
         LEVELS: tl.constexpr = spec.LEVELS
         for level in tl.range(0, LEVELS, num_stages=1):
+            # Loaded in each halving, as in `channel_gradients`: held through the loop they would spill.
             k, g = reload_key_tiles(k_base, start, end, base, column, level, COLUMNS, spec)
             weights = cut_weights(g, base, column, level, COLUMNS, spec)
             dscores = tl.where(pairs_of(level, spec), dpairs, 0.0).to(key.dtype)
@@ -296,6 +308,7 @@ def read_gradients(
         c = load_rows(c_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         x = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
+        # Both read the cotangent, so they share its tiles.
         pairs = add_dot(pairs, c, tl.trans(x), spec)
         through_state = add_dot(through_state, c.to(s.dtype), tl.trans(s), spec)
     return pairs, through_state
@@ -359,24 +372,30 @@ def delta_key_gradients_kernel(
     to_q = chunk_base(dquery, row, start, head, spec.T, spec.H, spec.K)
     to_k = chunk_base(dkey, row, start, head, spec.T, spec.H, spec.K)
     if spec.WIDTH > 1:
+        # Gates of channels. dk collects its part as a key of both reads, since each halving adds to both gradients.
         dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
         g = load_gates(g_base, k_start, BLOCK_K, spec)
         last = load_last_gates(g_base, k_start, BLOCK_K, spec)
         dq *= tl.exp2(g)
         dk *= tl.exp2(last[None, :] - g)
         state_product = state_product * tl.exp2(last) + tl.sum(dk * k.to(tl.float32), 0)
+        # Before `channel_gradients`, whose factors above the diagonal are large but finite.
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
         dq, dk = channel_gradients(dq, dk, pairs, q, k, g, g_base, k_start, (q_base, k_base, start, end), BLOCK_K, spec)
         store_rows(to_q, dq, start, end, k_start, spec.H, spec.K, spec)
         dgate = dq * q.to(tl.float32)
+        # The second read: the key as a query, with -dy in place of a cotangent.
         pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
         dr *= -tl.exp2(g)
+        # A key reads what was written before it, not its own write: strictly below the diagonal.
         pairs = tl.where(strictly_earlier, -pairs, 0.0)
         dr, dk = answer_gradients(dr, dk, pairs, k, betas, g, g_base, k_start, (k_base, start, end), BLOCK_K, spec)
         store_tokens(dbeta, tl.sum(dr * k.to(tl.float32), 1), row, start, end, tile, K_TILES, head, spec)
+        # Without beta for dbeta above, with it from here on: no gradient is divided by beta.
         dr *= betas[:, None]
         store_rows(to_k, dk + dr, start, end, k_start, spec.H, spec.K, spec)
         if GATES:
+            # G_t is positive in the exponents of what token t reads, negative in those of what it wrote.
             dgate += (dr - dk) * k.to(tl.float32)
             # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
             dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
@@ -393,6 +412,7 @@ def delta_key_gradients_kernel(
             pairs *= pair_weights(g)
         else:
             pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
+        # Kept for dk below in the operands' dtype: at 16 bits half of the registers of float32 pairs.
         read = pairs.to(q.dtype)
         dq = add_dot(dq, read, k, spec)
         store_rows(to_q, dq, start, end, k_start, spec.H, spec.K, spec)
@@ -403,9 +423,11 @@ def delta_key_gradients_kernel(
             pairs *= pair_weights(g)
         pairs = tl.where(strictly_earlier, pairs, 0.0)
         dr = add_dot(dr, pairs.to(k.dtype), k, spec)
+        # The sign of r is taken here and where dk is stored; dr is -r until then.
         along = -tl.sum(dr * k.to(tl.float32), 1)
         store_tokens(dbeta, along, row, start, end, tile, K_TILES, head, spec)
         dgate += along * betas
+        # The scores' gradients of the second read, with beta and the sign of r, for dk as a key of that read.
         answered = (pairs * -betas[:, None]).to(k.dtype)
         dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
         if spec.WIDTH == 1:
@@ -413,12 +435,14 @@ def delta_key_gradients_kernel(
             dk *= tl.exp2(last - g)[:, None]
             state_product *= tl.exp2(last)
         if GATES:
+            # Before dk has its parts from inside of the chunk: the last gate scales what passes through dS alone.
             last_dgate = tl.sum(state_product, 0) + tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0)
         dk = add_dot(dk, tl.trans(read), q, spec)
         dk = add_dot(dk, tl.trans(answered), k, spec)
         store_rows(to_k, dk - dr * betas[:, None], start, end, k_start, spec.H, spec.K, spec)
         if GATES:
             dgate -= tl.sum(dk * k.to(tl.float32), 1)
+            # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
             dgate = tl.sum(dgate, 0) + last_dgate - (tl.cumsum(dgate, 0) - dgate)
             previous = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
             dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)

@@ -9,9 +9,9 @@ et al. 2024, arXiv:2406.06484; with gates arXiv:2412.06464):
     L_ij = beta_i exp2(G_i - G_j) <k_i, k_j>   for j < i
     u    = (I + L)^-1 diag(beta) (V - (exp2(G) K) S_0)  =  U - W S_0
 
-k, g   -> pairs [CHUNK, CHUNK]             in a loop over key channels
-L      -> (I + L)^-1                       16 rows at a time, then by blocks
-V      -> U,  exp2(G) K -> W               two products, in loops over value and over key channels
+    k, g   -> pairs [CHUNK, CHUNK]             in a loop over key channels
+    L      -> (I + L)^-1                       16 rows at a time, then by blocks
+    V      -> U,  exp2(G) K -> W               two products, in loops over value and over key channels
 
 U and W do not depend on the state, so all chunks make theirs at the same time. The backward pass needs (I + L)^-1
 itself, without beta, which may be 0.
@@ -49,17 +49,21 @@ def diagonal_inverses(lower, spec: tl.constexpr):
     BLOCKS: tl.constexpr = C // DIAGONAL
     rows = tl.arange(0, C)
     same_block = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
+    # Compacts the diagonal blocks to [BLOCKS, 16, 16]: of the sum over block columns one term is not 0.
     blocks = tl.sum(tl.reshape(tl.where(same_block, lower, 0.0), [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), 2)
     position = tl.arange(0, DIAGONAL)
     inverse = (
         tl.zeros([BLOCKS, DIAGONAL, DIAGONAL], tl.float32)
         + (position[:, None] == position[None, :]).to(tl.float32)[None, :, :]
     )
+    # 15 steps that depend on each other, for all blocks at the same time. Rows are picked by masks and sums, since a
+    # tile in registers has no index.
     for n in tl.range(1, DIAGONAL):
         at = (position == n)[None, :, None]
         row = tl.sum(tl.where(at, blocks, 0.0), 1)
         change = tl.sum(row[:, :, None] * inverse, 1)
         inverse = tl.where(at, inverse - change[:, None, :], inverse)
+    # Back to [CHUNK, CHUNK], the shape that the products take.
     whole = tl.reshape(tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), [C, C])
     return tl.where(same_block, whole, 0.0)
 
@@ -75,6 +79,8 @@ def unit_inverse(lower, spec: tl.constexpr):
     inverse = diagonal_inverses(lower, spec)
     if C > DIAGONAL:
         rows = tl.arange(0, C)
+        # Factors are applied from the right, so each is one product with what there is. X ** (C / 16) is 0, so the
+        # result is exact: no series is cut off.
         below = tl.where((rows // DIAGONAL)[:, None] > (rows // DIAGONAL)[None, :], lower, 0.0)
         power = dot(inverse, below, spec)
         if C > 2 * DIAGONAL:
@@ -116,6 +122,7 @@ def corrections_kernel(
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
     g_base = gates_base(gates, row, head, chunk, spec, per)
+    # 0 behind the end: rows of L are 0 there, and the inverse has rows of I.
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     pairs = tl.zeros([C, C], tl.float32)
     for k_start in tl.range(0, spec.K, BLOCK_K):
@@ -130,16 +137,21 @@ def corrections_kernel(
     if spec.WIDTH == 1:
         g = tl.load(g_base + rows)
         pairs *= pair_weights(g)
+    # Strictly lower: a token reads the state before it writes.
     lower = tl.where(rows[:, None] > rows[None, :], pairs * betas[:, None], 0.0)
     unit_inverted = unit_inverse(lower, spec)
+    # Stored without beta, in the keys' dtype: the backward pass multiplies with it on the tensor cores.
     if KEEP:
         tl.store(scores_at(inverse, row, head, chunk, spec), unit_inverted.to(inverse.dtype.element_ty))
+    # beta on columns of the inverse instead of on V and on K: once, and in float32.
     ut = unit_inverted * betas[None, :]
+    # U: one product a tile of values.
     for v_start in tl.range(0, spec.V, BLOCK_V):
         v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
         to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
         store_rows(to, dot(ut.to(v.dtype), v, spec), start, end, v_start, spec.H, spec.V, spec)
     decayed_ut = ut
+    # W reads the state from the chunk's first token on: exp2(G_j) of the key's token, again on columns.
     if spec.WIDTH == 1:
         decayed_ut = ut * tl.exp2(g)[None, :]
     for k_start in tl.range(0, spec.K, BLOCK_K):

@@ -46,6 +46,7 @@ def forward(
     states, final = boundaries(record, call)
     output = stages.make_outputs(call, states)
     if record.cu_seqlens is not None:
+        # No chunk has the tokens of no sequence, so no program writes their outputs.
         in_sequence = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
         output = jnp.where(in_sequence[None, :, None, None], output, 0)
     if config.backward_chunk != config.chunk:
@@ -86,10 +87,12 @@ def segment_starts(
         reverse: Whether to walk from the last chunk to the first.
     """
     spec, gates = call.spec, call.gates
+    # Float32 ends: their rounding would reach every later segment.
     _, ends, _ = stages.pass_states(call, left, right, None, reverse=reverse)
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial[:, 0].astype(jnp.float32)
     starts = [state] * spec.SEQUENCES
     decays = None if gates is None else _segment_decays(spec, gates)
+    # Unrolled: a few segments, each a multiply and an add of whole states, which XLA fuses.
     for n in range(spec.SEQUENCES)[:: -1 if reverse else 1]:
         starts[n] = state
         state = ends[:, n] + (state if decays is None else state * decays[:, n])

@@ -93,6 +93,7 @@ def value_gradients_kernel(
     row = program // spec.CHUNKS
     start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
     rows = tl.arange(0, C)
+    # Heads that share a value are added up here, one after the other: a fixed order, and no atomics.
     dv_sum = tl.zeros([C, BLOCK_V], tl.float32)
     for member in tl.range(0, SHARED):
         head = group * SHARED + member
@@ -107,29 +108,36 @@ def value_gradients_kernel(
             s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
             if spec.WIDTH > 1:
                 g = load_gates(g_base, k_start, BLOCK_K, spec)
+                # Decay from a token to the chunk's end, at most 1.
                 decay_until = tl.exp2(load_last_gates(g_base, k_start, BLOCK_K, spec)[None, :] - g)
                 dv = add_dot(dv, (k.to(tl.float32) * decay_until).to(s.dtype), s, spec)
             else:
                 q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
+                # By (key, query), so that below it is the left operand without a transposition in registers.
                 pairs = add_dot(pairs, k, tl.trans(q), spec)
                 dv = add_dot(dv, k.to(s.dtype), s, spec)
         if spec.WIDTH > 1:
+            # Scores from the forward pass are by (query, key), and 0 above the diagonal already.
             pairs = tl.trans(tl.load(scores_at(scores, row, head, chunk, spec))).to(tl.float32)
         if spec.WIDTH == 1:
             g = tl.load(g_base + rows)
             dv *= tl.exp2(tl.load(g_base + (C - 1)) - g)[:, None]
+            # Masked before exp2, as in `pair_weights`: earlier queries would overflow.
             between = tl.where(rows[None, :] >= rows[:, None], g[None, :] - g[:, None], float("-inf"))
             pairs *= tl.exp2(between)
         if spec.WIDTH == 0:
             pairs = tl.where(rows[None, :] >= rows[:, None], pairs, 0.0)
         o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
         do = load_rows(o_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
+        # What is masked is 0 in `pairs`; cotangents behind the end are 0 too, so no 0 x NaN of rows past it.
         dv = add_dot(dv, (pairs * spec.SCALE).to(do.dtype), do, spec)
         if spec.DT or spec.SKIP:
             v_head = head // (spec.H // VALUE_HEADS)
             v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
             v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec).to(tl.float32)
             if spec.DT:
+                # dv is the gradient of dt v here: with v it is that of dt, with dt that of v. The sum is over this
+                # tile's channels; XLA adds up the tiles.
                 store_tokens(ddt, tl.sum(dv * v, 1), row, start, end, tile, V_TILES, head, spec)
                 dv *= load_dt(dt, row // per.DT, start, end, head, spec)[:, None]
             if spec.SKIP:
@@ -182,14 +190,17 @@ def channel_gradients(
         column: First key channel.
         tile_bases: Pointers to the chunk's queries and keys, its first token and its sequence's end.
     """
+    # Loaded by the caller for the first branch; the second loads them again (see `reload_tiles`).
     relative, weak = from_middle(gates, base, column, COLUMNS, spec)
     q, k = query.to(tl.float32), key.to(tl.float32)
     if weak:
+        # One product each: the factor of the contracted token goes into the operand, that of the row on the result.
         dscores = dpairs.to(query.dtype)
         decay_since, decay_until = tl.exp2(relative), tl.exp2(-relative)
         dq += decay_since * dot(dscores, (k * decay_until).to(key.dtype), spec)
         dk += decay_until * dot(tl.trans(dscores), (q * decay_since).to(query.dtype), spec)
     else:
+        # A token with itself has no decay, and no halving separates it.
         diagonal_dscores = tl.sum(tl.where(diagonal(spec), dpairs, 0.0), 1)[:, None]
         dq += diagonal_dscores * k
         dk += diagonal_dscores * q
@@ -230,6 +241,7 @@ def through_states(
         dk = add_dot(dk, v.to(ds.dtype), tl.trans(ds), spec)
         if GATES:
             s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
+            # What decays S_0 through the whole chunk: the part of the last token's gate gradient that S_0 makes.
             state_product += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
     return dk, state_product
 
@@ -285,6 +297,7 @@ def key_gradients_kernel(
         s_base = state_base(states, row, head, chunk, spec)
         d_base = state_base(dstates, row, head, chunk, spec)
         g_base = gates_base(gates, row, head, chunk, spec, per)
+        # Queries first: the gradients of scores, and what reads S_0. They share the tiles of do.
         dpairs = tl.zeros([C, C], tl.float32)
         dq = tl.zeros([C, BLOCK_K], tl.float32)
         for v_start in tl.range(0, spec.V, BLOCK_V):
@@ -304,8 +317,10 @@ def key_gradients_kernel(
         dpairs *= spec.SCALE
         if spec.DT:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
+            # dt belongs to the written token, which is the column.
             dpairs *= factors[None, :]
         if spec.WIDTH > 1:
+            # Gates of channels: both gradients stay in registers, since each halving adds to both.
             dk, state_product = through_states(values, k_start, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
             if spec.DT:
                 dk *= factors[:, None]
@@ -314,16 +329,20 @@ def key_gradients_kernel(
             dq *= tl.exp2(g)
             dk *= tl.exp2(last[None, :] - g)
             state_product = state_product * tl.exp2(last) + tl.sum(dk * k.to(tl.float32), 0)
+            # Before `channel_gradients`, whose factors above the diagonal are large: 0 times a finite number.
             dpairs = tl.where(rows[:, None] >= rows[None, :], dpairs, 0.0)
             dq, dk = channel_gradients(
                 dq, dk, dpairs, q, k, g, g_base, k_start, (q_base, k_base, start, end), BLOCK_K, spec
             )
             if GATES:
+                # G_t raises what query t reads and lowers what later queries read of key t: q dq - k dk. A token with
+                # itself cancels.
                 dgate = dq * q.to(tl.float32) - dk * k.to(tl.float32)
                 # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
                 dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
                 columns = k_start + tl.arange(0, BLOCK_K)
                 valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
+                # A sum less the one before is the gate again; the first row's is its sum.
                 previous = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
                 dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)
                 at = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
@@ -332,6 +351,7 @@ def key_gradients_kernel(
             if spec.WIDTH == 1:
                 g = tl.load(g_base + rows)
                 dq *= tl.exp2(g)[:, None]
+                # Masks too: the weights are 0 above the diagonal.
                 dpairs *= pair_weights(g)
             else:
                 dpairs = tl.where(rows[:, None] >= rows[None, :], dpairs, 0.0)
@@ -345,6 +365,8 @@ def key_gradients_kernel(
                 store_rows(at, dq, start, end, k_start, Q_HEADS, spec.K, spec)
             else:
                 dq_sum += dq
+            # Values are loaded a second time for it. One loop for both gradients took 245 registers, this order 168
+            # (docs/lab/linear_recurrence_gpu.md).
             dk, state_product = through_states(values, k_start, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
             if spec.DT:
                 dk *= factors[:, None]
@@ -353,10 +375,12 @@ def key_gradients_kernel(
                 dk *= tl.exp2(last - g)[:, None]
                 state_product *= tl.exp2(last)
             if GATES:
+                # Before dk has its part from inside of the chunk: the last gate scales what passes through dS alone.
                 last_dgate = tl.sum(state_product, 0) + tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0)
             dk = add_dot(dk, tl.trans(dscores), q, spec)
             if GATES:
                 dgate -= tl.sum(dk * k.to(tl.float32), 1)
+                # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
                 dgate = tl.sum(dgate, 0) + last_dgate - (tl.cumsum(dgate, 0) - dgate)
                 if spec.WIDTH == 1:
                     previous = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)

@@ -4,10 +4,15 @@
 
 o_i = scale (q_i exp2(G_i) S_0 + sum_{j <= i} (q_i exp2(G_i - G_j) k_j) dt_j v_j) + skip v_i
 
-key channels    |  tile 0  |  tile 1  |          a program: one head, one chunk, BLOCK_V value channels
-q, S_0       -> acc +=  q~ S_0                    in the loop over key channels
-q, k         -> scores += q~ k~^T
-scores, v    -> acc += (scores * weights) v       after it
+    key channels    |  tile 0  |  tile 1  |          a program: one head, one chunk, BLOCK_V value channels
+    q, S_0       -> acc += q S_0                     in the loop over key channels
+    q, k         -> pairs += q k^T
+    gates        -> acc *= exp2(G_i), pairs *= exp2(G_i - G_j)
+    pairs, v     -> acc += pairs v                   behind it, for the diagonal block of tokens
+    q, k', v'    -> acc += pairs' v'                 for every earlier block of the chunk, where it has several
+
+With gates of channels the decay differs along the contracted axis: q is multiplied by exp2(G_i) in the loop, and a
+kernel before this one makes the pairs, once for all tiles of values.
 """
 
 import triton
@@ -54,6 +59,8 @@ def scores_kernel(
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     g_base = gates_base(gates, row, head, chunk, spec, per)
+    # A kernel of its own: made inside of `outputs_kernel`, the pairs take 255 registers with eight warps and spill with
+    # four, and every tile of values would make them again (docs/lab/linear_recurrence_gpu.md).
     acc = tl.zeros([C, C], tl.float32)
     for k_start in tl.range(0, spec.K, BLOCK_K):
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
@@ -108,6 +115,7 @@ def outputs_kernel(
     g_base = gates_base(gates, row, head, chunk, spec, per)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    # What the state answers, and the products of the diagonal block: both read q, so they share the loop.
     for k_start in tl.range(0, spec.K, BLOCK_K):
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
         s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
@@ -121,20 +129,26 @@ def outputs_kernel(
             acc = add_dot(acc, q.to(s.dtype), s, spec)
     g = 0.0
     if spec.WIDTH > 1:
+        # 0 above the diagonal already.
         pairs = tl.load(scores_at(scores, row, head, chunk, spec))
     if spec.WIDTH == 1:
+        # A gate a head is a factor of rows: once on the accumulator, instead of on every tile of q.
         g = tl.load(g_base + block * BLOCK_T + rows)
         acc *= tl.exp2(g)[:, None]
+        # Masks too: the weights are 0 above the diagonal.
         pairs *= pair_weights(g)
     if spec.WIDTH == 0:
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     if spec.DT:
         pairs = pairs.to(tl.float32) * load_dt(dt, row // per.DT, start, end, head, spec, BLOCK_T)[None, :]
+    # Tokens behind the end have keys and values of 0, so they add nothing; their outputs are not stored.
     v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec, BLOCK_T)
     acc = add_dot(acc, pairs.to(v.dtype), v, spec)
     if BLOCKS > 1:
+        # Blocks of 64 tokens in chunks of 128: half as many states are moved, 0.356 ms instead of 0.382
+        # (docs/lab/linear_recurrence_gpu.md), while a tile has the rows of one warpgroup.
         for earlier_block in tl.range(0, block):
-            # Tokens of an earlier block of the chunk: all pairs count.
+            # All pairs count. q is loaded again, out of L1 or L2: held through the loop it would take registers.
             distance = (block - earlier_block) * BLOCK_T
             k_earlier = k_base - distance * (spec.HK * spec.K)
             pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
@@ -143,6 +157,7 @@ def outputs_kernel(
                 k = load_rows(k_earlier, start - distance, end, k_start, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
                 pairs = add_dot(pairs, q, tl.trans(k), spec)
             if spec.WIDTH == 1:
+                # No mask before exp2: sums of earlier tokens are higher, so every exponent is at most 0.
                 pairs *= tl.exp2(g[:, None] - tl.load(g_base + earlier_block * BLOCK_T + rows)[None, :])
             if spec.DT:
                 pairs *= load_dt(dt, row // per.DT, start - distance, end, head, spec, BLOCK_T)[None, :]
@@ -158,6 +173,7 @@ def outputs_kernel(
                 BLOCK_T,
             )
             acc = add_dot(acc, pairs.to(v_earlier.dtype), v_earlier, spec)
+    # The scale is on what the state and the tokens answer; the skip is not scaled.
     acc *= spec.SCALE
     if spec.SKIP:
         acc += v.to(tl.float32) * tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)

@@ -94,6 +94,7 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
     sequences = -(-chunks // per_sequence)
     if record.cu_seqlens is not None:
         sequences, per_sequence = record.cu_seqlens.shape[0] - 1, 0
+        # Every sequence may end with a partial chunk. The lengths are traced, so that is the most there can be.
         chunks = tokens // chunk + min(sequences, tokens)
     return RecurrenceSpec(
         T=tokens,
@@ -112,6 +113,8 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
+        # A factor is one operand: float16 ends at 2 ** 16, and 8 powers are left to what is multiplied. Other dtypes
+        # end at 2 ** 128, which a product of two factors of 2 ** 40 must not reach either.
         MAX_EXPONENT=8.0 if record.query.dtype == jnp.float16 else 40.0,
         FULL_CHUNKS=not packed and tokens % chunk == 0,
         PRECISION=_precision(record),
@@ -127,6 +130,7 @@ def make_spans(record: LinearRecurrence, spec: RecurrenceSpec) -> Spans:
     counts = -(-jnp.diff(bounds) // spec.CHUNK)
     first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
+    # Few numbers: comparing all of them is one fused operation, where a binary search would be a loop.
     chunk_sequences = jnp.searchsorted(first_chunks[1:], chunk, side="right", method="compare_all").astype(jnp.int32)
     return Spans(jnp.append(bounds, bounds[-1])[None], first_chunks[None], chunk_sequences[None])
 

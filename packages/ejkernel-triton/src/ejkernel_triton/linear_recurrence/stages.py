@@ -114,6 +114,7 @@ def pass_states(
     spec, config, batch = call.spec, call.config, left.shape[0]
     block_k, block_v = config.state_block_k, config.state_block_v
     if correction is not None:
+        # The correction's product sums over all key channels, and programs share no sums.
         block_k = max(16, 1 << (spec.K - 1).bit_length())
     states = (batch, spec.H, spec.CHUNKS, spec.K, spec.V) if dtype is not None else (batch,)
     written = (batch, spec.T, spec.H, spec.V) if correction is not None else (batch,)
@@ -173,6 +174,7 @@ def make_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
     from ejkernel_triton.linear_recurrence.outputs_kernel import outputs_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
+    # Pairs with gates of channels come whole from `scores_kernel`.
     block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
     (output,) = launch(
         outputs_kernel,
@@ -211,7 +213,9 @@ def value_gradients(
 
     spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
     tiles, shared = -(-spec.V // config.output_block_v), shared_heads(spec.H, value.shape[2])
+    # Where several groups share a head of values, their parts are float32, and XLA adds them up.
     groups = spec.H // shared
+    # A program has a tile of value channels, so sums over channels are in parts; they are added below.
     numbers = (batch, tiles, spec.T, spec.H)
     dvalue, ddt, dskip = launch(
         value_gradients_kernel,
@@ -257,6 +261,7 @@ def key_gradients(
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     tiles, shared = -(-spec.K // config.gradient_block_k), _added_up(spec)
     groups = spec.H // shared
+    # Queries and keys of H heads are stored by head; shared ones as one part a group, which `over_groups` adds up.
     heads = [spec.H if n == spec.H else groups for n in (spec.HQ, spec.HK)]
     exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
     gate_shape = (batch, spec.T, spec.H, spec.K) if spec.WIDTH > 1 else (batch, tiles, spec.T, spec.H)

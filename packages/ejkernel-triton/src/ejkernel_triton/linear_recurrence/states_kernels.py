@@ -53,6 +53,7 @@ def gates_kernel(
     A gate below 2 ** -58 counts as that: it forgets to the last digit of anything that is written after it, and sums
     stay finite and keep their digits. T is 1 for a decay that is the same for all tokens.
     """
+    # The gates of all heads and channels of a token are contiguous: tiles are cut from that row, across heads.
     COLUMNS: tl.constexpr = spec.H * spec.WIDTH
     TILES: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -67,6 +68,7 @@ def gates_kernel(
     first = tl.cast(row // per.DECAY, tl.int64) * (T * COLUMNS)
     first += tl.cast(start, tl.int64) * step
     valid = (start + rows < end)[:, None] & (columns < COLUMNS)[None, :]
+    # A log gate of 0 for tokens behind the end: the sum of the last token is repeated to the end of the chunk.
     gates = tl.load(decay + first + (rows[:, None] * step + columns[None, :]), mask=valid, other=0.0)
     gates = tl.maximum(gates.to(tl.float32) * LOG2E, MIN_LOG2_GATE)
     sums = tl.cumsum(gates, 0)
@@ -74,6 +76,7 @@ def gates_kernel(
     at = head[None, :] * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK + rows[:, None]
     at = at * spec.WIDTH + (columns % spec.WIDTH)[None, :]
     target = cumulative + tl.cast(row, tl.int64) * (spec.CHUNKS * spec.CHUNK * COLUMNS)
+    # No mask on rows: every row of the chunk is written, so readers need none.
     tl.store(target + at, sums, mask=(columns < COLUMNS)[None, :])
 
 
@@ -90,8 +93,10 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
     """
     if spec.WIDTH > 0:
         if REVERSE:
+            # Decay from the chunk's first token to each query.
             weights = tl.exp2(gates)
         else:
+            # Decay from each token to the chunk's end. Sums fall from token to token, so no exponent is above 0.
             weights = tl.exp2(total - gates) if spec.WIDTH == 1 else tl.exp2(total[:, None] - gates)
         if spec.WIDTH == 1:
             if spec.DT and not REVERSE:
@@ -102,6 +107,7 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
             if spec.DT and not REVERSE:
                 weights = weights * factors[None, :]
             acc *= tl.exp2(total)[:, None]
+        # On keys and not on values: gates of channels differ by key channel.
         left = (left.to(tl.float32) * weights).to(left.dtype)
     else:
         if spec.DT and not REVERSE:
@@ -138,6 +144,7 @@ def states_kernel(
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
+    # Tiles of values are the fastest index: programs that run together read the same keys out of L2.
     v_start = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
     k_start = (program % K_TILES) * BLOCK_K
@@ -167,16 +174,22 @@ def states_kernel(
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
         start = sequence_start + (chunk - first) * C
+        # Before the chunk's tokens are added: forwards what `outputs_kernel` reads, in reverse the gradient of the
+        # state behind the chunk.
         if WRITE:
             store_state(state_base(states, row, head, chunk, spec), acc, k_start, v_start, spec)
         left_base = chunk_base(left, row // per.LEFT, start, left_head, spec.T, LEFT_HEADS, spec.K)
         right_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
+        # No address depends on `acc`, so the pipeliner copies the next chunks' tiles under this chunk's product. Three
+        # stages are enough: a fourth gives nothing (docs/lab/linear_recurrence_gpu.md).
         left_tile = load_columns(left_base, start, end, k_start, LEFT_HEADS, spec.K, BLOCK_K, spec)
         right_tile = load_rows(right_base, start, end, v_start, RIGHT_HEADS, spec.V, BLOCK_V, spec)
         if CORRECT:
             # The product sums over key channels, so BLOCK_K spans all of them (see `stages.pass_states`).
             correction_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
             correction_tile = load_rows(correction_base, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
+            # U - W S with the undecayed state. What is stored is rounded as what is multiplied below: outputs and
+            # gradients see the same writes as the state.
             right_tile = (right_tile.to(tl.float32) - dot(correction_tile, acc.to(correction_tile.dtype), spec)).to(
                 right_tile.dtype
             )
@@ -198,8 +211,10 @@ def states_kernel(
                 valid = columns < spec.K
                 g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
                 total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
+        # The decay multiplies `acc` before the product adds to it: what this chunk writes has its decay already.
         acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:
+            # Scaled in float32, behind the product: 16-bit queries keep their digits.
             acc += dot(left_tile, right_tile, spec) * spec.SCALE
         else:
             acc += dot(left_tile, right_tile, spec)

@@ -12,6 +12,8 @@ from ejkernel_triton.blocks import dot
 def chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec: tl.constexpr, per: tl.constexpr):
     """First token of a chunk, and the token after the last of its sequence."""
     if spec.PER_SEQUENCE == 0:
+        # Packed sequences are cut into chunks one by one, so a chunk has tokens of one sequence alone. Chunks behind
+        # the last have sequence N, which is empty (`bounds` repeats its last number): all their tokens are masked.
         bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2)
         first_chunks += (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1)
         sequence = tl.load(chunk_sequences + (row // per.CHUNK_SEQUENCES) * spec.CHUNKS + chunk)
@@ -79,6 +81,8 @@ def load_columns(
     """`load_rows` transposed, [COLUMNS, CHUNK]."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
+    # Addresses are transposed, not the tile in registers. Triton gives lanes the contiguous axis, which is the first
+    # here, so a warp still reads whole rows of memory.
     at = base + (rows[None, :] * (HEADS * WIDTH) + columns[:, None])
     valid = (start + rows < end)[None, :]
     return masked_load(at, valid, (columns < WIDTH)[:, None], not spec.FULL_CHUNKS, WIDTH % COLUMNS != 0)
@@ -152,6 +156,7 @@ def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """[CHUNK, COLUMNS] cumulative gates of channels."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
+    # No mask on rows: `gates_kernel` fills every chunk, and behind its last token repeats that token's sum.
     at = base + (rows[:, None] * spec.K + columns[None, :])
     return masked_load(at, rows[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
 
@@ -160,6 +165,7 @@ def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
 def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """[COLUMNS] cumulative gates of channels at the end of a chunk."""
     columns = column + tl.arange(0, COLUMNS)
+    # The last row is the sum up to the last token in a partial chunk too, since the rows behind that token repeat it.
     return tl.load(base + (spec.CHUNK - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
 
 
@@ -176,7 +182,8 @@ def load_dt(dt, row, start, end, head, spec: tl.constexpr, BLOCK: tl.constexpr =
 def pair_weights(gates):
     """exp2(G_i - G_j) for j <= i, else 0, of one gate a head: [tokens, tokens] by (i, j)."""
     rows = tl.arange(0, gates.shape[0])
-    # Later tokens have the lower sums, so what is masked is what could overflow: it is masked before.
+    # Above the diagonal the exponent is positive and may overflow, and inf times a score of 0 is NaN: so the mask
+    # comes before exp2, as an exponent of -inf.
     between = tl.where(rows[:, None] >= rows[None, :], gates[:, None] - gates[None, :], float("-inf"))
     return tl.exp2(between)
 
@@ -207,12 +214,14 @@ def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.cons
 def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Cumulative gates less those of the chunk's middle, and whether powers of two of all of them are numbers.
 
-    Where they are within 2 ** -STEEP and 2 ** STEEP, all pairs of the chunk are one product: the factors before and
-    after the middle multiply to at most 1 for the pairs that are taken, and to at most 2 ** (2 STEEP) for the others.
+    Where all are within +-MAX_EXPONENT, the pairs of the chunk are one product: the factors before and after the
+    middle multiply to at most 1 for pairs with j <= i, and to at most 2 ** (2 MAX_EXPONENT) for the others.
     """
     columns = column + tl.arange(0, COLUMNS)
     middle = tl.load(base + (spec.CHUNK // 2 - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
+    # About the middle, not the first token: exponents then reach half as far to either side.
     relative = gates - middle[None, :]
+    # A maximum of the whole tile: the branch on it is the same for all threads of a program.
     return relative, tl.max(tl.max(tl.abs(relative), 1), 0) < spec.MAX_EXPONENT
 
 
@@ -268,15 +277,20 @@ def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexp
     """
     relative, weak = from_middle(gates, base, column, COLUMNS, spec)
     if weak:
+        # Rounded to the operands' dtype after the product with the factor, for the tensor cores; sums are float32.
         left = (query.to(tl.float32) * tl.exp2(relative)).to(query.dtype)
         right = (key.to(tl.float32) * tl.exp2(-relative)).to(key.dtype)
+        # Masked after the product: pairs above the diagonal are large there, up to 2 ** (2 MAX_EXPONENT), but finite.
         scores += tl.where(causal(spec), dot(left, tl.trans(right), spec), 0.0)
     else:
         q, k = query.to(tl.float32), key.to(tl.float32)
         scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
         LEVELS: tl.constexpr = spec.LEVELS
+        # A loop that is not unrolled: unrolled halvings spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
         for level in tl.range(0, LEVELS, num_stages=1):
             weights = cut_weights(gates, base, column, level, COLUMNS, spec)
+            # A product of the whole chunk, most pairs of which the mask drops: one tile shape for all levels. Pairs of
+            # other levels have factors up to 1 too, so none of them is inf or NaN.
             products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
             scores += tl.where(pairs_of(level, spec), products, 0.0)
     return scores

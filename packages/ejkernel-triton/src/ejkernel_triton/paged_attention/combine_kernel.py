@@ -40,6 +40,8 @@ def combine_kernel(
     BV: tl.constexpr = spec.BV
     BR: tl.constexpr = spec.BR
     row_program = tl.program_id(0)
+    # A grid for the largest case: every row of every program's first item. Which items are split follows from
+    # lengths, which may be traced.
     m = row_program % spec.M
     split = row_program // spec.M % spec.SPLITS
     program = (row_program // (spec.M * spec.SPLITS)) % spec.PROGRAMS
@@ -54,11 +56,13 @@ def combine_kernel(
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
     entry_at = work + tl.load(shares + program * 2) * FIELDS
     begin = tl.load(shares + program * 2 + 1)
+    # At least one tile: programs without a share name entries that may have none, and divide by it below.
     start, tiles = tl.load(entry_at + START), tl.maximum(tl.load(entry_at + TILES), 1)
     row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
     head = (begin - start) // tiles
     item = start + head * tiles
     before = begin - share
+    # One program merges an item: the second to work on it. It begins inside the item, and the one before does not.
     if (begin < total) & (begin > item) & (before <= item) & (m < rows * spec.G):
         # The program before this one has the item's first tiles; it began with the item, or came to it.
         row_max = tl.full([1], float("-inf"), tl.float32)
@@ -66,6 +70,7 @@ def combine_kernel(
         acc = tl.zeros([1, BV], tl.float32)
         tail = tl.zeros([1, BR], tl.float32)
         count = 1 + (item + tiles - begin + share - 1) // share
+        # An online softmax over slots, PARTS at a time; in the order of programs, so every run gives the same bits.
         for part in tl.range(0, count, PARTS):
             number = part + tl.arange(0, PARTS)
             valid = number < count
@@ -73,12 +78,14 @@ def combine_kernel(
             second = tl.where((number == 0) & (before < item), 1, 0)
             slot = ((program - 1 + number) * spec.SPLITS + split) * 2 + second
             at = tl.cast(slot * spec.M + m, tl.int64)
+            # Slots behind the last: maximum -inf, so weight 0.
             maxima = tl.load(row_maxima + at, mask=valid, other=float("-inf"))
             sums = tl.load(row_sums + at, mask=valid, other=0.0)
             dv = tl.arange(0, BV)
             accs = tl.load(parts + at[:, None] * PART + dv[None, :], mask=valid[:, None], other=0.0)
             new_max = tl.maximum(row_max, tl.max(maxima, 0))
             shift = finite(new_max)
+            # Each slot was relative to its own maximum: rescale to that of all.
             weights = tl.exp2(maxima - shift)
             alpha = tl.exp2(row_max - shift)
             row_sum = row_sum * alpha + tl.sum(sums * weights, 0)

@@ -48,7 +48,10 @@ PREFILL_SCORE_ROWS = 128
 """Rows of a tile of scores in prefill: long queries, heads of at most 128 columns, elements of 16 bits."""
 
 PREFILL = ((64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 2))
-"""Key tile, warps and stages for tiles of `PREFILL_SCORE_ROWS`, the fastest on an H200 first."""
+"""Key tile, warps and stages for tiles of `PREFILL_SCORE_ROWS`, the fastest on an H200 first.
+
+Chunks of 512: 315, 234, 275 and 179 TFLOP/s (docs/lab/paged_attention_gpu.md). Four warps, or 128 keys, spill.
+"""
 
 SMALL_LATENT = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
 LATENT_FEW = ((64, 4, 3, 1), *SMALL_LATENT)
@@ -72,6 +75,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     sized = _sized(record, device, block_kv, 4, 2 if wide else 3)
     whole = paged_cache.page_size(record) % sized.block_kv == 0
     if _query_rows(record) == 1 and not wide and not whole:
+        # With a number for every key 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
         # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
         # and values are in flight where four warps have one.
         return _sized(record, device, 64, 2, 3)
@@ -109,6 +113,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Tile sizes for sequences with many query rows, the best guess first."""
     size = record.query.shape[-1] * record.query.dtype.itemsize
+    # The query tile, and keys and values of every stage.
     fits = lambda keys, stages: (PREFILL_SCORE_ROWS + 2 * keys * stages) * size <= chip_of(device).shared_memory  # noqa: E731
     sized = [_sized(record, device, *x) for x in PREFILL if fits(x[0], x[2])] or [_sized(record, device, 32, 8, 1)]
     page = paged_cache.page_size(record)

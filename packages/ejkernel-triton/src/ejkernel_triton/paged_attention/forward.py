@@ -59,6 +59,7 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
 
 def _spec(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> PagedSpec:
     sequences = record.kv_lens.shape[0]
+    # The most entries that these rows can make: each sequence may have one tile that is not full.
     tiles = record.query.shape[0] // config.block_q + sequences
     return make_spec(record, config, sequences if record.query_start is None else tiles, rotary)
 
@@ -131,6 +132,7 @@ def _attend(
     values = record.key_pages if record.value_pages is None else record.value_pages
     values = values if rotary is None else rotary.rows
     work, shares = plan
+    # Split-KV: two slots a program, whatever the lengths; see `paged_kernel`.
     slots, part = 2 * spec.PROGRAMS * spec.SPLITS, spec.BV + (spec.BR if spec.TAIL else 0)
     shapes: tuple[Shape | int, ...] = (
         Shape((1, rows, heads, spec.DV), record.query.dtype),
@@ -149,6 +151,8 @@ def _attend(
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
+    # Writes into the memory of output and lse (inputs 6 and 7), and only rows of split items. One warp: a program has
+    # one row of a tile of scores.
     output, lse = launch(
         combine_kernel,
         (parts, maxima, sums, work[None], shares[None], sinks, output, lse),

@@ -81,19 +81,23 @@ def attend_tile(
     k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
     # Slots outside of the sequence are never read: they may hold other sequences' tokens, or NaN.
     page, valid = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
+    # Scores. A latent cache takes two products: tiles are powers of two, so 512 + 64 columns in one would be 1024.
     k_tile = load_rows(k_head, page, tile, k, valid, d, d < spec.D - spec.ROTARY, False, spec)
     products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
     if spec.ROTARY > 0:
         r_tile = load_rows(v_head, page, tile, k, valid, r, r < spec.ROTARY, True, spec)
         products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
     scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
+    # `m < M` always holds: it makes the row of keys a tile.
     allowed = valid[None, :] & (m < spec.M)[:, None]
     if PARTIAL:
+        # Row m is query row m // G, at position + m // G.
         if spec.RIGHT is not None:
             allowed = allowed & (k[None, :] <= (position + m // spec.G + spec.RIGHT)[:, None])
         if spec.LEFT is not None:
             allowed = allowed & (k[None, :] >= (position + m // spec.G - spec.LEFT)[:, None])
     scores = tl.where(allowed, scores, float("-inf"))
+    # Online softmax. `finite` is for rows that no key has reached yet: -inf - -inf would be NaN.
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = finite(new_max)
     p = tl.exp2(scores - shift[:, None])
@@ -103,10 +107,12 @@ def attend_tile(
         # One tile in shared memory is the operand of both products: a latent vector is read once from HBM.
         v_tile = value_operand(k_tile, spec)
     else:
+        # Masked slots are read as 0: a weight of 0 times NaN would be NaN.
         v_tile = load_rows(v_head, page, tile, k, valid, dv, dv < spec.DV, True, spec)
         v_tile = value_operand(v_tile, spec)
     acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
     if spec.TAIL:
+        # Rotary columns that are values have an accumulator of their own: a power of two of columns each.
         tail = add_dot(tail * alpha[:, None], p.to(v_tile.dtype), value_operand(r_tile, spec), spec)
     return acc, tail, new_max, row_sum
 
@@ -141,6 +147,7 @@ def attend(
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
     tail = tl.zeros([M, BR], tl.float32)
+    # Tiles of an item are counted from the one that holds its first key.
     first_tile = low // spec.BLOCK_KV + first
     full_start, full_end = first_tile, first_tile
     if spec.FULL_TILES:
@@ -148,6 +155,7 @@ def attend(
         # softmax gives the same result in any order of tiles.
         full_low, full_high = low, high
         if spec.LEFT is not None:
+            # A full tile is one that every row attends: the last row bounds it on the left, the first on the right.
             full_low = tl.maximum(low, position + spec.BLOCK_Q - 1 - spec.LEFT)
         if spec.RIGHT is not None:
             full_high = tl.minimum(high, position + spec.RIGHT + 1)
@@ -161,6 +169,8 @@ def attend(
                 low, high, head, tile, slopes, qq_bias,
                 False, spec,
             )  # fmt: skip
+    # Partial tiles of both ends in one loop, which jumps over the full ones: a second copy of its body would double
+    # its code.
     for step in tl.range(first_tile, first_tile + count - (full_end - full_start)):
         tile = step
         if spec.FULL_TILES:
@@ -198,6 +208,7 @@ def paged_kernel(
     share and of all. Slots of `parts` that no item needs are left as they are.
     """
     program = tl.program_id(0)
+    # Neighbouring programs have the same keys and other query heads: the keys come from HBM once, then from L2.
     split = program % spec.SPLITS
     batch = tl.cast(program // (spec.SPLITS * spec.PROGRAMS), tl.int64)
     program = program // spec.SPLITS % spec.PROGRAMS
@@ -215,6 +226,7 @@ def paged_kernel(
     slots = batch * spec.PROGRAMS * spec.SPLITS * 2 * spec.M
     parts, row_maxima, row_sums = parts + slots * spec.BV, row_maxima + slots, row_sums + slots
     m = tl.arange(0, spec.M)
+    # `at` is a place in the line of key tiles, from the program's first tile to the end of its share.
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
     entry, first_tile = tl.load(shares + program * 2), tl.load(shares + program * 2 + 1)
     end = tl.minimum(first_tile + share, total)
@@ -223,6 +235,7 @@ def paged_kernel(
         entry_at = work + entry * FIELDS
         start, tiles = tl.load(entry_at + START), tl.load(entry_at + TILES)
         row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
+        # Where in the line: an entry's tiles lie head by head. The item ends with its head's tiles or with the share.
         head = (at - start) // tiles
         first = (at - start) % tiles
         count = tl.minimum(tiles - first, end - at)
@@ -245,9 +258,12 @@ def paged_kernel(
         if count == tiles:
             store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, q_head, sinks, m, spec)
         else:
+            # Split-KV: the item goes on in another program's share. `combine_kernel`, the next launch, reads the
+            # slot. Items between a share's first and last are whole, so two slots do.
             slot = ((program * spec.SPLITS + split) * 2 + tl.where(at == first_tile, 0, 1)).to(tl.int64) * spec.M + m
             tl.store(row_maxima + slot, row_max)
             tl.store(row_sums + slot, row_sum)
             store_part(parts, slot, acc, tail, spec)
         at += count
+        # The next entry after the last head of this one.
         entry = tl.where(at == start + tiles * spec.HK, entry + 1, entry)

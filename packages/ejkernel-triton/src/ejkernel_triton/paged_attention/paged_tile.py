@@ -23,6 +23,7 @@ FIELDS = tl.constexpr(9)
 @triton.jit
 def rounded(x, spec: tl.constexpr):
     """A tile rounded to `compute_dtype`, to the nearest with ties to even; as it is where there is none."""
+    # Bits are rounded by hand, since the interpreter's cast cuts digits off.
     if spec.ROUND == "bfloat16":
         x = round_bfloat16(x.to(tl.float32))
     if spec.ROUND == "float16":
@@ -67,6 +68,8 @@ def load_queries(query, row, rows, head, spec: tl.constexpr):
     m = tl.arange(0, spec.M)
     d = tl.arange(0, spec.BD)
     r = tl.arange(0, spec.BR)
+    # All query heads of a KV head are rows of one tile, so a key tile serves them all with one load. Rows and columns
+    # that pad are 0.
     at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)[:, None] * spec.D
     mask = (m < rows * spec.G)[:, None]
     q = tl.load(query + at + d[None, :], mask=mask & (d < spec.D - spec.ROTARY)[None, :], other=0.0)
@@ -84,6 +87,7 @@ def pages_of(tables, sequence, tile, k, valid, spec: tl.constexpr):
         return sequence, valid & (k < spec.PAGE_SIZE)
     elif spec.WHOLE:
         column = tile * spec.BLOCK_KV // spec.PAGE_SIZE
+        # The last tile may begin behind the table's end.
         page = tl.load(tables + sequence * spec.TABLE + column, mask=column < spec.TABLE, other=-1)
         in_range = (page >= 0) & (page < spec.PAGES)
         # Triton's interpreter makes integers of a vector of truth values and a single one.
@@ -135,10 +139,13 @@ def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.const
         return scores
     else:
         if spec.ALIBI:
+            # The distance is counted from the first new token, as in the family's formula; another origin would move
+            # lse and the weight of a sink.
             scores += slopes[:, None] * (k - context).to(tl.float32)[None, :]
         if spec.QQ > 0:
             row = position + m // spec.G - context
             column = k - context
+            # Pairs of new tokens alone, such as the mask of a tree of drafts.
             in_range = ((row >= 0) & (row < spec.QQ))[:, None] & ((column >= 0) & (column < spec.QQ))[None, :]
             scores += tl.load(qq_bias + row[:, None] * spec.QQ + column[None, :], mask=in_range, other=0.0).to(
                 tl.float32
@@ -169,17 +176,20 @@ def store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, head, sinks,
     base = finite(row_max)
     factor = tl.full(m.shape, 1.0, tl.float32)
     if spec.SINKS:
+        # The sink may exceed every score, so it joins the maximum as well as the denominator. It has no value.
         sink = tl.load(sinks + head * spec.G + m % spec.G) * LOG2E
         base = finite(tl.maximum(row_max, sink))
         factor = tl.exp2(row_max - base)
         row_sum = row_sum * factor + tl.exp2(sink - base)
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
     at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)
+    # A row without keys: output 0 and lse -inf.
     tl.store(lse + at, tl.where(row_sum > 0.0, (tl.log2(denominator) + base) * LN2, float("-inf")), mask=mask)
     factor = (factor * spec.VALUE_SCALE / denominator)[:, None]
     dv = tl.arange(0, spec.BV)
     offsets = at[:, None] * spec.DV + dv[None, :]
     width = spec.LATENT if spec.TAIL else spec.DV
+    # Columns that pad, and the rotary ones of `tail`, are not stored here.
     tl.store(output + offsets, (acc * factor).to(output.dtype.element_ty), mask=mask[:, None] & (dv < width)[None, :])
     if spec.TAIL:
         r = tl.arange(0, spec.BR)

@@ -77,28 +77,36 @@ def plan_kernel(
         query_start = at_batch(query_start, batch, per.QUERY_START, spec.SEQUENCES + 1)
         valid = n < spec.SEQUENCES
         if spec.COUNTED:
+            # Sequences behind the live ones have no rows: what their lengths say is not read.
             valid = valid & (n < tl.load(at_batch(num_seqs, batch, per.NUM_SEQS, 1)))
         first_row = tl.load(query_start + n, mask=valid, other=0)
         rows_of = tl.maximum(tl.load(query_start + n + 1, mask=valid, other=0) - first_row, 0)
         tiles_of = (rows_of + spec.BLOCK_Q - 1) // spec.BLOCK_Q
+        # Entries: sequence n has those from ends - tiles_of to ends. Its number goes to the first; others stay 0.
         ends = tl.cumsum(tiles_of, 0)
         entries = tl.sum(tiles_of, 0)
         tl.store(entry_at + SEQUENCE, tl.zeros_like(w), mask=is_entry)
+        # Barrier: a zero that another thread stores late would overwrite a mark.
         tl.debug_barrier()
         tl.store(work + (ends - tiles_of) * FIELDS + SEQUENCE, n + 1, mask=tiles_of > 0)
+        # Barrier: entries are read by other threads than those that marked them.
         tl.debug_barrier()
         first_sequence = tl.load(entry_at + SEQUENCE, mask=is_entry, other=0)
         # Barrier: stores below overwrite the marks, which other threads may not have read yet.
         tl.debug_barrier()
+        # Numbers grow with entries, so a running maximum continues each to the next mark. Marks are n + 1; 0 is none.
         sequence = tl.maximum(tl.associative_scan(first_sequence, 0, larger) - 1, 0)
+        # The same scan finds the first entry of the sequence, which says how many of its tiles come before.
         earlier_rows = (w - tl.associative_scan(tl.where(first_sequence > 0, w, 0), 0, larger)) * spec.BLOCK_Q
         row = tl.load(query_start + sequence, mask=is_entry, other=0)
         length = tl.load(query_start + sequence + 1, mask=is_entry, other=0) - row
         rows = tl.where(w < entries, tl.minimum(length - earlier_rows, spec.BLOCK_Q), 0)
     else:
+        # Decoding: sequence, entry and query row are the same number.
         sequence, earlier_rows, row, length = w, tl.zeros_like(w), w, tl.zeros_like(w) + 1
         rows = tl.where(is_entry, 1, 0)
     kv_len = tl.load(kv_lens + sequence, mask=is_entry, other=0)
+    # The queries are the last tokens of the context.
     position = kv_len - length + earlier_rows
     low = tl.zeros_like(w)
     if spec.STARTED:
@@ -119,16 +127,20 @@ def plan_kernel(
     tl.store(entry_at + HIGH, high, mask=is_entry)
     tl.store(entry_at + START, start, mask=is_entry)
     tl.store(entry_at + TILES, tiles, mask=is_entry)
+    # Shares: the line of key tiles, cut into equal parts. At least one tile each, since it divides below.
     total = tl.sum(tiles * spec.HK, 0)
     share = tl.maximum((total + spec.PROGRAMS - 1) // spec.PROGRAMS, 1)
     is_program = p < spec.PROGRAMS
     tl.store(shares + p * 2, tl.zeros_like(p), mask=is_program)
+    # Barrier: as above, zeros before marks.
     tl.debug_barrier()
     # The first program whose share starts in the entry, if one does.
     first_program = (start + share - 1) // share
     tl.store(shares + first_program * 2, w, mask=is_entry & (tiles > 0) & (first_program * share < after))
+    # Barrier: as above, marks before reads.
     tl.debug_barrier()
     entry_of = tl.associative_scan(tl.load(shares + p * 2, mask=is_program, other=0), 0, larger)
+    # Barrier: every mark is read before the stores below overwrite it.
     tl.debug_barrier()
     tl.store(shares + p * 2, entry_of, mask=is_program)
     tl.store(shares + p * 2 + 1, tl.minimum(p * share, total), mask=is_program)

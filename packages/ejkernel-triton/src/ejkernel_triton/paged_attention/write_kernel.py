@@ -44,6 +44,7 @@ def write_kernel(
     entry_at = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS) + entry * FIELDS
     sequence, row, rows = tl.load(entry_at + SEQUENCE), tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
     r = tl.arange(0, BQ)
+    # Slots. Positions behind the table, and entries that are no page, are padding and are never written.
     position = tl.load(entry_at + POSITION) + r
     column = position // spec.PAGE_SIZE
     valid = (r < rows) & (position >= 0) & (column < spec.TABLE)
@@ -59,10 +60,12 @@ def write_kernel(
     token = tl.cast(row + r, tl.int64)[:, None] * (spec.HK * spec.D) + (head * spec.D + source)[None, :]
     mask = valid[:, None] & stored[None, :]
     if spec.COMPONENTS == 2:
+        # A combined cache: a program has keys or values, so one of the two loads is masked out whole.
         is_key = tl.zeros_like(c)[None, :] + component == 0
         from_values = tl.load(values + token, mask=mask & ~is_key, other=0.0)
         x = tl.where(is_key, tl.load(keys + token, mask=mask & is_key, other=0.0), from_values)
     else:
         x = tl.load(keys + token, mask=mask, other=0.0)
     first = batch * spec.ELEMENTS + head * spec.STRIDES[2] + component * spec.LANES
+    # Columns that pad the row are stored as 0. Each slot belongs to one token, so no two programs write the same one.
     tl.store(pages + first + at[:, None] + c[None, :], x, mask=valid[:, None] & (c < spec.LANES)[None, :])

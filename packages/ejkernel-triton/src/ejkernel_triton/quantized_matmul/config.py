@@ -79,4 +79,5 @@ def _splits(
     tiles = -(-rows // block_r) if over_rows else -(-words // block_w)
     programs = (-(-words // block_w) if over_rows else -(-rows // block_r)) * -(-record.x.shape[0] // block_m)
     wanted = -(-per_sm * chip_of(device).multiprocessors // programs)
+    # Four tiles fill the pipeline of a program; every split also writes float32 sums that are read again.
     return max(1, min(wanted, tiles // 4))

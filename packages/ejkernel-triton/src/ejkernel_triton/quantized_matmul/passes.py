@@ -127,6 +127,7 @@ def _over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles
     from ejkernel_triton.quantized_matmul.quantized_kernels import over_words_kernel
 
     spec = make_spec(record, config)
+    # x is small beside the matrix, so it is put in the order of codes, not the weights.
     by_code = jnp.moveaxis(left.reshape(spec.M, spec.W, spec.PER), 2, 0)
     shape = (1, spec.M, spec.R)
     made = _launched(over_words_kernel, record, by_code, spec, config, shape, spec.R, config.block_r)
@@ -156,4 +157,5 @@ def _launched(
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
+    # Split-K: a sum in a fixed order, so every run gives the same bits, where atomic additions would not.
     return parts[0].sum(axis=0)

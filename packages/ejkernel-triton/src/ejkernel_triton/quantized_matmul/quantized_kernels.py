@@ -30,7 +30,9 @@ def decode_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.cons
     The value of a subnormal is what its mantissa adds to the smallest power of two. Float32 subnormals would take
     fewer instructions, but devices may flush them to zero.
     """
+    # The code's exponent and mantissa, where float32 has the low end of its exponent and the top of its mantissa.
     shifted = (bits & (SIGN - 1)) << (23 - MANTISSA)
+    # A subnormal has no implicit 1: read with the least normal exponent, that 1 is subtracted again.
     normal = (shifted + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     subnormal = (shifted + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
     value = tl.where(shifted < (1 << 23), subnormal, normal)
@@ -47,6 +49,8 @@ def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
     WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words of a group
     COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
     groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
+    # Past the ends words and scales are 0, since code 0 may stand for another number than 0. Scales that are
+    # exponents are 1 there, but code 0 of their formats is 0.
     mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
     at = rows[:, None] * spec.GROUPS + groups[None, :]
     stored = tl.load(scales + at, mask=mask, other=0)
@@ -72,6 +76,7 @@ def spread_over_words(x, spec: tl.constexpr):
 def factors(stored, zeros, spec: tl.constexpr):
     """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
     if spec.EXPONENT:
+        # The byte is the exponent of a power of two. It becomes float32's exponent field, with the bias of that.
         exponent = stored.to(tl.int8, bitcast=True).to(tl.int32)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     elif spec.SCALE8:
@@ -79,6 +84,7 @@ def factors(stored, zeros, spec: tl.constexpr):
     else:
         scale = stored.to(tl.float32)
     if spec.AFFINE:
+        # f * (2 ** BITS s) - (2 ** BITS s + z s) = q s - z s: the 1 of the mantissa is part of the offset.
         factor = scale * (1 << spec.BITS)
         return spread_over_words(factor, spec), spread_over_words(factor + scale * zeros.to(tl.float32), spec)
     else:
@@ -94,10 +100,12 @@ def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.conste
         # Conversions of integers to floats run at a quarter of the rate of multiply-adds.
         SHIFT: tl.constexpr = 23 - (CODE + 1) * spec.BITS
         MASK: tl.constexpr = ((1 << spec.BITS) - 1) << (23 - spec.BITS)
+        # SHIFT moves the code's top bit to bit 22. A shift to the right drags the sign in; MASK takes it off.
         shifted = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
         value = ((shifted & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
     elif spec.TABLE:
         bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
+        # A gather from 16 numbers, which stay in L1.
         value = tl.load(table + bits) * scale
     elif spec.BITS == 4:
         value = decode_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
@@ -139,6 +147,7 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
     COLUMN_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     SHARE: tl.constexpr = (TILES + spec.SPLITS - 1) // spec.SPLITS
+    # SHARE tiles of the contracted axis a split; the last splits may have fewer or none, and store zeros.
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_W
     batch, part, column, row = program_of(tl.program_id(0), COLUMN_TILES, spec)
@@ -150,9 +159,12 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
     parts += (batch * spec.SPLITS + part) * (spec.PER * spec.M * spec.W)
     m = row * M + tl.arange(0, M)
     words = column * N + tl.arange(0, N)
+    # A name for each accumulator, which the loop carries. With words of 4 codes the last four are dropped by the
+    # compiler.
     acc0 = tl.zeros([M, N], tl.float32)
     acc1, acc2, acc3, acc4, acc5, acc6, acc7 = acc0, acc0, acc0, acc0, acc0, acc0, acc0
     row_in_tile = tl.arange(0, spec.BLOCK_R)
+    # Prologue: the scales of the first tile.
     stored, stored_zeros = load_scales(scales, zeros, part * SHARE * spec.BLOCK_R + row_in_tile, column, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
         r = tile * spec.BLOCK_R + row_in_tile
@@ -164,7 +176,10 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
             tl.int32, bitcast=True
         )
         scale, offset = factors(stored, stored_zeros, spec)
+        # The scales of the next tile arrive while this tile's products run. Loaded in the step that needs them, and
+        # one for every word, they made the kernel take 86.8 us instead of 29.4 (docs/lab/quantized_matmul_gpu.md).
         stored, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
+        # One tile of x and one of words serve all products of the step.
         acc0 = add_dot(acc0, left, dequantize(words_tile, scale, offset, table, 0, spec), spec)
         acc1 = add_dot(acc1, left, dequantize(words_tile, scale, offset, table, 1, spec), spec)
         acc2 = add_dot(acc2, left, dequantize(words_tile, scale, offset, table, 2, spec), spec)
@@ -204,6 +219,7 @@ def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr
     m = row * M + tl.arange(0, M)
     r = column * N + tl.arange(0, N)
     acc = tl.zeros([M, N], tl.float32)
+    # Prologue: the scales of the first tile.
     stored, stored_zeros = load_scales(scales, zeros, r, part * SHARE, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
         words = tile * spec.BLOCK_W + tl.arange(0, spec.BLOCK_W)
@@ -212,9 +228,12 @@ def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr
             tl.int32, bitcast=True
         )
         scale, offset = factors(stored, stored_zeros, spec)
+        # The scales of the next tile, as in the other kernel.
         stored, stored_zeros = load_scales(scales, zeros, r, tile + 1, spec)
         for code in tl.static_range(PER):
+            # x comes code by code, so column j of this tile belongs to code `code` of word j.
             at = x + (code * spec.M + m)[:, None] * spec.W + words[None, :]
             left = tl.load(at, mask=(m < spec.M)[:, None] & (words < spec.W)[None, :], other=0.0)
+            # The contracted axis is that of words, so the weights are the transposed right operand.
             acc = add_dot(acc, left, tl.trans(dequantize(words_tile, scale, offset, table, code, spec)), spec)
     store_part(parts, acc, 0, m, r, spec.R, spec)

@@ -157,10 +157,12 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
         num_stages=1,
         constants={"spec": spec},
     )
+    # Blocks of whole chunks have no pool that crosses them: one kernel is enough then.
     if spec.RANGES or spec.SPAN % spec.CHUNK:
         (output,) = launch(
             combine_kernel,
             (sums, lengths, ranges, output),
+            # The first kernel's output, in its memory: pools that cross no block stay as they are.
             (3,),
             batch=rows,
             grid=rows * spec.M * spec.WIDE_TILES,

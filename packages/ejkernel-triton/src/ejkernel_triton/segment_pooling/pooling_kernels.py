@@ -26,9 +26,12 @@ def count_up_to(column, bound, spec: tl.constexpr):
     """How many pools have a number up to `bound` in a column of `ranges`; of a vector of bounds, each."""
     LEVELS: tl.constexpr = spec.LEVELS
     found = bound * 0
+    # A binary search without branches, so that a vector of bounds can take every step together. Loads depend on each
+    # other, one a bit of the number of pools.
     for level in tl.static_range(LEVELS):
         step = spec.STEP >> level
         in_range = found + step <= spec.M
+        # Ranges are pairs, so a column's numbers are 2 apart. Behind the last pool nothing is loaded.
         last = tl.load(column + 2 * (found + step - 1), mask=in_range, other=0)
         found = tl.where(in_range & (last <= bound), found + step, found)
     return found
@@ -60,6 +63,7 @@ def sum_rows(values, first, end, channels, spec: tl.constexpr):
     BLOCK_C: tl.constexpr = spec.BLOCK_C
     rows = tl.arange(0, BLOCK_T)
     acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    # BLOCK_T rows of partial sums: their loads are independent, and one reduction follows the loop.
     for token in tl.range(first, end, spec.BLOCK_T):
         # 64 bits for where the rows begin, 32 for where an element is in them.
         start = values + tl.cast(token, tl.int64) * spec.C
@@ -83,13 +87,17 @@ def pools_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, per:
     tokens = tokens_of(lengths, row, spec, per)
     if spec.RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
+        # From the first pool that ends behind the block's first token to the last that begins before its end.
         pool, last = count_up_to(ranges + 1, start, spec), count_up_to(ranges, behind - 1, spec)
     else:
+        # Chunks that go on from the block before, or into the next one, are among them.
         pool, last = start // spec.CHUNK, tl.minimum((behind + spec.CHUNK - 1) // spec.CHUNK, spec.M)
     for m in tl.range(pool, last):
         first, end = span_of(ranges, m, tokens, m >= 0, spec)
+        # Clipped to the block: no token is read by two programs of one tile of channels.
         acc = sum_rows(values, tl.maximum(first, start), tl.minimum(end, behind), channels, spec)
         channel_mask = channels < spec.C
+        # Pools without tokens are whole: their mean is 0 over a length of at least 1.
         whole = (end <= first) | ((first >= start) & (end <= behind))
         if whole:
             mean = acc / tl.cast(tl.maximum(end - first, 1), tl.float32)
@@ -115,6 +123,7 @@ def combine_kernel(sums, lengths, ranges, so_far, output, spec: tl.constexpr, pe
     if spec.RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
     first, end = span_of(ranges, pool, tokens_of(lengths, row, spec, per), pool >= 0, spec)
+    # Every program looks at its pool, and most find that it crosses no block and write nothing.
     begins, ends = first // spec.SPAN, (end - 1) // spec.SPAN
     crosses = (end > first) & (ends > begins)
     sums = at_batch(sums, row, per.SUMS, spec.BLOCKS * 2 * spec.C)
@@ -123,9 +132,11 @@ def combine_kernel(sums, lengths, ranges, so_far, output, spec: tl.constexpr, pe
     blocks = tl.arange(0, AT_ONCE)
     acc = tl.zeros([AT_ONCE, WIDE], tl.float32)
     for block in tl.range(begins, tl.where(crosses, ends + 1, begins), spec.AT_ONCE):
+        # Two sums a block: slot 1 is the tail of the block in which the pool begins, slot 0 the head of each later one.
         part = 2 * (block + blocks) + tl.where(block + blocks == begins, 1, 0)
         mask = (block + blocks <= ends)[:, None] & (channels < spec.C)[None, :]
         acc += tl.load(sums + (tl.cast(part, tl.int64)[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0)
+    # Empty pools too: the first kernel reaches none that lies at a block's first token.
     if crosses | (end <= first):
         mean = tl.sum(acc, axis=0) / tl.cast(tl.maximum(end - first, 1), tl.float32)
         at = output + (row * spec.M + pool) * spec.C + channels
@@ -150,13 +161,16 @@ def shares_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, per:
     first, end = span_of(ranges, pool, tokens, pool < spec.M, spec)
     in_pool = (pool < spec.M) & (first <= token) & (token < end)
     length = tl.cast(tl.maximum(end - first, 1), tl.float32)
+    # 64 bits for a pool's row: tokens of one tile may read pools far from each other.
     source = at_batch(cotangent, row, per.COTANGENT, spec.M * spec.C) + tl.cast(pool, tl.int64) * spec.C
     target = gradient + (row * spec.T + token) * spec.C
     for step in tl.static_range(STEPS):
         channels = (group * STEPS + step) * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
         channel_mask = (channels < spec.C)[None, :]
+        # Tokens of a pool read the same row of cotangents: after the first, from a cache.
         dpool = tl.load(source[:, None] + channels[None, :], mask=in_pool[:, None] & channel_mask, other=0.0).to(
             tl.float32
         )
+        # 0 for tokens of no pool: the load was masked, and the length is at least 1.
         share = (dpool / length[:, None]).to(gradient.dtype.element_ty)
         tl.store(target[:, None] + channels[None, :], share, mask=(token < spec.T)[:, None] & channel_mask)

@@ -78,16 +78,19 @@ def queries_kernel(
     if spec.SEGMENTS:
         k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
+        # Padding attends to nothing: the loop has no steps, and the gradient stored is 0.
         count = tl.where(q_id >= 0, count, 0)
     q_position = query_position(q_positions, token, spec)
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
     BG: tl.constexpr = spec.BG
     BD: tl.constexpr = spec.BD
+    # The program's query, with all heads of the KV head, stays in registers.
     q = load_heads(query, token, head, spec.D, BD, spec)
     do = load_heads(cotangent, token, head, spec.DV, spec.BV, spec)
     lse = load_numbers(shift, token, head, spec)
     delta_row = load_numbers(delta, token, head, spec)
     acc = tl.zeros([BG, BD], tl.float32)
+    # One loop over the tiles of all listed blocks, as in the forward kernel.
     for i in tl.range(0, count * TILES):
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
@@ -97,8 +100,10 @@ def queries_kernel(
         v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
         attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
         scores = dot(q, tl.trans(k), spec) * spec.FACTOR
+        # Masked weights are replaced after exp2, which may be inf for keys that lse does not count.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
         dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
+        # K is an operand of two products, of scores and of dq, with one load.
         acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
     store_heads(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)
@@ -147,6 +152,7 @@ def keys_kernel(
     """
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
     program = tl.program_id(0)
+    # Programs of one part and other keys of its block run next to each other: they gather the same queries from L2.
     tile = program % TILES
     part = (program // TILES) % PARTS
     head = (program // (TILES * PARTS)) % spec.HK
@@ -175,15 +181,18 @@ def keys_kernel(
         if spec.SEGMENTS:
             q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
             k_id = tl.load(at_batch(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
+        # K and V of the block stay in registers; queries are streamed.
         k = load_keys(key, start, index, valid, spec.D, BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
         dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         row = tl.arange(0, ROWS)
+        # A row is a query and a head, without gaps between queries: only the tile's end pads.
         group_head = row % spec.G
         for at in tl.range(first_entry, end, BLOCK_Q):
             entry = at + row // spec.G
             listed = (row < BLOCK_Q * spec.G) & (entry < end)
+            # Queries of a list lie anywhere, so q, do, lse and delta are gathered row by row; rows that pad read 0.
             token = tl.load(readers + entry, mask=listed, other=0)
             q = _gather(query, token, group_head, head, listed, spec.D, BD, spec)
             do = _gather(cotangent, token, group_head, head, listed, spec.DV, BV, spec)
@@ -193,15 +202,20 @@ def keys_kernel(
             last = token
             if spec.POSITIONS:
                 last = tl.load(q_positions + token, mask=listed, other=-1)
+            # The list says that the query reads the block; within its own block it still attends only up to its
+            # position.
             attends = valid[:, None] & listed[None, :] & ((start + index)[:, None] <= last[None, :])
             if spec.SEGMENTS:
                 attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=listed, other=-1)[None, :])
             scores = dot(k, tl.trans(q), spec) * spec.FACTOR
+            # Transposed, [keys, queries]: p^T and ds^T are left operands as they lie in registers.
             weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
             dv = add_dot(dv, weights.to(do.dtype), do, spec)
             dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])
             dk = add_dot(dk, dscores.to(q.dtype), q, spec)
         dk = dk * spec.SCALE
+        # The whole list: this is the gradient. Where sequences are packed, a block may reach into the next sequence,
+        # whose own block stores those keys.
         if slot < 0:
             dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
             dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV
@@ -209,6 +223,8 @@ def keys_kernel(
             _store_keys(dkey, start, index, last_key, dk, spec.D, BD, spec)
             _store_keys(dvalue, start, index, last_key, dv, spec.DV, BV, spec)
         else:
+            # One part of several: float32 accumulators, whole tiles without masks, for `merge_kernel`, the next
+            # launch.
             sums = (tl.cast(batch * spec.HK + head, tl.int64) * SUMS + slot) * TILES + tile
             _store_sums(key_sums, sums, dk, BLOCK_KV, BD)
             _store_sums(value_sums, sums, dv, BLOCK_KV, BV)
@@ -258,6 +274,7 @@ def merge_kernel(
     batch = program // (TILES * spec.M * spec.HK)
     merges = at_batch(merges, batch, per.MERGES, spec.HK * spec.M * 2) + (head * spec.M + block) * 2
     first, count = tl.load(merges), tl.load(merges + 1)
+    # Blocks with one part are complete in `dkey` and `dvalue` already.
     if count > 0:
         BD: tl.constexpr = spec.BD
         BV: tl.constexpr = spec.BV
@@ -270,6 +287,7 @@ def merge_kernel(
         dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         row = tl.cast(batch // per.KEY_SUMS, tl.int64) * (spec.HK * SUMS) + head * SUMS + first
+        # Slots in the order of the list's parts, so every run gives the same bits.
         for slot in tl.range(0, count):
             q_row = (row + slot) * TILES + tile
             dk += tl.load(key_sums + q_row * (BLOCK_KV * BD) + k_at)

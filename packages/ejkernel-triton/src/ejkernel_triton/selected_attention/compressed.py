@@ -52,6 +52,8 @@ def query_splits(record: TiledAttention) -> int:
     """How many splits the queries of a branch are cut into."""
     if record.kv_positions is None:  # the window: its keys are as many as its queries
         return 1
+    # As many splits as fill the chip. With 8192 queries and 128 keys the backward pass took 4.78 ms in one call, 0.93
+    # in 17 splits and 0.58 in 32 (docs/lab/native_sparse_attention_gpu.md).
     batch, keys, heads, _ = record.key.shape
     programs = PROGRAMS_PER_SM * chip_of(current_device()).multiprocessors
     key_programs = batch * heads * -(-keys // BLOCK_KV)

@@ -62,6 +62,7 @@ def forward_kernel(
         starts = at_batch(starts, batch, per.STARTS, spec.M)
     if spec.POSITIONS:
         q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
+    # Slots behind the last named block cost nothing; an empty slot before it is a tile without keys.
     count = slots_in_use(listed, spec)
     q_id = 0
     if spec.SEGMENTS:
@@ -72,22 +73,28 @@ def forward_kernel(
     BG: tl.constexpr = spec.BG
     BV: tl.constexpr = spec.BV
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    # Rows that pad the group to 16 are 0; they are computed like the others and not stored.
     q = load_heads(query, token, head, spec.D, spec.BD, spec)
     row_max = tl.full([BG], float("-inf"), tl.float32)
     row_sum = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, BV], tl.float32)
+    # One loop over the tiles of all listed blocks: the pipeline of copies drains where a loop ends, so not one a
+    # block.
     for i in tl.range(0, count * TILES):
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
         start = block_start(starts, block, spec)
+        # Keys that are not there are read as 0: their weights are 0, and 0 x NaN would be NaN.
         valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
         attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
         row_max, row_sum, acc = softmax_step(q, k, v, attends, row_max, row_sum, acc, spec)
+    # Epilogue. A query without keys has denominator 0: its output is 0, its lse -inf.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
     lse_row = tl.where(row_sum > 0.0, (tl.log2(denominator) + finite(row_max)) * LN2, float("-inf"))
     g = tl.arange(0, BG)
+    # lse is [B, H, T], as the family's residuals are: a stride of T between the heads of a query.
     rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
     tl.store(lse + rows, lse_row, mask=g < spec.G)
     output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
@@ -98,13 +105,15 @@ def forward_kernel(
 def softmax_step(q, k, v, attends, row_max, row_sum, acc, spec: tl.constexpr):
     """One step of the online softmax, over a tile of keys.
 
-    q [BG, BD], k [K, BD], v [K, BV], keep [K], row_max and row_sum [BG], acc [BG, BV].
+    q [BG, BD], k [K, BD], v [K, BV], attends [K], row_max and row_sum [BG], acc [BG, BV].
     """
+    # One query: all rows of the tile, its heads, have the same mask.
     scores = tl.where(attends[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = finite(new_max)  # a tile may have nothing that attends
     weights = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(weights, 1)
+    # Weights take the values' dtype for the matrix unit; the accumulator stays float32.
     acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
     return new_max, row_sum, acc

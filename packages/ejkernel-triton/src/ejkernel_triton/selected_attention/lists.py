@@ -43,6 +43,7 @@ def find_readers(record: SelectedAttention, length: int) -> Readers:
     tokens, bounds = _sorted(listed, count)
     entries = tokens.shape[2]
     sizes = jnp.diff(bounds)
+    # A block that no query lists has an empty part, whose program stores its zeros.
     part_counts = jnp.maximum(-(-sizes // length), 1)
     part_ends = jnp.cumsum(part_counts, axis=-1)
     part_starts = part_ends - part_counts
@@ -96,6 +97,7 @@ def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         ordered = jnp.sort(pairs.reshape(-1))
         edges = ((row + edge) * length).reshape(-1)
         bounds = jnp.searchsorted(ordered, edges, method="scan_unrolled").reshape(batch, heads, count + 1)
+        # From entries of all rows to entries of each row.
         bounds = bounds - jnp.arange(batch * heads, dtype=bounds.dtype).reshape(batch, heads, 1) * entries
         return (ordered % length).astype(jnp.int32).reshape(batch, heads, entries), bounds.astype(jnp.int32)
     blocks_of, tokens = jax.lax.sort(

@@ -54,11 +54,13 @@ def select_kernel(
     indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.SLOTS)
     scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES * BM)
     TILES: tl.constexpr = (spec.T + QUERIES - 1) // QUERIES
+    # An item is a tile of queries and a KV head.
     for item in tl.range(program, TILES * spec.HK, PROGRAMS):
         head = item // TILES
         start = (item % TILES) * QUERIES
         token = start + tl.arange(0, QUERIES)
         current = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
+        # No query of the tile selects a block from `last` on: those are not computed.
         last = tl.max(current, 0)
         ids = (q_ids, block_ids)
         _block_weights(query, keys, shift, ids, scratch, head, start, current, last, spec, QUERIES, HEADS, BLOCKS, BM)
@@ -94,6 +96,7 @@ def _block_weights(
     ROWS: tl.constexpr = QUERIES * HEADS
     d = tl.arange(0, spec.BD)
     row = tl.arange(0, ROWS)
+    # Heads are the fast axis of the rows, so that a reshape separates them for the sum.
     token, group_head = start + row // HEADS, row % HEADS
     valid = (token < spec.T) & (group_head < spec.G)
     q_row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64)
@@ -112,9 +115,11 @@ def _block_weights(
         selectable = block[None, :] < current[:, None]
         if spec.SEGMENTS:
             q_id = tl.load(q_ids + tokens, mask=tokens < spec.T, other=-1)
+            # Ids that are not there differ: -1 of queries, -2 of blocks.
             block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
             selectable = selectable & (q_id[:, None] == block_id[None, :])
         offset = tl.arange(0, QUERIES)[:, None] * BM + block[None, :]
+        # -1 is below every sum of weights: such a block is never the largest while another is left.
         tl.store(scratch + offset, tl.where(selectable, summed, -1.0), mask=(block < BM)[None, :])
 
 
@@ -139,11 +144,14 @@ def _store_largest(
     at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.SLOTS
     tl.store(at, current, mask=valid)
     block = tl.arange(0, BM)
+    # Columns behind hold weights of an earlier tile of queries, or nothing yet; they count as -1.
     written = (block < (last + BLOCKS - 1) // BLOCKS * BLOCKS)[None, :]
     rows = scratch + (first + tl.arange(0, TOPK_QUERIES))[:, None] * BM + block[None, :]
     weights = tl.load(rows, mask=written, other=-1.0)
+    # Slot by slot the largest: a few rounds over weights in registers instead of a sort. What was found becomes -1.
     for slot in tl.range(1, spec.SLOTS):
         largest = tl.max(weights, 1)
+        # The later of equal weights, as the family's reference selects.
         found = tl.max(tl.where(weights == largest[:, None], block[None, :], -1), 1)
         tl.store(at + slot, tl.where((largest >= 0.0) & (current >= 0), found, -1), mask=valid)
         weights = tl.where(block[None, :] == found[:, None], -1.0, weights)

@@ -21,6 +21,7 @@ def load_heads(base, token, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sp
     g = tl.arange(0, spec.BG)
     d = tl.arange(0, COLUMNS)
     at = base + tl.cast(token * spec.H + head * spec.G, tl.int64) * WIDTH + (g[:, None] * WIDTH + d[None, :])
+    # Without what pads there is no mask: a predicate that is always true still costs.
     if spec.BG != spec.G or COLUMNS != WIDTH:
         return tl.load(at, mask=(g < spec.G)[:, None] & (d < WIDTH)[None, :], other=0.0)
     else:
@@ -47,6 +48,7 @@ def load_numbers(base, token, head, spec: tl.constexpr):
 def slots_in_use(listed, spec: tl.constexpr):
     """One more than the last slot of a query's list that names a block."""
     slots = tl.arange(0, spec.BS)
+    # The list in one load; empty slots may lie between others.
     blocks = tl.load(listed + slots, mask=slots < spec.SLOTS, other=-1)
     return tl.max(tl.where(blocks >= 0, slots + 1, 0), 0)
 
@@ -54,6 +56,7 @@ def slots_in_use(listed, spec: tl.constexpr):
 @triton.jit
 def block_start(starts, block, spec: tl.constexpr):
     """The first key of a block; that of the first block for -1."""
+    # An empty slot is -1: the load of `starts` has no mask and must not begin before the array.
     block = tl.maximum(block, 0)
     if spec.STARTS:
         return tl.load(starts + block)

@@ -40,6 +40,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         rates, _, read = operands
         starts = segment_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
     dx, dstep, partial, ddecay, dskip, dfirst, _ = _launch(pullback, operands, outputs, starts, spec)
+    # Every program has dB and dC of its channels; the sum over tiles has a fixed order.
     pairs = partial.sum(axis=1)
     found = {
         "x": dx,
@@ -88,10 +89,12 @@ def _launch(
             Shape((rows, spec.SPLITS, spec.N, spec.E), float32),
             Shape((rows, spec.SPLITS, spec.E), float32),
             Shape((rows, spec.N, spec.E), float32),
+            # Scratch of one interval a program, overwritten by the next: small enough to stay in L2.
             Shape((rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
         ),
         batch=rows,
         grid=rows * programs,
+        # Sums over channels are shuffles of one warp; a second warp would need shared memory and barriers.
         num_warps=1,
         num_stages=1,
         constants={"spec": spec},

@@ -101,6 +101,7 @@ def segment_starts(
         end, total = parts
         return jnp.exp2(rates * total[:, None]) * state + end, state
 
+    # As many steps as segments. All in float32: an error here would reach every later segment.
     start = jnp.zeros((rows, spec.N, spec.E), jnp.float32) if first is None else first
     found = lax.scan(part, start, (jnp.moveaxis(ends, 1, 0), jnp.moveaxis(sums, 1, 0)), reverse=reverse)[1]
     return jnp.moveaxis(found, 0, 1)

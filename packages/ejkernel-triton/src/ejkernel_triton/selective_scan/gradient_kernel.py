@@ -46,6 +46,7 @@ def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
     """
     lane = tl.arange(0, LANES)[None, None, :]
     upper = (lane & SPAN) != 0
+    # Each lane keeps half and sends half, so a shuffle carries two sums at once.
     kept, sent = tl.where(upper, high, low), tl.where(upper, low, high)
     return kept + tl.gather(sent, tl.broadcast_to(lane ^ SPAN, sent.shape), 2)
 
@@ -81,6 +82,8 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
     if 2 * BN <= LANES:
+        # dB and dC fill one half of the lanes each, so that both are summed by the same shuffles: 31 a token with 32
+        # channels and N 16, instead of the 160 of a reduction (docs/lab/selective_scan_gpu.md).
         sums = exchange(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
         sums = sum_lanes(sums, BN, LANES)
         lane = tl.arange(0, LANES)
@@ -90,6 +93,7 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
         return sums
     else:
         GROUPS: tl.constexpr = BN // LANES
+        # More sums than lanes: a lane ends with GROUPS sums of dB, and as many of dC.
         first = sum_lanes(tl.reshape(b_terms, [GROUPS, LANES, LANES]), LANES, LANES)
         return first, sum_lanes(tl.reshape(c_terms, [GROUPS, LANES, LANES]), LANES, LANES)
 
@@ -101,6 +105,7 @@ def store_sums(partial, token, sums, spec: tl.constexpr):
     LANES: tl.constexpr = spec.BLOCK_E
     at = partial + tl.cast(token, tl.int64) * (2 * BN)
     lane = tl.arange(0, LANES)
+    # A program writes a part of its own, [T, 2 BN]; XLA adds up the programs in a fixed order.
     mask = token + 0 * lane < spec.T
     if 2 * BN <= LANES:
         tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
@@ -118,10 +123,12 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, count, 
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
     for block in tl.range(0, count):
+        # States before blocks only: those of each token of an interval would not fit the registers.
         store_scratch(scratch, block, state, channels, spec)
         token = first_token + block * BLOCK_T
         after = token + BLOCK_T  # prefetched during the computation of this block
         next_xs, next_steps = load_tokens(x, after, channels, spec), load_tokens(step, after, channels, spec)
+        # The barrier keeps loads from sinking to their use, where every token would wait for memory.
         columns = load_block(write, token, spec)
         tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
@@ -208,6 +215,7 @@ def gradient_kernel(
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
+    # The cotangent of the states behind the tokens that are left; it lives in registers through all intervals.
     carry = starting_state(starts, part, channels, True, spec)
     ddecay_acc = zero_state(spec)
     dskip_acc = zero_channels(spec)
@@ -217,16 +225,18 @@ def gradient_kernel(
         interval = first + intervals - 1 - reverse_index
         first_token = interval * spec.INTERVAL
         count = tl.cdiv(tl.minimum(spec.INTERVAL, spec.T - first_token), spec.BLOCK_T)
+        # The forward pass stored this state: the one before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
         recompute_states(x, step, rates, write, state, scratch, first_token, count, channels, spec)
         tl.debug_barrier()  # other threads may read a scratch element than wrote it
+        # The first block's operands; without PREFETCH nothing reads them, and the compiler drops the loads.
         tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, channels, spec)
         state = load_scratch(scratch, count - 1, channels, spec)
         for reverse_block in tl.range(0, count):
             block = count - 1 - reverse_block
             token = first_token + block * spec.BLOCK_T
-            # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
             block_state = state if spec.PREFETCH_STATES else load_scratch(scratch, block, channels, spec)
+            # The next block's states, under this block's arithmetic; the first block loads its own once more.
             if spec.PREFETCH_STATES:
                 state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
             if spec.PREFETCH:
@@ -234,30 +244,38 @@ def gradient_kernel(
                 tokens = load_inputs(x, step, cotangent, token - BLOCK_T, channels, spec)
             else:
                 xs, steps, dys = load_inputs(x, step, cotangent, token, channels, spec)
+            # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
             columns = load_block(write, token, spec)
             tl.debug_barrier()
+            # Forwards: BLOCK_T + 1 tiles of states in registers, the one before each token and the last one behind.
             block_states = (block_state,)
             for i in tl.static_range(BLOCK_T):
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
                 block_states += (next_state(block_states[i], now, dt, rates, columns[i]),)
+            # Backwards over the same tokens.
             dxs, dsteps, sums = (), (), ()
             for j in tl.static_range(BLOCK_T):
                 now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
                 dy, at = dys[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
+                # B is loaded a second time, from L1: held since the forward loop it would take registers.
                 b, c = load_column(write, at, spec)[:, None], load_column(read, at, spec)[:, None]
                 g = carry + c * dy[None, :]
                 carry = tl.exp2(rates * dt[None, :]) * g
+                # a g h_{t-1}: the gradient of the exponent dt A, for dA with dt and for ddt with A.
                 decayed_g = carry * block_states[BLOCK_T - 1 - j]
                 ddecay_acc += decayed_g * dt[None, :]
                 dx_terms = tl.sum(g * b, 0)
                 dxs += (dx_terms * dt + skip_weights * dy,)
+                # `rates` is A log2(e), so LN2 takes the factor out again.
                 dsteps += (dx_terms * now + tl.sum(decayed_g * rates, 0) * LN2,)
                 dskip_acc += dy * now
                 sums += (sum_channels(g * (dt * now)[None, :], block_states[BLOCK_T - j] * dy[None, :], spec),)
+            # Behind the loop: tokens behind T are masked here, and their dy and dt of 0 let `carry` pass unchanged.
             for j in tl.static_range(BLOCK_T):
                 store_sums(partial, token + (BLOCK_T - 1 - j), sums[j], spec)
             store_tokens(dx, token, channels, dxs, True, spec)
             store_tokens(dstep, token, channels, dsteps, True, spec)
+        # All reads of the scratch come before the next interval overwrites it.
         tl.debug_barrier()
     segment_row = row * spec.SPLITS + part
     store_state(ddecay + segment_row * (spec.N * spec.E), channels, ddecay_acc, spec)

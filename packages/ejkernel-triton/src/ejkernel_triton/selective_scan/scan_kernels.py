@@ -40,6 +40,7 @@ from ejkernel_triton.selective_scan.tile import (
 @triton.jit
 def store_boundary(states, token, channels, state, spec: tl.constexpr):
     """Stores the states before a token that begins an interval."""
+    # INTERVAL is a multiple of BLOCK_T, so only the first token of a block can begin an interval.
     if token % spec.INTERVAL == 0:
         store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
 
@@ -49,7 +50,10 @@ def scan_token(state, x, dt, rates, columns, skip_weights):
     """The states behind a token, and its output."""
     b, c = columns
     now, dt = x.to(tl.float32), dt.to(tl.float32)
+    # `rates` has log2(e) in it, which saves a product in every exponential. Rows behind N and tokens behind T have b,
+    # dt and x of 0, and leave the states as they are.
     state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
+    # A sum over a thread's registers: no shuffle.
     return state, tl.sum(state * c[:, None], 0) + skip_weights * now
 
 
@@ -70,6 +74,7 @@ def scan_segment(
         )
         columns = (load_columns(write, read, token, spec), load_columns(write, read, token + 1, spec))
         tl.debug_barrier()
+        # Stored once a block: no store stands between the loads of a token and the arithmetic of the next.
         outputs = ()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
@@ -151,11 +156,13 @@ def scan_kernel(
     output = output + row * (spec.T * spec.E)
     write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
     states = states + row * (spec.CHUNKS * spec.N * spec.E)
+    # A^T and D are held in registers for the whole segment: they do not depend on the token.
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     if GIVEN:
         starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
     state = starting_state(starts, part, channels, GIVEN, spec)
+    # Segments are whole intervals, so each begins where a state is stored.
     first_token = part * (spec.PART * spec.INTERVAL)
     end = tl.minimum(first_token + spec.PART * spec.INTERVAL, spec.T)
     if spec.PREFETCHED_COLUMNS:
@@ -166,6 +173,7 @@ def scan_kernel(
         state = scan_segment(
             x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
         )
+    # The last segment ends with the sequence; the others' final states are no output of the scan.
     if part == spec.SPLITS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)
 
@@ -206,6 +214,7 @@ def segment_ends_kernel(
     total = zero_channels(spec)
     first_token = part * (spec.PART * spec.INTERVAL)
     blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - first_token), BLOCK_T)
+    # In reverse the partial block comes first: its tokens behind T have dt and values of 0 and change nothing.
     stride = -BLOCK_T if REVERSE else BLOCK_T
     token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
     token_values, steps = load_tokens(values, token, channels, spec), load_tokens(step, token, channels, spec)
@@ -223,10 +232,12 @@ def segment_ends_kernel(
                 tl.debug_barrier()
             if REVERSE:
                 dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), token_values[BLOCK_T - 1 - i].to(tl.float32)
+                # The cotangent gets its token's share before it decays: it is handed to the token before.
                 state = tl.exp2(rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
             else:
                 dt, value = steps[i].to(tl.float32), token_values[i].to(tl.float32)
                 state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
+            # exp(A dt) over all tokens is exp(A * sum of dt): [E] numbers a segment instead of [N, E].
             total += dt
         token_values, steps, token = next_added, next_steps, next_token
     at = row * spec.SPLITS + part

@@ -41,6 +41,7 @@ def load_tokens(base, token, channels, spec: tl.constexpr):
     start = base + tl.cast(token, tl.int64) * spec.E
     rows = ()
     for i in tl.static_range(BLOCK_T):
+        # A tuple of vectors and not a tile: every token is a register of its own, which no loop has to index.
         rows += (tl.load(start + (i * spec.E + channels), mask=_in_array(token + i, channels, spec), other=0.0),)
     return rows
 
@@ -58,6 +59,7 @@ def store_tokens(base, token, channels, rows, REVERSED: tl.constexpr, spec: tl.c
 
 @triton.jit
 def _in_array(token, channels, spec: tl.constexpr):
+    # A vector, since the interpreter has no & of a vector and a scalar.
     at = token + 0 * channels
     return (channels < spec.E) & (at >= 0) & (at < spec.T)
 
@@ -67,6 +69,7 @@ def load_column(base, token, spec: tl.constexpr):
     """[BN] of a [T, N] array at a token, one value for all channels; 0 behind its end."""
     n = tl.arange(0, spec.BN)
     at = base + token * spec.N + n
+    # All lanes read the same addresses, 16 bytes a load: without a mask nothing keeps Triton from that width.
     if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0:
         return tl.load(at)
     else:

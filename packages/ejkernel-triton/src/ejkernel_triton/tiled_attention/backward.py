@@ -128,6 +128,7 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
 def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.backward_kernels import queries_kernel
 
+    # One program a query tile and query head. Every program writes its rows of dq once.
     blocks = key_blocks(record, tile.stationary, tile.streamed)
     count = tiles(record.query.shape[1], tile.stationary)
     (dquery,) = launch(

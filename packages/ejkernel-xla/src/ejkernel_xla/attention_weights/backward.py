@@ -101,6 +101,7 @@ def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTil
     dweights = drop(dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, ALL_KEYS)
     if scores.allowed is not None:  # of pairs that do not attend, the cotangent may be anything
         dweights = jnp.where(scores.allowed, dweights, 0)
+    # From the weights: the cotangent of the weights is in it too, so <do, o> would not do.
     delta = jnp.sum(weights * dweights, axis=-1)
     dscores = weights * (dweights - delta[..., None])
     if scores.slope is not None:
@@ -109,7 +110,7 @@ def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTil
 
 
 def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
-    """[b, h, g, t, S]."""
+    """The cotangent of a query tile's weights, [b, h, g, t, S]."""
     tile = load_pairs(pullback.cotangent[1], plan, at, ALL_KEYS)
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 

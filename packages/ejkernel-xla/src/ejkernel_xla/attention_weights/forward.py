@@ -1,9 +1,11 @@
 """Forward pass of attention with its weights: for a tile of queries and all keys,
 
-s   = masked scores
-lse = log(exp(sink) + sum_j exp(s_j))
-w   = dropout(exp(s - lse))
-o   = w v
+    s   = masked scores
+    lse = log(exp(sink) + sum_j exp(s_j))
+    w   = dropout(exp(s - lse))
+    o   = w v
+
+The weights are an output, [T, S] a head, so a tile has whole rows of them and no online softmax.
 """
 
 from typing import Any, NamedTuple

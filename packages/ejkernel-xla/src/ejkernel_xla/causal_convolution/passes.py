@@ -43,6 +43,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     def output(fields: dict[str, jax.Array]) -> jax.Array:
         return _output(dataclasses.replace(record, **fields))
 
+    # The transposed views: the same loop the other way. The sums, which the activation needs, are computed again.
     (found,) = jax.vjp(output, fields)[1](outputs)
     dx, dstate = add_state_gradients(record, found["x"], found[state], final)
     found |= {"x": dx, state: dstate}
@@ -58,12 +59,14 @@ def _output(record: CausalConvolution) -> jax.Array:
     else:
         longer = jnp.pad(record.x, ((0, 0), (width - 1, 0), (0, 0)))
     sequence, position = places(record)
+    # W is small: XLA fuses the shifted views into one loop over x.
     sums = jnp.zeros(record.x.shape, dtype)
     for k in range(width):
         back = longer[:, width - 1 - k : width - 1 - k + tokens].astype(dtype)
         if record.cu_seqlens is not None:
             back = jnp.where((position >= k)[..., None], back, 0)
         sums = sums + weight[:, width - 1 - k] * back
+    # States reach the first W - 1 tokens of each sequence: a few rows, added where they belong.
     if record.sequence_state is not None and width > 1:
         token, rows = state_sums(record)
         sums = sums.at[0, token].add(rows, mode="drop")

@@ -43,6 +43,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
             def tile(at: RowTile, carry: tuple[Gradients, Gradients]) -> tuple[Gradients, Gradients]:
                 return _tile(record, weights, at, jnp.where(at.valid, at.take(cotangent), 0), carry)
 
+            # Loaded, and scaled, once a group; its gradient is an accumulator that all of the group's tiles add to.
             weights = load(record, g)
             start = (_sums(record, grads), {name: x for name, x in grads.items() if name in ROW_FIELDS})
             sums, lhs = over_tiles(first, end, sizes(record, config), rows, tile, start)
@@ -74,6 +75,7 @@ def _tile(
         found = _row_gradients(record, product, at)
         lhs = {name: at.put(x, found[name]) for name, x in lhs.items()}
     if "weights" in sums:
+        # The cotangent is 0 in rows that are not valid, but 0 x NaN of another group's rows would be NaN.
         rows = jnp.where(at.valid, at.rows(record), 0)
         pair = (cotangent, rows) if record.transpose_rhs else (rows, cotangent)
         sums["weights"] = sums["weights"] + dot(record, *pair, (0, 0))

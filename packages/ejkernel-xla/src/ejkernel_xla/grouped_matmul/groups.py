@@ -41,6 +41,7 @@ class RowTile(NamedTuple):
 
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """x with the tile's valid rows replaced."""
+        # Rows behind the group's end belong to the next one: they keep what they hold.
         merged = jnp.where(self.valid, rows.astype(x.dtype), self.take(x))
         return lax.dynamic_update_slice_in_dim(x, merged, self.start, 0)
 
@@ -49,6 +50,7 @@ def over_tiles(
     first: jax.Array, end: jax.Array, sizes: tuple[int, ...], rows: int, body: Callable[..., Any], carry: Any
 ) -> Any:
     """Folds `body(tile, carry)` over rows `first` to `end` of an array with `rows` of them."""
+    # Large tiles for the bulk, small ones for what they leave: a group of few rows wastes at most one small tile.
     for size in sizes:
         remaining = end - first
         count = -(-remaining // size) if size == sizes[-1] else remaining // size

@@ -73,13 +73,17 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
             return chunk_step(record, chunking, at, state, parts)
 
         before = lax.dynamic_index_in_dim(chunk_states, n, keepdims=False)
+        # The VJP is taken inside of the loop: what it keeps of a chunk is dropped before the next one. Taken of the
+        # whole loop it would be kept for all chunks.
         _, pull = jax.vjp(run, before, slices(record, chunking, at))
         behind, parts = pull((load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)))
+        # Added: tokens that a chunk only shares have gradients of 0 in it.
         grads = {name: paste(grads[name], parts[name], at) for name in names}
         return grads, store(record, table, at, behind)
 
     grads, table = loop(chunking.count, step, (grads, table))
     if record.cu_seqlens is not None:
+        # Behind the loop: the table then holds the cotangents of the states that these tokens leave.
         grads, table = _single_token_gradients(pullback, grads, table)
     first = by_head(record, table)
     return {**grads, "initial_state": first, "sequence_state": first}

@@ -85,6 +85,7 @@ def next_state(state: jax.Array, chunk: ChunkTokens, precision: Any) -> jax.Arra
 def _after(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
     if (values := _value_levels(chunk)) is not None:
         state = decay_columns(state, values[-1].since[..., 0, -1, :])
+        # Gates of values decay columns of the state, so they multiply what is written, not the keys.
         write = write * values[-1].until[..., 0, :, :]
     return keys.add(state, chunk.key, write, precision)
 
@@ -95,6 +96,7 @@ def _writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precision: Any
     value = expand(chunk.value, count)
     if chunk.beta is None:
         return value if chunk.dt is None else weigh(value, chunk.dt)
+    # The state before the chunk answers first; what tokens of the chunk write to each other is the triangular system.
     rhs = weigh(value - keys.read(chunk.key, state, precision), chunk.beta)
     if value.shape[-2] == 1:
         return rhs

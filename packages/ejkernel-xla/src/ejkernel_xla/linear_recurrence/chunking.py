@@ -133,6 +133,7 @@ def assemble(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, parts
     def canonical(name: str, x: jax.Array) -> jax.Array:
         x = x.astype(dtype)
         if valid is not None:
+            # Selected, not multiplied: padding may hold NaN. A gate of 0 decays nothing, and a key of 0 writes nothing.
             x = jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
         heads = head_count(record) if name == "decay" else x.shape[2]
         return merge_heads(jnp.broadcast_to(x, (rows, chunking.length, heads, *x.shape[3:])))

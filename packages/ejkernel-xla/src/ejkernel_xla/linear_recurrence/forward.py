@@ -1,4 +1,9 @@
-"""Forward pass of a linear recurrence, chunk by chunk; between chunks only the states live on."""
+"""Forward pass of a linear recurrence, chunk by chunk; between chunks only the states live on.
+
+    S_0 -> chunk 0: outputs -> S_1 -> chunk 1: outputs -> S_2 -> ...      rows and heads at the same time
+
+A chunk is a few matrix products over C tokens, and a score matrix [C, C]; memory does not depend on the length.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +41,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
     if not record.query.size:  # no rows
         return (_outputs(record), states(record)), ()
     chunking = make_chunking(record, config.chunk_size)
+    # Chunks that share tokens add their outputs, since each has 0 for those of the other.
     write = replace if chunking.all_full else paste
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -44,6 +50,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         state, read = chunk_step(record, chunking, at, load(record, table, at), slices(record, chunking, at))
         return write(output, read, at), store(record, table, at, state)
 
+    # A loop and no vmap over chunks: states are sequential, and one chunk's scores are all that memory holds.
     output, table = loop(chunking.count, step, _initial(record))
     return (output, by_head(record, table)), ()
 

@@ -52,6 +52,7 @@ class HeadGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """The states after the chunk."""
+        # On values, so that heads that share keys stay one product (`multiply_shared_columns`).
         write = weigh(write, self.between[..., -1, :])
         update = multiply_shared_columns(key, write, precision)
         return decay_rows(state, self.since[..., -1:]) + update
@@ -68,17 +69,17 @@ class ChannelGates:
     levels: list[DecaySpans]
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """What tokens read of the states before the chunk; see `HeadGates`."""
         left = expand(left, state.shape[0])
         return multiply(left * self.levels[-1].since[..., 0, :, :], state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         left, right = expand(left, count), expand(right, count)
         return triangle(dots(left, right), corners(left, right, self.levels, precision))
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """The states after the chunk; see `HeadGates`."""
         key = expand(key, state.shape[0]) * self.levels[-1].until[..., 0, :, :]
         update = multiply_columns(key, write, precision)
         return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + update
@@ -89,15 +90,15 @@ class NoGates:
     """No decay."""
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """What tokens read of the states before the chunk; see `HeadGates`."""
         return multiply(expand(left, state.shape[0]), state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         return expand(jnp.tril(_shared_products(left, right, precision)), count)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """Like the method of `HeadGates`."""
+        """The states after the chunk; see `HeadGates`."""
         return state + multiply_shared_columns(key, write, precision)
 
 
@@ -137,6 +138,8 @@ def _weights_gradient(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax
     """Gate k is a factor in the weights of all pairs of a token from k on with a token before k."""
     between, since = (x * y for x, y in zip(weights, cotangent, strict=True))
     ones = jnp.ones_like(between)
+    # A gate is a logarithm, so its gradient is weight times cotangent, summed over the pairs it separates: no division,
+    # and none of the halvings is differentiated. A gate of -inf has weights of 0, and with them a gradient of 0.
     behind = jnp.matmul(jnp.triu(ones), between, precision=lax.Precision.HIGHEST)
     return (dots(behind, jnp.tril(ones, -1)) + lax.cumsum(since, axis=since.ndim - 1, reverse=True),)
 

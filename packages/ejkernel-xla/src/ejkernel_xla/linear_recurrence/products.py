@@ -185,6 +185,7 @@ _expand = with_gradients(1)(_repeat)
 
 
 def _expand_gradient(count: int, saved: tuple[int], cotangent: jax.Array) -> tuple[jax.Array]:
+    # Halved by additions of slices, which vectorise along the last axis, as long as the count is even.
     shared = cotangent.reshape(saved[0], -1, *cotangent.shape[1:])
     while shared.shape[1] % 2 == 0:
         half = shared.shape[1] // 2

@@ -21,6 +21,7 @@ def read_single_tokens(record: LinearRecurrence, table: jax.Array) -> tuple[jax.
     """
     bounds, tokens = jnp.asarray(record.cu_seqlens, jnp.int32), record.query.shape[1]
     alone = jnp.diff(bounds) == 1
+    # Others read token 0, and `pick` replaces it by 0.
     index = jnp.where(alone, bounds[:-1], 0)
 
     def pick(x: jax.Array | None) -> jax.Array | None:
@@ -35,5 +36,6 @@ def read_single_tokens(record: LinearRecurrence, table: jax.Array) -> tuple[jax.
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
     read = read.reshape(-1, head_count(record), read.shape[2])
     output = jnp.zeros((tokens, *read.shape[1:]), record.query.dtype)
+    # Tokens that are not alone are written behind the end, which drops them.
     output = output.at[jnp.where(alone, index, tokens)].set(read.astype(output.dtype), mode="drop")
     return output[None], jnp.where(jnp.repeat(alone, read.shape[1])[:, None, None], after, table)

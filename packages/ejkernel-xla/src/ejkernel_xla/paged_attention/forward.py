@@ -56,6 +56,7 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
 
 
 def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    # Tiles of similar length share a stack: its loop runs as long as its longest, with the others masked.
     work = longest_first(find_work(record, cut.queries, cut.stack))
 
     def batch(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -63,12 +64,14 @@ def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...
         query, rows = _load_queries(record, cut, at)
 
         def key_tile(tile: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
+            # Each tile of the stack counts from its first attended key, so a window costs what it covers.
             positions = at.low[:, None] + tile * cut.keys + jnp.arange(cut.keys, dtype=jnp.int32)
             keys, values, present = _load_keys(record, at, positions)
             scores = _scores(record, at, positions, query, keys)
             scores = jnp.where(_allowed(record, cut, at, positions, present), scores, -jnp.inf)
             return _update(running, scores.reshape(*scores.shape[:3], -1), values)
 
+        # A traced bound: short sequences end early, and tables may be wider than what they hold.
         steps = (jnp.max(at.high - at.low) + cut.keys - 1) // cut.keys
         running = lax.fori_loop(jnp.int32(0), steps, key_tile, _initial_softmax(record, query))
         tile = _epilogue(record, running)
@@ -95,6 +98,7 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[j
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
     rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, row_sum)
     kv_heads = paged_cache.kv_heads(record)
+    # Rows that a tile does not have are T, behind the array: read as 0 here, dropped in `_store`.
     query = as_computed(record.query.at[rows].get(mode="fill", fill_value=0), record)
     query = query.astype(_operand(record, record.key_pages)).reshape(
         cut.stack, cut.queries, kv_heads, heads // kv_heads, size
@@ -105,6 +109,7 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[j
 def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys [n, h, k, d], values [n, h, k, v] and presence bool [n, k] at positions [n, k]; 0 where not present."""
     in_range = positions < at.high[:, None]
+    # Positions behind `high` have no page, and `load` gives 0 for them: no NaN of a free page meets a weight of 0.
     page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(in_range, positions, -1))
     head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
     keys, values = (as_computed(x, record) for x in paged_cache.load(record, page[:, None], slot[:, None], head))
@@ -128,6 +133,7 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
     contract = (((3,), (3,)), _BATCHES)
     dtype = accumulator(record)
     scores = lax.dot_general(keys, query, contract, product_precision(keys.dtype), preferred_element_type=dtype)
+    # On the float32 scores: 16-bit queries keep their digits.
     scores = scores * record.softmax_scale
     heads, group = keys.shape[1], record.query.shape[1] // keys.shape[1]
     scores = scores.reshape(*scores.shape[:3], -1, group)
@@ -189,6 +195,7 @@ def _epilogue(record: PagedAttention, running: OnlineSoftmax) -> tuple[jax.Array
     row_sum = row_sum * jnp.exp(row_max - shift) + jnp.exp(sink - shift)
     attends = row_sum > 0
     lse = jnp.where(attends, jnp.log(jnp.where(attends, row_sum, 1)) + shift, -jnp.inf)
+    # One factor a row: the scale of quantised values, the sink's share and the normalisation.
     factor = record.value_scale * jnp.exp(row_max - shift) / jnp.where(attends, row_sum, 1)
     return running.acc * factor[..., None], lse
 

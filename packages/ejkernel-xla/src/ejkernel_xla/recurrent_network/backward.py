@@ -87,6 +87,7 @@ def _direction(
         inputs, tokens = parts[0], parts[1:]
         before, to_gates = lax.scan(token, after, tokens, reverse=not at.backwards, unroll=config.unroll)
         to_inputs, to_recurrent = separated(record.cell, to_gates)
+        # Behind the token loop: sums over t * B rows as one product, instead of an outer product a token.
         found = {
             "weight_ih": _outer(record, to_inputs, inputs),
             "weight_hh": _outer(record, to_recurrent, tokens[1][0]),
@@ -111,9 +112,12 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
     def token(after: State, parts: tuple[Any, ...]) -> tuple[State, jax.Array]:
         gates, state, cotangent, is_real = parts
         count = gates.shape[-1] // state[0].shape[-1]
+        # JAX differentiates the elementwise part alone. Products with weights are written out, so that the gradients of
+        # weights are products over a whole block.
         _, pull = jax.vjp(lambda gates, state: after_token(cell, gates_of(gates, count), state), gates, state)
         to_gates, direct = pull((after[0] + cotangent, *after[1:]))
         before = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
+        # Padding has no gradient, and hands the cotangent of the state on as it is.
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
         return select_state(is_real, before, after), to_gates
 

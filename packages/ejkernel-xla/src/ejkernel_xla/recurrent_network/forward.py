@@ -54,12 +54,14 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
     ) -> tuple[tuple[State, jax.Array], State]:
         (state, projected), (following, is_real) = carry, parts
         gates = combined(at.record.cell, projected, at.from_state(state[0]))
+        # 0 in padding: the backward pass reads them, and must find no NaN.
         gates = gates if is_real is None else tuple(jnp.where(is_real, x, 0) for x in gates)
         after = select_state(is_real, after_token(at.record.cell, gates, state), state)
         return (after, following), (jnp.concatenate(gates, axis=-1), *after)
 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
         inputs, is_real = parts
+        # W_ih x of a whole block is one product; the loop over tokens has W_hh h alone, which needs the state.
         projected = at.from_inputs(inputs)
         first = projected[-1 if at.backwards else 0]
         following = jnp.roll(projected, 1 if at.backwards else -1, axis=0)

@@ -67,6 +67,7 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
     zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.wanted - {"softmax_aux"}}
     zeros = _compat.as_varying(zeros, pullback)
+    # dk and dv go around with their keys, and arrive at home complete; dq and dbias stay.
     travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 
@@ -79,6 +80,7 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
             record=step_record(record, ring, source, load),
             wanted=pullback.wanted - {"softmax_aux"},
         )
+        # float32 throughout: what travels is not rounded at every step.
         grads = tiles.accumulate(part, params, partial)
         if "bias" in staying:
             grads["bias"] = put_columns(staying["bias"], grads["bias"], ring, source, keys)

@@ -29,9 +29,11 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
     local, dtype = local_part(record, ring), accumulator(tiled(record))
 
     def ring_step(source: jax.Array, load: Load, so_far: Partial) -> tuple[Load, Partial]:
+        # In the accumulator's dtype: rounding would add up over the ring steps.
         output, residuals = tiles.attend(step_record(local, ring, source, load), params, dtype)
         return {}, merge(so_far, Partial(output, residuals.lse))
 
+    # Keys of the next step travel while this step computes; the softmax merges by (output, lse), in any order.
     _, done = ring.walk(load_of(local), {}, ring_step, _compat.as_varying(_start(record), record))
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))

@@ -29,6 +29,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 
 def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
     tokens = record.values.shape[1]
+    # A broadcast that XLA fuses with the mask: nothing is gathered.
     gradient = jnp.repeat(shares, record.chunk_size, axis=1)[:, :tokens]
     if record.lengths is None:
         return gradient

@@ -71,6 +71,7 @@ def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Arr
         return lax.dynamic_update_index_in_dim(sums, total, m, 0)
 
     sums = jnp.zeros((ranges.shape[0], values.shape[1]), tiles.dtype)
+    # Pool by pool, with traced bounds: lengths are values, not shapes.
     sums = lax.fori_loop(jnp.int32(0), jnp.int32(ranges.shape[0]), pool, sums)
     return sums.reshape(1, -1, *channels)
 

@@ -70,6 +70,7 @@ def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, c
     def step(n: jax.Array, grads: Gradients) -> Gradients:
         at = PlanStep(*plan.step_at(n))
         query_rows = {name: tile_of(x, plan, at) for name, x in rows.items()}
+        # dq of this step's queries alone is scattered to; it is small, and stays in a cache.
         carry = {**grads, "query": jnp.zeros((plan.queries, *grads["query"].shape[3:]), dtype)}
         readers = find_readers(tile_of(operands.listed, plan, at), plan)
 
@@ -103,6 +104,7 @@ def _read(
     scores, query, key = score(record, operands, plan, at, start, rows)
     value = block_of(operands.value, at, start, record.block_size)
     cotangent = take(query_rows["cotangent"], rows)
+    # Rows that fill up a tile have scores of -inf: weights of 0, and gradients that go nowhere.
     weights = jnp.exp(scores - take(query_rows["lse"], rows)[..., None])
     dweights = dot("pgv,kv->pgk", cotangent, value)
     dscores = weights * (dweights - take(query_rows["delta"], rows)[..., None]) * record.softmax_scale

@@ -81,6 +81,8 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
             scores, _, _ = score(record, operands, plan, at, start, rows)
             return _update(running, rows, scores, block_of(operands.value, at, start, record.block_size))
 
+        # Blocks outside, their readers inside: a block is loaded once, and the running softmax of its readers is
+        # gathered and scattered.
         running = fold(find_readers(tile_of(operands.listed, plan, at), plan), plan, read, empty)
         attends = running.row_sum > 0
         denominator = jnp.where(attends, running.row_sum, 1)
@@ -101,6 +103,7 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
 
 def _update(running: OnlineSoftmax, rows: jax.Array, scores: jax.Array, value: jax.Array) -> OnlineSoftmax:
     """One step of the online softmax of some queries, over a block of values [k, v]."""
+    # No query lists a block twice, so no two rows of a product are the same query.
     previous_max = take(running.row_max, rows)
     row_max = jnp.maximum(previous_max, jnp.max(scores, axis=-1))
     shift = finite(row_max)

@@ -1,4 +1,10 @@
-"""Backward pass of a selective scan: the chunks in reverse, each computed again from the state before it."""
+"""Backward pass of a selective scan: the chunks in reverse, each computed again from the state before it.
+
+    forward    s0 -> chunk 0 -> s1 -> chunk 1 -> s2       the states between chunks are residuals
+    backward   ds0 <- chunk 0 <- ds1 <- chunk 1 <- ds2
+
+Memory holds the states of one chunk's tokens at a time.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +40,14 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
         grads, sums, behind = carry
         n = chunks(record) - 1 - n
         at = chunk_at(record, n)
+        # Tokens that the chunk before has too count there: here their cotangents and steps are 0, and the state passes
+        # them unchanged.
         x, cotangent = cut(record.x, at).astype(dtype), jnp.where(at.fresh, cut(outputs, at), 0).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
         cotangents = (behind, jnp.moveaxis(cotangent, 1, 0))
         before, pulled, ddecay = pull(config.associative, before, load(record, at), decay, cotangents)
         parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
+        # The skip does not pass through the state.
         parts["x"] = parts["x"] + skip * cotangent
         sums = {"decay": sums["decay"] + ddecay, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
         return {name: paste(grads[name], at, parts[name]) for name in grads}, sums, before

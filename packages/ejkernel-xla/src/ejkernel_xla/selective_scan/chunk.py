@@ -49,6 +49,8 @@ def pull(
 def _tree(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
     decays = jnp.exp(tokens.step[:, :, None] * decay)
     written = tokens.write[..., None] * (tokens.step * tokens.x)[:, :, None]
+    # log2(L) levels of whole-chunk arrays [L, r, E, I], so a chunk and not the sequence bounds the memory. Decays are
+    # multiplied and never divided: a product that underflows forgets, as it should.
     decay_products, sums = lax.associative_scan(_join, (decays, written))
     states = decay_products * state + sums
     return states[-1], _dot("lrei,lre->lri", states, tokens.read)
@@ -76,6 +78,8 @@ def _pull_loop(
     state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: Behind
 ) -> tuple[jax.Array, Tokens, jax.Array]:
     """Recomputes the states of the chunk forwards, then passes their cotangents backwards."""
+    # The chunk's states again, [L, r, E, I], from its first token on: dividing a state by its decay to go back would
+    # lose all digits where the decay is small.
     last, states = lax.scan(lambda state, token: (_next(state, token, decay), state), state, tokens)
     ones = jnp.ones(state.shape[:2], state.dtype)
 
@@ -83,11 +87,13 @@ def _pull_loop(
         gradient, ddecay_acc, after = carry
         token, cotangent, before = parts
         gradient = gradient + token.read[..., None] * cotangent[:, None]
+        # Handed to the token before: the decay lies between the two.
         decayed_gradient = gradient * jnp.exp(token.step[:, None] * decay)
         exponent = decayed_gradient * before  # cotangent of step * decay
         dproduct = _dot("rei,re->ri", gradient, token.write)  # of step * x
         pulled = Tokens(
             x=dproduct * token.step,
+            # Sums as matrix products with ones: XLA would fuse a sum with what it sums, and compute that twice.
             step=dproduct * token.x + _dot("rei,re->ri", exponent * decay, ones),
             write=_dot("rei,ri->re", gradient, token.step * token.x),
             read=_dot("rei,ri->re", after, cotangent),

@@ -27,6 +27,7 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
     def chunk(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         output, chunk_states, state = carry
         at = chunk_at(record, n)
+        # All that the backward pass gets: one state every INTERVAL tokens, instead of one a token.
         chunk_states = lax.dynamic_update_index_in_dim(chunk_states, state, n, axis=1)
         state, read = advance(config.associative, state, load(record, at), decay)
         part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)

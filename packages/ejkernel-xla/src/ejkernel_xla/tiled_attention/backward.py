@@ -105,6 +105,7 @@ def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> G
     def query_tile(step: jax.Array, grads: Gradients) -> Gradients:
         at = plan.cursor(step)
         rows = _load(pullback, plan, at)
+        # dq is complete behind the key loop and stays a tile; dk and dv are whole arrays, updated in place.
         carry = {name: x for name, x in grads.items() if name not in ("query", "softmax_aux")}
         if "query" in grads:
             carry["query"] = _compat.as_varying(jnp.zeros(rows.query.shape, accumulator(record)), pullback)
@@ -129,6 +130,7 @@ def _load(pullback: Pullback, plan: TilePlan, at: Cursor) -> QueryTile:
     cotangent, output = (load_rows(x, record, plan, at) for x in (pullback.cotangent, pullback.output))
     if plan.queries.ragged:  # rows that the tile shares with the tile before contribute once
         cotangent = jnp.where(plan.queries.fresh(at.tile)[:, None], cotangent, 0)
+    # From the output instead of from weights and their gradients: a sum over Dv, and not over all keys.
     delta = jnp.sum(cotangent.astype(dtype) * output.astype(dtype), axis=-1)
     if pullback.lse_cotangent is not None:
         delta = delta - _load_lse_cotangent(pullback, plan, at)
@@ -153,10 +155,12 @@ def _key_tile(
     scores = score(record, plan, at, tile, rows.query, key)
     if masked:
         scores = mask(scores, allow(record, plan, at, tile))
+    # Normalised where the shift is lse: neither the maximum nor the row sum is made again.
     weights = jnp.exp(scores.value - rows.shift[..., None])
     where, grads = (at.batch, start, at.head, 0), dict(grads)
     if "value" in grads:
         dropped = drop(weights, rows.dropout, record, start).astype(rows.cotangent.dtype)
+        # XLA adds to the slice of the carry in place; a key tile's gradient is float32 until all queries have added.
         dv = dot("bhgts,bhgtv->bshv", dropped, rows.cotangent, record)
         grads["value"] = add(grads["value"], where, dv)
     if not grads.keys() - {"value"}:
@@ -164,6 +168,7 @@ def _key_tile(
     dscores = _score_gradient(record, rows, value, weights, scores, start)
     if "bias" in grads:
         grads["bias"] = _add_bias(grads["bias"], dscores, plan, at, start)
+    # Otherwise the query tile carries the scale: dk has it by the product, and dq gets it once a tile in `_store`.
     if not folds_scale(record):
         dscores = dscores * record.softmax_scale
     dscores = dscores.astype(key.dtype)
@@ -187,6 +192,7 @@ def _score_gradient(
         dscores = weights * dweights - jnp.where(keys == rows.row_argmax[..., None], delta, 0)
     if scores.slope is not None:
         dscores = dscores * scores.slope
+    # Weights of masked pairs are 0, but dp or the slope of the soft cap may be inf there, and 0 x inf is NaN.
     return dscores if scores.allowed is None else jnp.where(scores.allowed, dscores, 0)
 
 
@@ -204,9 +210,11 @@ def _store(
     if "query" in grads:
         tile = carry["query"] * record.softmax_scale if folds_scale(record) else carry["query"]
         tile = tile.transpose(0, 3, 1, 2, 4).reshape(b, t, h * g, -1)
+        # Added: in rows that an earlier tile had, this tile's gradient is 0.
         grads["query"] = add(grads["query"], (at.batch, at.query, head, 0), tile)
     if "softmax_aux" in grads and record.softmax_aux is not None and record.normalize_output:
         sink = lax.dynamic_slice(record.softmax_aux, (head,), (h * g,)).reshape(h, g, 1)
+        # The sink's weight times its ds, whose dp is 0. It needs no tile of scores.
         share = jnp.exp(sink.astype(rows.shift.dtype) - rows.shift) * rows.delta
         grads["softmax_aux"] = add(grads["softmax_aux"], (head,), -share.sum(axis=(0, 3)).reshape(-1))
     return grads

@@ -9,6 +9,12 @@ For a query tile, over its key tiles (online softmax; Milakov & Gimelshein 2018,
     o   = exp(m - m') o + dropout(p) v
 
 and at the end `lse = log(exp(sink) + exp(m) l)` and `output = exp(m - lse) o`.
+
+    query tile | key tiles ->  [ full | full | ... ]  scores, softmax, products
+               |               [ partial | ... ]      the same with masks; empty tiles are no step of the loop
+               | then          sink, normalise, write into the output in its place
+
+Memory holds one tile of scores, whatever the lengths.
 """
 
 import dataclasses
@@ -68,6 +74,7 @@ def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, 
 
 def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """`forward` with the output in a dtype of choice, so that partial softmaxes stay wide until they are merged."""
+    # Inside of `shard_map` a loop's carry has to vary over the mesh axes that its body makes it vary over.
     state = _compat.as_varying(_initial(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
         return _pack(state)
@@ -85,6 +92,7 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
                 scores = mask(scores, allow(record, plan, at, tile))
             return _update(running, scores, value, rows, record, plan.keys.start(tile))
 
+        # Two bodies: full tiles, which are most of a long causal call, compile without the comparisons of the masks.
         running = key_tiles.fold(
             at,
             lambda tile, running: key_tile(tile, running, False),
@@ -93,6 +101,7 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
         )
         return _store(state, _epilogue(running, record, plan, at), plan, at)
 
+    # The arrays are carried, so that XLA updates a query tile of them in place.
     return _pack(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
 
 
@@ -113,10 +122,12 @@ def _update(
 ) -> OnlineSoftmax:
     """One step of the online softmax, over a key tile with values [b, h, s, v]."""
     row_max = jnp.maximum(running.row_max, jnp.max(scores.value, axis=-1))
+    # A row that has attended nothing yet has -inf on both sides, and -inf - -inf would be NaN.
     shift = finite(row_max)
     weights = jnp.exp(scores.value - shift[..., None])
     alpha = jnp.exp(running.row_max - shift)
     row_sum = alpha * running.row_sum + jnp.sum(weights, axis=-1)
+    # Behind the row sum: dropout applies to normalised weights, so the denominator has those that are dropped.
     weights = drop(weights, rows, record, start).astype(value.dtype)
     acc = alpha[..., None] * running.acc + dot("bhgts,bhsv->bhgtv", weights, value, record)
     return OnlineSoftmax(row_max, _first_argmax(running, scores.value, start), row_sum, acc)
@@ -140,10 +151,12 @@ def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at
         row_max = jnp.maximum(running.row_max, sink)
         row_sum = row_sum * jnp.exp(running.row_max - finite(row_max)) + jnp.exp(sink - finite(row_max))
     attends = row_sum > 0
+    # log(1) instead of log(0) under the mask: the -inf is chosen, not computed.
     lse = jnp.where(attends, jnp.log(jnp.where(attends, row_sum, 1)) + finite(row_max), -jnp.inf)
     if not record.normalize_output:
         extra = {"row_max": finite(running.row_max), "row_argmax": running.row_argmax}
         return {"output": running.acc, "lse": lse, **extra}
+    # One product a row at the end, instead of a division of every weight.
     factor = jnp.exp(running.row_max - finite(row_max)) / jnp.where(attends, row_sum, 1)
     return {"output": running.acc * factor[..., None], "lse": lse}
 
@@ -168,6 +181,7 @@ def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
 
 def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: Cursor) -> dict[str, jax.Array]:
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
+    # A tile that was moved back writes the rows it shares with the tile before once more, with the same numbers.
     head = at.head * plan.group
     output = tile.pop("output").transpose(0, 3, 1, 2, 4).reshape(b, t, heads, -1)
     stored = {name: put(state[name], (at.batch, head, at.query), x.reshape(b, heads, t)) for name, x in tile.items()}

@@ -49,6 +49,8 @@ class KeyTileRuns:
             jnp.asarray(table)[at.chunk if table.shape[0] != 1 else 0, at.tile]
             for table in (self.first, self.full_start, self.full_end, self.last)
         )
+        # Full tiles first: the online softmax does not depend on the order, and two loops compile two bodies instead of
+        # three.
         if self.any_full:
             carry = lax.fori_loop(full_start, full_end, full, carry)
         if not self.any_partial:

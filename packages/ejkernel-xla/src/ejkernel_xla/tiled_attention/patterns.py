@@ -47,6 +47,7 @@ class KeyTileLists:
         indices = zip(self.full.shape, (at.chunk, at.head // self.heads), strict=False)
         index = (*(0 if size == 1 else index for size, index in indices), at.tile)
         listed, full_count, count = (jnp.asarray(table)[index] for table in (self.listed, self.full, self.count))
+        # Counts are values, not shapes: a loop ends where its list does, and filling up a list costs no step.
         if _may_have_any(self.full):
             carry = lax.fori_loop(
                 jnp.zeros_like(full_count), full_count, lambda n, carry: full(listed[n], carry), carry

@@ -47,9 +47,11 @@ def load_rows(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor) 
     """[B, T, H, n] -> [b, h, g, t, n], the query tile's rows; padding rows are 0, whatever they hold."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     tile = take(x, (at.batch, at.query, at.head * g, 0), (b, t, h * g, x.shape[3]))
+    # Query heads of a KV head side by side: the product is one over t * g rows, and keys are not repeated.
     tile = tile.reshape(b, t, h, g, x.shape[3]).transpose(0, 2, 3, 1, 4)
     if (ids := segment_ids(record)) is not None:
         real = take(ids[0], (at.batch, at.query), (b, t)) >= 0
+        # 0 instead of what padding holds: a weight of 0 times NaN would reach every key's gradient.
         tile = jnp.where(real[:, None, None, :, None], tile, 0)
     if record.mask is not None and record.mask.shape[1] == record.mask.shape[3] == 1:  # a mask of padding
         real = take(record.mask, (at.batch, 0, at.query, 0), (b, 1, t, 1))
@@ -74,6 +76,7 @@ def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, 
     rows = take(x, (at.batch, start, at.head, 0), (b, s, plan.heads, x.shape[3])).transpose(0, 2, 1, 3)
     if (ids := segment_ids(record)) is not None:
         real = take(ids[1], (at.batch, start), (b, s)) >= 0
+        # The same for keys and values, in both passes: 0 x NaN.
         rows = jnp.where(real[:, None, :, None], rows, 0)
     if record.mask is not None and record.mask.shape[1] == record.mask.shape[2] == 1:
         real = take(record.mask, (at.batch, 0, 0, start), (b, 1, 1, s))
@@ -114,6 +117,7 @@ def score(
     if record.logits_soft_cap is not None:
         bounded = jnp.tanh(scores / record.logits_soft_cap)
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
+    # Rounded as a kernel that keeps its logits in that dtype rounds them, before masks.
     if record.logits_dtype != jnp.float32:
         scores = coarse(record.logits_dtype, scores)
     return Scores(scores, slope, None)
@@ -168,6 +172,7 @@ def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: Curso
     heads = at.head * plan.group + _origin(record, 1) + jnp.arange(plan.heads * plan.group, dtype=jnp.int32)
     branches = [functools.partial(mask.allowed, query, key, sizes) for mask in pattern.distinct]
     which = jnp.asarray(pattern.which, jnp.int32)[heads]
+    # One head at a time: under vmap a switch would compute every branch for every head.
     allowed = lax.map(lambda n: lax.switch(n, branches), which)
     return allowed.reshape(plan.heads, plan.group, *sizes)
 

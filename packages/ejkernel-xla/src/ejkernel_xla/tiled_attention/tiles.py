@@ -56,6 +56,7 @@ def candidates(record: TiledAttention, device: Any, direction: Direction) -> tup
 def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
     """Sizes clamped to the lengths. The query heads of a KV head share a tile: many of them leave few queries each."""
     (_, length, heads, _), (_, key_length, kv_heads, _) = record.query.shape, record.key.shape
+    # A tile has queries * group rows: its scores stay at TILE_ELEMENTS, down to 64 queries.
     shared = max(64, TILE_ELEMENTS * kv_heads // (heads * keys))
     return ChunkedSoftmax(block_q=_clamped(min(queries, shared), length), block_kv=_clamped(keys, key_length))
 
