@@ -53,7 +53,7 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, there: Any, buffer_sl
     if spec.whole_blocks:
         at_once = _plain(block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec)
         if spec.copy_slices:
-            at_once &= (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
+            at_once = at_once & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
     between = at_once if spec.copy_slices else jnp.bool_(False)
     size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
     base, item = block.number * spec.block_kv, block.item
