@@ -77,16 +77,16 @@ ORDERS = {"rows": (120, True), "tokens along lanes": (32, True), "rows, and toke
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
-    """Pages of 128 tokens, two a block: the last block has one, and a sequence ends in the middle of a page."""
-    (latent, one), lengths = ORDERS[order], (600, 3, 0)
-    sizes = DecodeSizes(s=640, r=latent, one_cache=one, lengths=lengths, dtype=jnp.bfloat16)
+    """Pages of 128 tokens, eight a block: all keys of the first attend, in two products; the next has one page."""
+    (latent, one), lengths = ORDERS[order], (1100, 3, 0)
+    sizes = DecodeSizes(s=1152, r=latent, one_cache=one, lengths=lengths, dtype=jnp.bfloat16)
     record = lowered("mla_decode", dense_cases.arrays, sizes)
     cache = make_cache(latent_decode.as_pages(record))
     assert (cache.transposed, cache.rotary) == (latent == 32, 0 if one else 8)
-    there = (jnp.arange(640) < jnp.array(lengths)[:, None])[..., None, None]
+    there = (jnp.arange(1152) < jnp.array(lengths)[:, None])[..., None, None]
     broken = {name: jnp.where(there, getattr(record, name), jnp.nan) for name in ("key", "value")}
     with interpreted():
-        run = jax.jit(lambda x: latent_decode.forward(x, TpuPaged(block_q=1, block_kv=256)), compiler_options=QUICKLY)
+        run = jax.jit(lambda x: latent_decode.forward(x, TpuPaged(block_q=1, block_kv=1024)), compiler_options=QUICKLY)
         output, residuals = run(dataclasses.replace(record, **broken))
     wanted, kept = tiled_attention.reference(record)
     close(output, wanted, record.query.dtype)

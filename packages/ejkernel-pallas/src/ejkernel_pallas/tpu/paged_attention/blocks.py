@@ -50,22 +50,25 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, there: Any, buffer_sl
     vector instructions: each takes the scalar unit about four cycles, in which it has nothing else to do.
     """
     at_once = jnp.bool_(False)
-    if spec.copy_slices:
-        plain = _plain(block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec)
-        at_once = plain & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
-    size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.copy_slices else spec.chunks_per_step)
+    if spec.whole_blocks:
+        at_once = _plain(block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec)
+        if spec.copy_slices:
+            at_once = at_once & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
+    between = at_once if spec.copy_slices else jnp.bool_(False)
+    size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
     base, item = block.number * spec.block_kv, block.item
     first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
     end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
 
-    @pl.when(there & jnp.logical_not(at_once))
+    @pl.when(there & jnp.logical_not(between))
     def _() -> None:
         copies.start_pages(refs, prefetch, spec)
 
     copies.wait_pages(refs, block, (first * size, end * size), spec)
 
-    if spec.copy_slices:
-        pieces = copies.sliced_starts(refs, prefetch, there, spec.copy_slices, spec)
+    if spec.whole_blocks:
+        count = spec.copy_slices
+        pieces = copies.sliced_starts(refs, prefetch, there, count, spec) if count else iter(())
         pl.when(at_once)(
             lambda: _attend_small(
                 refs, block, buffer_slot, _chunks(block, 0, spec.chunks_per_step, False, spec), pieces, spec
@@ -103,9 +106,9 @@ def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tupl
         _attend_small(refs, block, buffer_slot, _chunks(block, start, count, masked, spec), iter(()), spec)
 
     if spec.rows == spec.small_rows:
-        if not spec.copy_slices:
+        if not spec.whole_blocks:
             pl.when(plain)(lambda: few(False))
-        pl.when(jnp.logical_not(plain & (not spec.copy_slices)))(lambda: few(True))
+        pl.when(jnp.logical_not(plain & (not spec.whole_blocks)))(lambda: few(True))
         return
 
     @pl.when(item.tokens * spec.group_size > spec.small_rows)

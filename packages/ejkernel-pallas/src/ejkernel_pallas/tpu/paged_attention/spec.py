@@ -30,6 +30,10 @@ SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
 PART, CHUNK, KEYS = 256, 512, 1024
 """Keys of one product of many rows; of one product of few rows; and of the products of a decode step together."""
 
+LATENT_PART, LATENT_STEP = 512, 4
+"""Keys of one product of latent rows, and products of a decode step. An accumulator of 512 columns is rescaled once for
+every product, so products of many rows want more keys than others; docs/lab/tpu_kernels.md has the estimates."""
+
 PREFETCH = 2
 """Pipeline stages beyond the block that is computed: how many blocks' copies are in flight meanwhile."""
 
@@ -201,9 +205,17 @@ class PagedSpec:
 
         Slices need a block that is one step of products, of items that all have one token.
         """
-        copies = self.pages * (1 if self.cache.combined or self.cache.latent else 2) * self.cache.groups
+        if self.cache.latent:  # its loads have no slices, between which copies could be started
+            return 0
+        copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
         once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache.head_groups == 1
         return -(-copies // self.copies_per_slice) if self.tokens == 1 and once and copies <= AT_ONCE else 0
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether a block that needs no mask is computed in one step; others are then computed in halves of it."""
+        once = self.tokens == 1 and self.chunk_kv * self.chunks_per_step == self.block_kv
+        return self.copy_slices > 0 or (self.cache.latent and once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +332,9 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     kind = current_device().kind
     wide, fast = is_wide(kind), is_v7x(kind)
     chunk, chunks_per_step = _products(block, single, heads_per_product, 16 if wide else 8)
+    if cache.latent and single:
+        chunk = math.gcd(block, LATENT_PART)
+        chunks_per_step = math.gcd(block // chunk, LATENT_STEP)
     lookahead = 5 if wide else 2
     return PagedSpec(
         group_size=group,
@@ -334,7 +349,7 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         small_rows=small_rows,
         row_chunk=max(n for n in range(row_align, max(SMALL_PRODUCT_ROWS, small_rows) + 1, row_align) if rows % n == 0),
         row_block=max(n for n in range(row_align, max(LARGE_PRODUCT_ROWS, small_rows) + 1, row_align) if rows % n == 0),
-        part_kv=math.gcd(chunk, PART),
+        part_kv=math.gcd(chunk, LATENT_PART if cache.latent else PART),
         block_kv=block,
         chunk_kv=chunk,
         chunks_per_step=chunks_per_step,
