@@ -25,7 +25,7 @@ PARTS = {
     "layouts": (("page_attention", "prefill_page_attention"), f"{VALUES} and not wide"),
     "writing": (("ragged_page_attention_v3",), f"{VALUES} and (int8 or float8 or decode)"),
     "latent": (("multi_latent_ragged_page_attention",), VALUES),
-    "dense latent": (("mla_decode",), f"({VALUES} and not rotary) or (test_padding and two)"),
+    "dense latent": (("mla_decode",), f"({VALUES} and not rotary) or (test_padding and two) or (test_vmap and 80)"),
     "terms": (("unified_attention", "ragged_decode_attention"), f"{VALUES} and (bias or window or sinks)"),
 }
 

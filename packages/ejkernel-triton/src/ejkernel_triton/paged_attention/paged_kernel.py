@@ -224,7 +224,8 @@ def paged_kernel(
         qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ * spec.QQ)
     output, lse = output + batch * spec.ROWS * spec.H * spec.DV, lse + batch * spec.ROWS * spec.H
     slots = batch * spec.PROGRAMS * spec.SPLITS * 2 * spec.M
-    parts, row_maxima, row_sums = parts + slots * spec.BV, row_maxima + slots, row_sums + slots
+    PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
+    parts, row_maxima, row_sums = parts + slots * PART, row_maxima + slots, row_sums + slots
     m = tl.arange(0, spec.M)
     # `at` is a place in the line of key tiles, from the program's first tile to the end of its share.
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)

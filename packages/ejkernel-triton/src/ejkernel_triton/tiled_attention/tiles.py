@@ -1,9 +1,8 @@
 """Tile sizes and launch parameters: the heuristic for calls without a measured configuration, and the candidates.
 
-What fits a chip follows from its shared memory; of what fits, the preference is by matrix unit and head size, and by
-whether the call has features that take registers. That of Hopper in 16 bits, and in float32 with head size 128, was
-measured on an H200, for calls without such features; all others are large tiles whose kernels, compiled for the chip,
-keep all of their values in registers.
+What fits a chip follows from its shared memory; of what fits, matrix unit, head size and features that take registers
+decide. On Hopper the tiles in 16 bits, and in float32 with heads of 128, were measured on an H200, for calls without
+such features; all others are large tiles whose kernels, compiled for the chip, spill no register.
 """
 
 import dataclasses
@@ -345,11 +344,8 @@ def _bytes(record: TiledAttention, which: Pass, tile: Tile) -> int:
     itemsize = jnp.dtype(record.query.dtype).itemsize
     pieces = in_pieces(record, tile.stationary, tile.streamed)
     share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]
-    return (
-        (share.stationary * tile.stationary + share.streamed * tile.stages * tile.streamed)
-        * itemsize
-        * padded_row(record)
-    )
+    rows = share.stationary * tile.stationary + share.streamed * tile.stages * tile.streamed
+    return rows * itemsize * padded_row(record)
 
 
 def _is_rich(record: TiledAttention) -> bool:
