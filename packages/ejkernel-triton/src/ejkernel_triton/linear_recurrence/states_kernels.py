@@ -73,6 +73,9 @@ def gates_kernel(
     gates = tl.maximum(gates.to(tl.float32) * LOG2E, MIN_LOG2_GATE)
     sums = tl.cumsum(gates, 0)
     head = columns // spec.WIDTH
+    if spec.CHUNKS * spec.CHUNK * COLUMNS > 2**31:
+        # A tile spans heads, which lie a sequence apart: only here does the offset of an element take 64 bits.
+        head = head.to(tl.int64)
     at = head[None, :] * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK + rows[:, None]
     at = at * spec.WIDTH + (columns % spec.WIDTH)[None, :]
     target = cumulative + tl.cast(row, tl.int64) * (spec.CHUNKS * spec.CHUNK * COLUMNS)
