@@ -116,6 +116,18 @@ def delta(query, key, value, beta, decay):
     return modules.gated_delta_rule(query, key, value, beta, decay, platform="triton")
 
 
+def kda(query, key, value, beta, decay):
+    return modules.kernel_delta_attention(query, key, value, beta, decay, platform="triton")
+
+
+def chunk_means(x):
+    return modules.mean_pooling(x, chunk_size=32, platform="triton")
+
+
+def sequence_means(x, cu_seqlens):
+    return modules.mean_pooling(x, cu_seqlens, platform="triton")
+
+
 def lightning(query, key, value):
     return modules.lightning_attention(query, key, value, layer_idx=0, num_layers=2, platform="triton")
 
@@ -175,6 +187,9 @@ CASES = {
     "gla_attention": (gradients(gla, 4), (MANY_HEADS,) * 4, {}),
     "lightning_attention": (gradients(lightning, 3), (MANY_HEADS,) * 3, {}),
     "gated_delta_rule": (delta, (MANY_HEADS,) * 3 + (shape(*MANY_HEADS.shape[:3]),) * 2, {}),
+    "kernel_delta_attention": (kda, (MANY_HEADS,) * 3 + (shape(*MANY_HEADS.shape[:3]), MANY_HEADS), {}),
+    "mean_pooling": (gradients(chunk_means, 1), (MANY_HEADS,), {}),
+    "mean_pooling, packed": (gradients(sequence_means, 1), (shape(T * H, D), shape(3, dtype=INT)), {}),
     "state_space_v1": (
         gradients(scan, 6),
         (
