@@ -68,6 +68,8 @@ def widened(tile: jax.Array) -> jax.Array:
         f32 = ir.F32Type.get()
         made: list[Any] = []
         for register in narrow.registers.flat:
+            # bfloat16 is the upper half of a float32: the first of a pair is shifted there; the second is there, and
+            # the first is masked away.
             both = scalar(vector.bitcast(ir.VectorType.get((1,), i32()), register))
             halves = (arith.shli(both, constant(16)), arith.andi(both, constant(-(2**16))))
             made.append(vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves]))

@@ -16,6 +16,9 @@ BARRIERS = 16
 
 There is one for each of two steps. A copy from block to block takes no barrier of Mosaic's.
 """
+# Each barrier counts two arrivals, one of each member (see SEND). The fence makes the barriers visible to the other
+# member before it can arrive at one.
+# Member 0 alone counts tiles, and writes the number into both members' shared memory.
 BEGIN = """{
 .reg .pred leads; .reg .b32 rank, number, place;
 mbarrier.init.shared::cta.b64 [$1 + 16], 2;
@@ -29,13 +32,17 @@ mapa.shared::cluster.u32 place, $1, 0;
 mapa.shared::cluster.u32 place, $1, 1;
 @leads st.shared::cluster.u32 [place], number;
 }"""
+# Release and acquire: what a member wrote into either's shared memory before is visible to both behind it.
 MEET = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+# The hardware ends a wait after a time of its own, so the wait is a loop. Labels differ by inlined copy.
 AWAIT = """{
 .reg .pred done;
 again_${:uid}:
 mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
 @!done bra again_${:uid};
 }"""
+# The arrival at the other's barrier announces the bytes of the copy, so that its phase ends when they are there.
+# The last instruction arrives at this member's own barrier: its half of the gradients is in place already.
 SEND = """{
 .reg .b32 rank, target, full;
 mov.u32 rank, %cluster_ctarank;
@@ -58,6 +65,7 @@ def begin(tile_counter: Any, words: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def run(_: Any, tile_counter: Any, words: Any) -> None:
+        # No thread of either block reads the number or touches a barrier before all have met.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.BLOCK):
             _assembly(BEGIN, "l,r", [mgpu.utils.memref_ptr(tile_counter), _address(words)])
         _assembly(MEET, "", [])
@@ -70,6 +78,7 @@ def end() -> None:
 
     @plgpu.inline_mgpu()
     def run(_: Any) -> None:
+        # A block that ends gives its shared memory back, to which the other's copies may still be on their way.
         _assembly(MEET, "", [])
 
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -92,6 +101,7 @@ def send(made: Any, target: Any, words: Any, count: Any) -> None:
         size = made.type.element_type.width // 8
         for length in made.type.shape:
             size *= length
+        # A bulk copy is one instruction of one thread. It reads through the async proxy, hence the commit before.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             places = [_address(made), _address(target), _barrier(words, count.registers.item())]
             _assembly(SEND, "r,r,r,n", [*places, constant(size)])
@@ -105,6 +115,7 @@ def await_both(words: Any, count: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def run(_: Any, words: Any, count: Any) -> None:
         number = count.registers.item()
+        # A barrier serves every second step, so its phase is the second bit of the step's number.
         parity = arith.andi(arith.shrui(number, constant(1)), constant(1))
         _assembly(AWAIT, "r,r", [_barrier(words, number), parity])
 
@@ -112,6 +123,7 @@ def await_both(words: Any, count: Any) -> None:
 
 
 def _barrier(words: Any, count: Any) -> Any:
+    # Two barriers alternate, 8 bytes each: a member may send a step while the other still waits for the last.
     place = arith.muli(arith.andi(count, constant(1)), constant(8))
     return arith.addi(arith.addi(_address(words), constant(BARRIERS)), place)
 
@@ -121,5 +133,6 @@ def _address(memory: Any) -> Any:
 
 
 def _assembly(code: str, constraints: str, operands: list[Any]) -> None:
+    # The memory clobber keeps LLVM from moving loads and stores across it.
     constraints = f"{constraints},~{{memory}}" if constraints else "~{memory}"
     llvm.inline_asm(None, operands, code, constraints, has_side_effects=True)

@@ -56,6 +56,7 @@ def launch(
 
 def transforms(swizzle: int = 128) -> tuple[Any, ...]:
     """The layout of 16-bit operands of WGMMA in shared memory, with a swizzle of so many bytes."""
+    # Swizzle atoms: eight rows of as many bytes as the swizzle has. WGMMA's descriptors address shared memory by them.
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -73,5 +74,6 @@ def whole(x: jax.Array, rows: int) -> jax.Array:
 
     Copies leave out what lies beyond an array's end, so that no more is needed.
     """
+    # The eight rows of a swizzle atom are the least that a copy moves.
     rows = max(rows, -(-x.shape[1] // 8) * 8)
     return jnp.pad(x, ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))

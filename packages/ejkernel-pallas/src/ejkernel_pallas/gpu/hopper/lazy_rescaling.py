@@ -23,12 +23,15 @@ def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
     )
     def scale(_: Any, tile: Any, rows: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
+        # A thread holds two rows of an accumulator; its vote is about the smaller factor.
         factors = [scalar(register) for register in rows.registers.flat]
         some: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
         some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
         types = [register.type for register in tile.registers.flat]
+        # All threads of a warp take one side, so the other costs nothing; no barrier is needed, as warps share no row.
         branch: Any = scf.IfOp(some, types, has_else=True)
         with ir.InsertionPoint(branch.then_block):
+            # Registers alternate between a thread's two rows, and hold two neighbouring columns of one.
             pairs = [vector.broadcast(types[0], factor) for factor in factors]
             scf.yield_([arith.mulf(register, pairs[n % 2]) for n, register in enumerate(tile.registers.flat)])
         with ir.InsertionPoint(branch.else_block):

@@ -36,6 +36,7 @@ def _named_barrier(instruction: str, distance: int, warpgroups: int) -> None:
         del context
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
+        # Waiting and passing meet at the waiting warpgroup's barrier: its own to wait, its successor's to pass.
         place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(distance))
         place = arith.addi(arith.remui(place, constant(warpgroups)), constant(FIRST))
         llvm.inline_asm(None, [place], f"{instruction} $0, 256;", "r", has_side_effects=True)

@@ -42,7 +42,10 @@ def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
     def run(_: Any, scores: Any, shift: Any) -> Any:
         made: list[Any] = []
         for registers in zip(scores.registers.flat, shift.registers.flat, strict=True):
+            # Of two neighbours one goes to the FMA units and one to the special-function unit, which work at the same
+            # time. The split is by register, so no thread branches.
             first, second = zip(*map(pair, registers), strict=True)
+            # Below SMALLEST the addition to the exponent would run into the sign.
             computed = polynomial(arith.maximumf(_exponent(factor, *first), number(SMALLEST)), 1.0)
             values = [computed, instruction(_exponent(factor, *second))]
             made.append(vector.from_elements(registers[0].type, values))
@@ -58,11 +61,14 @@ def instruction(exponent: Any) -> Any:
 
 def polynomial(score: Any, factor: float) -> Any:
     """2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
+    # Beside ROUNDS, a float32 has no bits for fractions: the sum is rounded to an integer, n, in its lowest bits.
     rounded: Any = math.fma(score, number(factor), number(ROUNDS))
+    # f. The subtraction is exact, and the multiply-add rounds once.
     rest = math.fma(score, number(factor), arith.subf(number(ROUNDS), rounded))
     value: Any = number(COEFFICIENTS[-1])
     for coefficient in COEFFICIENTS[-2::-1]:
         value = math.fma(value, rest, number(coefficient))
+    # The shift drops ROUNDS' own bits, so n alone is added to the exponent, as an integer.
     exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA))
     return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
 

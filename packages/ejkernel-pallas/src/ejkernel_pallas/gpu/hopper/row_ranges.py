@@ -21,6 +21,7 @@ STORE = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 
 def write_zeros(base: Any, row: Any, size: int, line: int = LINE) -> None:
     """Zeros in a row of `size` bytes of a tile at an address: its lines lie eight rows apart."""
+    # Eight rows of a tile are `size / line` swizzle atoms of 8 x `line` bytes, one after the other.
     eight, within = arith.divui(row, constant(8)), arith.remui(row, constant(8))
     place = arith.addi(base, arith.muli(eight, constant(8 * size)))
     place = arith.addi(place, arith.muli(within, constant(line)))
@@ -45,6 +46,7 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()), number, number))
     def clean(_: Any, tile: Any, first: Any, end: Any) -> None:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
+        # A thread a row. Writes are by the generic proxy: callers commit before a product reads them.
         row = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
         before = arith.cmpi(arith.CmpIPredicate.slt, row, first.registers.item())
         after = arith.cmpi(arith.CmpIPredicate.sge, row, end.registers.item())
@@ -76,6 +78,7 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any) 
         width = arith.constant(index, ir.IntegerAttr.get(index, columns))
 
         def put(value: Any, place: Any) -> None:
+            # Masked by element: rows from `count` on are another tile's, which another block may be writing.
             across = arith.addi(column, place[1])
             keep = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.ult, place[0], count),

@@ -42,7 +42,9 @@ def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
         steps: Key or query blocks of a tile, for each head.
         heads: Heads for which a tile goes through its blocks.
     """
+    # A part keeps at least two blocks, counted over the heads.
     left, most = tiles % blocks, min(steps, steps * heads // 2)
+    # Waves that the parts take; of their costs the least, in key blocks. One part is the tile as it is.
     waves = {parts: -(-left * parts // blocks) for parts in range(1, max(1, most) + 1)}
     costs = {n: count * (-(-steps // n) * heads + BEGINNING) + (MERGING if n > 1 else 0) for n, count in waves.items()}
     parts = min(costs, key=lambda n: costs[n])

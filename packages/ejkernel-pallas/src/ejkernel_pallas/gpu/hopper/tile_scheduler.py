@@ -116,6 +116,7 @@ def make_plan(
         persistent: Whether blocks loop over tiles, or compute one each.
         split: The last tiles, each of which is several items.
     """
+    # A bundle divides the heads evenly, so that all bundles are alike and a number needs no table to be decoded.
     fitting = max(1, CACHE // head_bytes) * group
     bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
     items = batch * heads * tiles + split.tiles * (split.parts - 1)
@@ -158,9 +159,11 @@ def fetch_next(plan: TileSchedule, tile_counter: Any, place: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+            # Relaxed: the number is all that blocks exchange, and no other memory is ordered by it.
             before = llvm.atomicrmw(
                 llvm.AtomicBinOp.add, mgpu.utils.memref_ptr(tile_counter), constant(1), llvm.AtomicOrdering.monotonic
             )
+            # The counter starts behind the blocks' first tiles, which are their own numbers.
             memref.store(arith.addi(before, constant(plan.blocks)), place, [])
 
     add_one(tile_counter, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -168,6 +171,7 @@ def fetch_next(plan: TileSchedule, tile_counter: Any, place: Any) -> None:
 
 def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
     """First block, full_start, full_end and end of an item's blocks; those of any item beyond the last number."""
+    # A block without a tile left reads some entry of the table, and uses none of it.
     work = item(plan, jnp.minimum(number, plan.items - 1))
     place = work.row(table), *work.head_row(table, 4), work.tile
     found = tuple(table[*place, n] for n in range(4))
@@ -181,6 +185,7 @@ def _split_range(
     whole = work.part < 0
     part = jnp.where(whole, 0, lax.rem(work.part, I32(plan.split.parts)))
     parts = jnp.where(whole, 1, I32(plan.split.parts))
+    # Neighbouring parts meet exactly, whatever rounding does: one's stop is the next one's start.
     start, stop = (first + lax.div((last - first) * (part + n), parts) for n in range(2))
     return start, jnp.clip(full_start, start, stop), jnp.clip(full_end, start, stop), stop
 
@@ -189,10 +194,12 @@ def item(plan: TileSchedule, number: Any) -> WorkTile:
     """The item with a number in the list."""
     part = number - plan.whole
     if plan.split.tiles:
+        # Items behind the whole tiles are parts: so many of them are one tile of the list.
         number = jnp.minimum(number, plan.whole) + lax.div(jnp.maximum(part, 0), I32(plan.split.parts))
     number = _unfolded(plan, number) if plan.folded else number
     bundle, number = _divided(number, plan.bundle * plan.tiles)
     tile, number = _divided(number, plan.bundle)
+    # Head by head within a tile: blocks that run at the same time read the same keys out of L2, if heads share them.
     batch, head = _divided(bundle * plan.bundle + number, plan.heads)
     return WorkTile(batch, head, plan.tiles - 1 - tile if plan.reverse else tile, part)
 
@@ -211,4 +218,5 @@ def _unfolded(plan: TileSchedule, number: Any) -> Any:
 
 
 def _divided(number: Any, by: int) -> tuple[Any, Any]:
+    # Not `//` and `%`: numbers are not negative, and rounding towards minus infinity takes further instructions.
     return lax.div(number, I32(by)), lax.rem(number, I32(by))

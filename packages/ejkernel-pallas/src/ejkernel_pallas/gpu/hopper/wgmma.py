@@ -61,6 +61,7 @@ def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
     count, kind = _registers(shape), KINDS[jnp.dtype(refs[1].dtype).name]
     given = [] if scores is None else [scores]
     code = _code(shape[1], sizes, kind, count * (1 + len(given)), fresh=scores is None)
+    # Operands tied to results: the same registers hold the sums before and after, and nothing is copied.
     tied = [str(n) for n in range(count)] * len(given)
 
     @plgpu.inline_mgpu(
@@ -69,6 +70,8 @@ def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
     )
     def run(_: Any, *operands: Any) -> Any:
         sums, refs = operands[: len(given)], operands[len(given) :]
+        # The low word of a descriptor: the address, in its units. The upper word is the same for all threads and
+        # columns.
         places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
         before = [score for tile in sums for register in tile.registers.flat for score in pair(register)]
@@ -89,6 +92,7 @@ def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
     )
     def run(_: Any, scores: Any) -> Any:
         given = [score for register in scores.registers.flat for score in pair(register)]
+        # Every register is an input and an output of the wait.
         tied = ["=f"] * len(given) + [str(n) for n in range(len(given))]
         return _assembled(scores, f"wgmma.wait_group.sync.aligned {in_flight};", tied, given)
 
@@ -122,16 +126,21 @@ def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) ->
     """
     sums = ", ".join(f"${n}" for n in range(_registers((WGMMA_M, keys))))
     instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{keys}k{STEP}"
+    # scale-d is a predicate. Compared with a register, it is set by an instruction and cannot be folded away.
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
+    # The fence orders earlier accesses of these registers before the first product, which is asynchronous.
     lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | sizes[0]}; wgmma.fence.sync.aligned;"]
     for pair_number, size in enumerate(sizes):
         place = first + 2 * pair_number
         lines += [f"mov.b32 upper, {SWIZZLED | size};"] * (pair_number > 0)
         for column in range(0, size, STEP):
+            # Atoms of the same eight rows follow each other, 8 x 128 bytes apart; within one, the hardware applies the
+            # swizzle to addresses, so columns advance as if there were none.
             part, rest = divmod(column, SWIZZLE_COLUMNS)
             units = part * SWIZZLE_COLUMNS + rest * 2 // UNIT
             lines += [f"add.u32 place, ${place}, {units}; mov.b64 left, {{place, upper}};"]
             lines += [f"add.u32 place, ${place + 1}, {units}; mov.b64 right, {{place, upper}};"]
+            # False for the very first product of a fresh accumulator alone, whose content is then ignored.
             lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not fresh)};"]
             lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
