@@ -89,6 +89,8 @@ def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any
         def step(n: Any, state: Any) -> Any:
             return body(masking, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
+        # From the last block to the first, as all thread blocks do: one that starts a step after its predecessor never
+        # waits to add to dq.
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
     def runs(n: Any, state: Any) -> Any:
@@ -96,6 +98,7 @@ def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any
         start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else runs_of.run
         if not cuts:
             return run(head, start, stop, False, state)
+        # Loops of their own for full and partial blocks, since masks take registers and instructions in every step.
         state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
         return run(head, start, full_start, True, state)
 
@@ -107,6 +110,7 @@ def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
 
     Without segments, products wait for them.
     """
+    # Segments alone have padding inside of a tile, which must be overwritten before a product reads it.
     if not call.spec.segments:
         return
     buffers = call.buffers
@@ -120,6 +124,7 @@ def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
 
 def adder(call: Call, count: Any, piece: int) -> Any:
     """Which warp adds a piece of a step's part of dq."""
+    # In turn: a warp that waits for the key tiles before it holds up no other piece.
     return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
 
 
@@ -135,6 +140,7 @@ def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"
     """Writes what a part of a tile's steps adds to the gradient of 64 keys or values, the first of which is `row`."""
     _, _, _, keys, values = call.outputs
     parts = keys if name == "k" else values
+    # In float32: XLA adds up the parts, in a fixed order.
     parts[item.part, pl.ds(row, WGMMA_M)] = gradient
 
 

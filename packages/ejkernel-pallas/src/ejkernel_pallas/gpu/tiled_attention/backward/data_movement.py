@@ -31,6 +31,8 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
         for extra in tile.extras(call.spec, "k"):
             source = call.operands[extra]
             plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["kv_full"])
+    # A member of a pair makes one half of dq's columns, for the keys of both: of the other member's keys it needs those
+    # columns.
     for part in range(tile.shared_parts):
         rows = pl.ds(item.tile * tile.keys + (1 - call.member) * WGMMA_M, WGMMA_M)
         columns = pl.ds((call.member * tile.shared_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
@@ -46,6 +48,7 @@ def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, p
     for name, stages in call.tile.stages.items():
         slot = lax.rem(count, I32(stages))
         full, free = call.buffers[f"{name}_full"].at[slot], call.buffers[f"{name}_free"].at[slot]
+        # The first copies find their stages empty.
         pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, free))
         rows = pl.ds(index * call.tile.queries, call.tile.queries)
         source = call.operands[name]
@@ -85,14 +88,19 @@ def add_parts(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, pl
             before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
         nth_tile = call.blocks_added.at[(place * tile.members + call.member) * tile.pieces + piece]
+        # A counter that only grows: the tile that `before` others precede waits for that number, adds, and counts one
+        # more.
         plgpu.semaphore_wait(nth_tile, before, decrement=False, memory_scope="gpu")
         for strip in range(tile.strips):
             plgpu.barrier_wait(full)
+            # The first one stores, so dq needs no zeros to begin with.
             pl.when(before == 0)(functools.partial(copy, None, piece, strip, head, index))
             pl.when(before > 0)(functools.partial(copy, "add", piece, strip, head, index))
+            # Shared memory has been read, so the next strip may be written there; the addition may still be under way.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(buffers["dq_free"].at[piece])
         plgpu.wait_smem_to_gmem(0)
+        # The additions are in device memory before the next key tile is told.
         plgpu.semaphore_signal(nth_tile, 1, memory_scope="gpu")
 
     for_each_block(add, I32(0), False)

@@ -21,6 +21,7 @@ def first_adders(ranges: Any, count: int) -> Any:
         Int32 [B|1, query tiles]: the number of all tiles of keys where none does.
     """
     keys, query = ranges.shape[1], np.arange(count, dtype=np.int32)[:, None]
+    # Those that add are neighbours, so the first of them gives every key tile its place in the order.
     adds = (ranges[:, None, :, 0] <= query) & (query < ranges[:, None, :, 3])
     where = jnp.where if isinstance(ranges, jax.Array) else np.where
     (first,) = reduced([where(adds, np.arange(keys, dtype=np.int32), keys)], (MINIMUM,))

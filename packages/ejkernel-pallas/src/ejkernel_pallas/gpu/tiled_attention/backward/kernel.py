@@ -70,6 +70,7 @@ def backward_kernel(call: Call) -> None:
 
     @pl.when(warpgroup < WARPGROUPS)
     def _consume() -> None:
+        # Registers are the block's: what the last warpgroup gives up, which only copies, the consumers take.
         plgpu.set_max_registers(tile.consumer_registers, action="increase")
         (consume_wide if tile.wide else consume)(call, item, warpgroup, for_each_block)
 
@@ -77,6 +78,7 @@ def backward_kernel(call: Call) -> None:
     def _move() -> None:
         plgpu.set_max_registers(tile.producer_registers, action="decrease")
 
+        # Copies in and additions to dq have warps of their own: waiting for its turn to add holds up no copy.
         @plgpu.warp_map
         def _(warp: Any) -> None:
             pl.when(warp == 0)(functools.partial(fetch, call, item, for_each_block))
@@ -101,6 +103,8 @@ def _number(call: Call, warpgroup: Any) -> Any:
         plgpu.barrier_arrive(full)
 
     plgpu.barrier_wait(full)
+    # `fetch_next` counts from behind the blocks' own tiles; here the counter alone deals them. A block's index would
+    # not do: nobody promises that blocks start in the order of their indices.
     return number[0] - call.plan.blocks
 
 
@@ -108,6 +112,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
     # The main loop of a consumer warpgroup: dk and dv of its 64 keys, and one half of the block's part of dq.
     spec, tile, buffers = call.spec, call.tile, call.buffers
     plgpu.barrier_arrive(buffers["ds_full"])  # so that the first step waits for no ds
+    # The first turn at the tensor cores is warpgroup 0's, whose predecessor is the last one.
     pl.when(w == WARPGROUPS - 1)(functools.partial(ping_pong_pass, WARPGROUPS))
     plgpu.barrier_wait(buffers["kv_full"])
     if spec.segments:
@@ -124,6 +129,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
         key = item.tile * tile.keys + w_local * WGMMA_M
         row_ids = arrays.load_rows(_key_ids(call, item, w_local)) if mask and spec.segments else None
         words = pattern_words(call, item, head, place, w_local) if mask else ()
+        # Full blocks have a loop of their own, in which nothing is compared.
         mask_scores = functools.partial(masked_scores, call, key, row_ids, slot, index, words) if mask else None
         dropout_keys = functools.partial(_numbers, call, item, w_local, slot, head, index)
         ds = _previous_ds(call, w_local, count) if tile.register_bound else ds
@@ -132,13 +138,16 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
             ds = weights.pop()
         else:
             ds = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (WGMMA_M, tile.queries))
+        # dk's product, the last that reads the previous step's queries, ended with `_make_weights`.
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         dv, dq, ds = _score_gradients(call, w_local, count, dv, ds, *weights)
+        # dv's product, the last that reads this step's do, ended with `_score_gradients`.
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
         if tile.register_bound:
             dq, ds = _late_dq(call, w_local, count, ds), None
         else:
             _store_ds(call, w_local, count, ds)
+        # Its commit is that of ds as well: one fence for both.
         _hand_over(call, w_local, count, dq)
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, ds
@@ -146,6 +155,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
     zeros = {size: arrays.full_tile((WGMMA_M, size)) for size in {spec.head_dim, spec.value_dim}}
     begin = I32(0), zeros[spec.head_dim], zeros[spec.value_dim], _initial_ds(call, w)
     count, dk, dv, ds = for_each_block(step, begin, tile.needs_masks(spec))
+    # No product reads the values any more, so dv takes their place while dk waits for its last part.
     _write_values(call, item, w, dv * spec.dropout_scale)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
     dk = _finish(call, w, count, last, dk, _previous_ds(call, w, count) if tile.register_bound else ds)
@@ -178,6 +188,7 @@ def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) ->
 
 def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
     """Writes both gradients of a tile, once no product reads the keys any more, or dk of a part."""
+    # Either warpgroup's part of dq reads the keys of both.
     plgpu.barrier_arrive(call.buffers["dq_done"])
     plgpu.barrier_wait(call.buffers["dq_done"])
     whole = functools.partial(_write_tile, call, item, w, dk)
@@ -193,6 +204,7 @@ def _write_tile(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> N
         columns = dk[:, part * tile.part : (part + 1) * tile.part]
         buffers["k"].at[part * WARPGROUPS + w][...] = columns.astype(call.spec.dtype)
     plgpu.commit_smem()
+    # Bulk copies leave out rows past the end, so a partial tile needs no mask.
     rows = pl.ds(item.tile * tile.keys + w * WGMMA_M, WGMMA_M)
     for part in range(tile.parts):
         target = call.outputs[0].at[item.batch, rows, item.head, pl.ds(part * tile.part, tile.part)]
@@ -229,14 +241,18 @@ def _make_weights(
         for part in range(tile.parts):
             queries = buffers["q"].at[slot, :, pl.ds(part * tile.part, tile.part)]
             plgpu.wgmma(scores_ref, buffers["k"].at[part * WARPGROUPS + w], queries.transpose((1, 0)))
+        # Issued behind the scores, so that it runs under the exponentials.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
         if tile.ping_pongs_scores:
             ping_pong_pass(WARPGROUPS)
+        # Waits for the scores alone: dk's product stays in flight.
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         capped = jnp.tanh(scores * spec.inner_scale) if caps else None
         scores = scores if capped is None else capped
         scores = scores if mask_scores is None else mask_scores(scores)
         shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
+        # tanh and powers of two share the special-function unit, so half of the powers go to the FMA units. Not with
+        # masks: polynomials do not give 0 for a masked score.
         if caps and mask_scores is None:
             weights = powers(scores, spec.log2_scale, shift)
         else:
@@ -247,6 +263,7 @@ def _make_weights(
             else _factors(weights, capped)
         )
         for ref, value in zip(made_refs, made, strict=True):
+            # Narrow at once: dk's product is still using its registers.
             ref[...] = value.astype(ref.dtype)
 
     initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
@@ -294,12 +311,14 @@ def _score_gradients(
         dv_ref, slopes_ref, *dq_refs, made_ref = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[slot])
+        # The turn covers issuing alone; the products run on while the other warpgroup issues its own.
         ping_pong_wait(WARPGROUPS)
         plgpu.wgmma(slopes_ref, buffers["v"].at[w], buffers["do"].at[slot].transpose((1, 0)))
         plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
         for dq_ref in dq_refs:
             _issue_dq(call, w, count, dq_ref)
         ping_pong_pass(WARPGROUPS)
+        # Products issued after that of the gradients of weights: dv's, and dq's with the keys of each warpgroup.
         later = 1 + WARPGROUPS * len(dq_refs)
         factors = arrays.widened(weights if capped is None else capped)
         made_ref[...] = (factors * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=later)).astype(spec.dtype)
@@ -382,6 +401,7 @@ def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
         plgpu.barrier_wait(buffers["ds_full"])
     half, part = tile.dq_half(w)
     for other in range(WARPGROUPS):
+        # ds is kept keys by queries, and dq = ds K wants queries by keys: the descriptor transposes, nothing moves.
         left = buffers["ds"].at[_ds_place(tile, count + 1, other, half)]
         plgpu.wgmma(dq_ref, left.transpose((1, 0)), buffers["k"].at[part * WARPGROUPS + other])
 
@@ -389,6 +409,7 @@ def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
 def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
     """Leaves the previous step's part of dq to the warps that add, and what else was written to shared memory."""
     buffers = call.buffers
+    # Step 0 has no previous step: what it stores is handed to nobody, so step 1 finds the place free too.
     pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
@@ -397,4 +418,5 @@ def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
 
 def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:
     """Where a warpgroup's gradients of scores are, those of 64 queries."""
+    # Two steps' worth: dq's product reads the previous step's while this step's is written.
     return (lax.rem(count, I32(2)) * WARPGROUPS + w) * (tile.queries // WGMMA_M) + half

@@ -72,12 +72,16 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
         buffers["ds"].at[half][...] = factors.astype(spec.dtype)
         plgpu.commit_smem()
+        # Warpgroup 1 makes gradients of scores of them, in their place.
         plgpu.barrier_arrive(buffers["weights_full"])
+        # The scores' product has ended; dk's, which reads the same queries, is warpgroup 1's, which arrives itself.
         plgpu.barrier_arrive(buffers["q_free"].at[slot])
+        # Narrow before a product is issued: no register of an operand may be written while one is under way.
         weights = lax.optimization_barrier(weights.astype(spec.dtype))
 
         def products(refs: Any) -> None:
             dv_ref, dq_ref, rest_ref = refs
+            # dq first, so that waiting for all but one product gives it while dv's runs.
             _issue_dq(call, count - 1, 0, dq_ref)
             if not spec.segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
@@ -90,8 +94,10 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
 
     start = I32(0), arrays.full_tile((WGMMA_M, spec.value_dim)), _no_strip(call)
     count, dv, rest = for_each_block(step, start, tile.needs_masks(spec))
+    # The pipeline drains: the last strip of the step before the last, then all of the last.
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
+    # This warpgroup reads the keys no more; the other waits for that before it writes dk in their place.
     plgpu.barrier_arrive(buffers["dq_done"])
     dv = dv * spec.dropout_scale
     part = functools.partial(write_part, call, item, "v", call.member * WGMMA_M, dv)
@@ -122,6 +128,7 @@ def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any
         for part in range(call.tile.parts):
             queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
             plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
+        # Under the scores' product: by now the adder has taken the first strip.
         _hand_over(call, count - 2, 0, 1, rest)
 
     scores: Any = pl.run_state(product)(INITIAL(arrays.full_tile(shape)))
@@ -141,8 +148,12 @@ def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any
 def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
     """Issues the products that are a warpgroup's part of a step's dq, once both members' gradients are there."""
     tile, buffers = call.tile, call.buffers
+    # Before the first step the product is of whatever lies there, and handed to nobody: so the step needs no branch
+    # around it.
     pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
     place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
+    # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other
+    # sent.
     for source, keys in ((place, part), (place + 2, I32(tile.parts + w))):
         keys = buffers["k"].at[_zero() + keys]
         plgpu.wgmma(dq_ref, buffers["ds"].at[source].transpose((1, 0)), keys)
@@ -164,6 +175,7 @@ def _no_strip(call: Call) -> Any:
 def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
     """Leaves a strip of a step's part of dq to a warp that adds; before the first step none takes it."""
     buffers = call.buffers
+    # The first strip of step 0 finds its place empty.
     pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
@@ -231,17 +243,21 @@ def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tup
 
     def products(refs: Any) -> None:
         dk_ref, slopes_ref, dq_ref, new_ref, rest_ref = refs
+        # dk of the previous step: its operand ds is in registers, and the product runs while strips are handed over.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
         _hand_over(call, count - 2, 1, 1, rest)
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[0])
         plgpu.wgmma(slopes_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
         _issue_dq(call, count - 1, 1, dq_ref)
+        # Waits for all but dq's two products.
         new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
         plgpu.barrier_wait(buffers["weights_full"])
+        # Not before: `weights_full` says that warpgroup 0's writes are visible.
         factors = arrays.widened(arrays.load_tile(buffers["ds"].at[place]))
         if spec.has_dropout:
             delta = arrays.load_columns(buffers["delta"].at[slot])
+            # A factor below zero is that of a dropped weight: <do, v> has no part in its gradient, delta has.
             new, factors = dropout.where_positive(factors, new, delta), jnp.abs(factors)
         new_ref[...] = (factors * new).astype(spec.dtype)
         plgpu.commit_smem()  # all weights have been read
@@ -249,6 +265,7 @@ def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tup
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         buffers["ds"].at[place][...] = new_ref[...]
         plgpu.commit_smem()
+        # Committed, as a bulk copy reads shared memory through the async proxy.
         clusters.send(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
         rest_ref[...] = _hand_over_first(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
 

@@ -86,6 +86,7 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
     operands |= {"k": whole(record.key, WGMMA_M), "v": whole(record.value, WGMMA_M)}
+    # Infinity: weights of rows past the end are powers of minus infinity, 0.
     operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
     # Gradients have at their ends what kept weights are larger by.
     operands["delta"] = jnp.pad(-_less_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, padding)
@@ -120,6 +121,7 @@ def _gradients(
     run = functools.partial(_run, spec, tile, plan, by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
     dq = dq[:, : spec.queries] * (spec.scale * spec.dropout_scale)
+    # Query blocks that no key tile adds to were never written.
     has_adder = first < ranges.shape[-2]
     if not (isinstance(has_adder, np.ndarray) and has_adder.all()):
         some = jnp.repeat(jnp.asarray(has_adder), tile.queries, axis=-1)[..., : spec.queries]
@@ -195,6 +197,7 @@ def _run(
     places = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
 
     def body(given: Operands, made: Any, buffers: Any) -> None:
+        # Semaphores are zero when a kernel starts.
         blocks_added = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
         member = lax.axis_index(clusters.AXIS) if tile.wide else 0
         buffers = _with_views(buffers) if "rows" in buffers else buffers
@@ -219,7 +222,9 @@ def _with_split(
     place = tile_scheduler.split_rows(plan, parts[0].shape[1])
 
     def put(gradient: jax.Array, sums: jax.Array) -> jax.Array:
+        # A fixed order, unlike atomic additions: every run gives the same bits.
         sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
+        # Rows of a partial tile that lie past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
 
     return put(dk, parts[0]), put(dv, parts[1]), dq
@@ -230,10 +235,12 @@ def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[s
     made: dict[str, Any] = {
         "k": matrix((tile.parts * tile.owners + tile.shared_parts, WGMMA_M, tile.part), spec.dtype, tile.line("k")),
         "v": matrix((tile.owners, WGMMA_M, spec.value_dim), spec.dtype),
+        # Two steps' worth, and the size of a tile of scores each.
         "ds": matrix((2 * tile.keys * tile.queries // WGMMA_M**2, WGMMA_M, WGMMA_M), spec.dtype, tile.line("ds")),
         "dq": plgpu.SMEM(
             (WARPGROUPS, WGMMA_M, tile.dq_columns),
             jnp.float32,
+            # 32 float32 columns are a row of the 128-byte swizzle: stores by lanes meet no bank conflicts.
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
     }
