@@ -108,6 +108,7 @@ def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
     """Number and key blocks of the work tile after this one."""
     place = lax.rem(nth_tile, I32(2))
     plgpu.barrier_wait(call.shared.number_full.at[place])
+    # Read before the arrival, after which the producer may overwrite it.
     number = call.shared.number[place]
     plgpu.barrier_arrive(call.shared.number_free.at[place])
     return number, tile_scheduler.block_range(call.plan, call.operands["table"], number)

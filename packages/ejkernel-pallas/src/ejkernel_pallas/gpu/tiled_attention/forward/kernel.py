@@ -76,6 +76,7 @@ def forward_kernel(call: Call) -> None:
     """Body of the kernel: the main loop of every warpgroup over the work tiles of its thread block."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
     first = lax.axis_index("block")
+    # Carried from tile to tile: work tiles so far, key blocks so far, the tile's number and its key blocks.
     start = I32(0), I32(0), first, tile_scheduler.block_range(call.plan, call.operands["table"], first)
 
     def for_each_tile(body: Any) -> None:
@@ -89,6 +90,7 @@ def forward_kernel(call: Call) -> None:
             # The last warpgroup passes first, so that warpgroup 0 finds its barrier open and all others wait.
             pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(ping_pong_pass, tile.warpgroups))
         for_each_tile(_query_tile)
+        # A block that ends gives its shared memory back, from which the last output may still be copied.
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == tile.warpgroups)
@@ -113,6 +115,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
     step_of = functools.partial(_step, call, query_tile)
     end = _key_end(call, query_tile, start, stop)
     if call.tile.needs_masks(spec):
+        # The prologue has taken the first key block, with all masks.
         full_start, full_end = jnp.maximum(full_start, start + 1), jnp.maximum(full_end, start + 1)
         if call.tile.has_idle_warpgroups(spec):
             full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
@@ -148,6 +151,7 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     masking: Masking = "both" if call.tile.needs_masks(call.spec) else None
     scores = _masked(call, query_tile, _tile_mask(call, query_tile, start, masking), masking, scores)
+    # LOWEST is finite: in a row that attends to nothing yet, -inf - -inf would be NaN.
     row_max, row_sum = arrays.full_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(WGMMA_M, 0.0)
     row_max, row_sum, weights, _ = softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
     weights = _apply_dropout(call, query_tile, step, weights)
@@ -246,6 +250,7 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking,
 def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:
     """First and last column of every row where there are segment ids, and the ids that must be compared."""
     first, last = (arrays.load_rows(call.shared.ranges.at[query_tile.buffer, n]) for n in (0, 1))
+    # The host has added MIXED to rows whose segments are not one range of keys: there ids are compared.
     mixed = last >= MIXED
     # Addresses are computed again for every key block: hoisted out of the loop, they would hold registers.
     batch, row = lax.optimization_barrier((query_tile.item.batch, query_tile.row))
@@ -304,10 +309,12 @@ def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
         sink = sinks[query_tile.item.row(sinks), query_tile.item.head] * LOG2E
         if call.plan.split.tiles:  # of a split tile, the first part alone has the sink
             sink = jnp.where(lax.rem(query_tile.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
+        # The sink may exceed every score. It has no value, so the accumulator is rescaled and nothing added.
         top = jnp.maximum(row_max, sink)
         alpha = jnp.exp2(row_max - top)
         row_sum, row_max = row_sum * alpha + jnp.exp2(sink - top), top
         acc = acc * over_columns(alpha, acc.shape)
+    # A row that attends to nothing gets output 0 and lse -inf.
     some = row_sum > 0
     inverse = spec.dropout_scale / jnp.where(some, row_sum, 1)
     lse = jnp.where(some, row_max * LN2 + jnp.log(jnp.where(some, row_sum, 1)), -jnp.inf)
@@ -324,6 +331,7 @@ def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
     for columns, place in places:
         place[...] = output if columns is None else output[:, columns.start : columns.start + columns.size]
     sums[...] = lse
+    # TMA reads shared memory through the async proxy, to which the commit makes these writes visible.
     plgpu.commit_smem()
     item, rows = query_tile.item, pl.ds(query_tile.row, WGMMA_M)
     for columns, place in places:
@@ -337,6 +345,7 @@ def _output_places(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
     spec = call.spec
     if spec.value_dim == spec.head_dim:
         return [(None, call.shared.q.at[query_tile.buffer])]
+    # Outputs narrower than queries leave a part of the buffer unused; the other warpgroup's is not touched.
     first = query_tile.buffer * (spec.head_dim // SWIZZLE_COLUMNS)
     return [
         (pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), call.shared.output.at[first + n])
@@ -354,5 +363,6 @@ def _write_part(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
 
 def _release_queries(call: Call, buffer: Any) -> None:
     """Releases a buffer of queries once TMA has read the output in it."""
+    # Read, not written: HBM need not have the output yet for the buffer to be free.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(call.shared.q_free.at[buffer])

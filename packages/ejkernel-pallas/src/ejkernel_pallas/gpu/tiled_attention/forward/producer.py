@@ -25,6 +25,7 @@ def produce(call: Call, carry: Any) -> Any:
     """Copies what one work tile needs, keys one block ahead of values."""
     nth_tile, step, number, (start, _, _, stop) = carry
     item = tile_scheduler.item(call.plan, number)
+    # A whole tile ahead: the latency of the atomic addition is hidden behind the copies.
     _fetch_next(call, nth_tile)
     fetch, key_block = functools.partial(_copy_block, call, item), functools.partial(call.key_block, item)
     fetch("k", key_block(start), step)
@@ -70,6 +71,7 @@ def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: 
 
     @pl.when(padded)
     def _clean() -> None:
+        # Through a barrier of its own: consumers must not see the stage before its padding is overwritten.
         fetch(shared.v_raw)
         plgpu.barrier_wait(shared.v_raw)
         rows = pl.ds(index * call.tile.keys, call.tile.keys)
@@ -96,6 +98,7 @@ def _fetch_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, war
 def _fetch_next(call: Call, nth_tile: Any) -> None:
     """Fetches the number of the next work tile."""
     shared, place = call.shared, lax.rem(nth_tile, I32(2))
+    # Two places, since warpgroups may still read the last number; the first two are free from the start.
     pl.when(nth_tile > 1)(lambda: plgpu.barrier_wait(shared.number_free.at[place]))
     tile_scheduler.fetch_next(call.plan, call.tile_counter, shared.number.at[place])
     plgpu.barrier_arrive(shared.number_full.at[place])

@@ -92,6 +92,7 @@ def _with_split(
     outputs, sums = merged(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
     batch, rows, head = tile_scheduler.split_rows(plan, sums.shape[1])
     return (
+        # Rows of a partial tile that lie past the end are dropped.
         output.at[batch, rows, head].set(outputs.astype(output.dtype), mode="drop", unique_indices=True),
         lse.at[batch, head, rows].set(sums, unique_indices=True),
     )
@@ -131,6 +132,7 @@ def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
         "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
         "v": matrix((tile.stages, tile.keys, spec.value_dim), spec.dtype),
         "lse": plgpu.SMEM((queries, WGMMA_M), jnp.float32),
+        # One arrival a copy: TMA counts the bytes of each.
         "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
         "k_full": plgpu.Barrier(num_arrivals=1 + spec.has_dropout, num_barriers=tile.stages),
@@ -139,6 +141,7 @@ def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
         "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "number": plgpu.SMEM((2,), jnp.int32),
         "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        # The producer reads the number as well.
         "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
     }
     if spec.has_dropout:

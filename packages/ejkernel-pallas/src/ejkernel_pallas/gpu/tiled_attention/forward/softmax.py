@@ -50,9 +50,11 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full
         else:
             weights = jnp.exp2(scores * spec.log2_scale)
             sums = _thread_row_sum(weights)
+        # No alpha: `rescale` does nothing with a fixed maximum, so any value does.
         return row_max, row_sum + sums, weights, row_max
     new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.log2_scale)
     if spec.rescales_lazily:
+        # A maximum that rose by less is kept: alpha is exactly 1, and the warp may skip the accumulator.
         new_max = jnp.where(new_max - row_max > RESCALE_THRESHOLD, new_max, row_max)
     weights = jnp.exp2(scores * spec.log2_scale - over_columns(new_max, scores.shape))
     alpha = jnp.exp2(row_max - new_max)
@@ -76,6 +78,7 @@ def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
     )
     def add(_: Any, rows: Any) -> Any:
         sums = [scalar(register) for register in rows.registers.flat]
+        # The four threads of a row are neighbours.
         for distance in (1, 2):
             sums = [arith.addf(part, mgpu.utils.shfl_bfly(part, distance)) for part in sums]
         return of_rows(rows, sums)
@@ -93,6 +96,7 @@ def _thread_row_sum(weights: jax.Array) -> jax.Array:
     def add(_: Any, tile: Any) -> Any:
         f32 = ir.F32Type.get()
         sums = [arith.constant(f32, ir.FloatAttr.get(f32, 0.0))] * 2
+        # Registers alternate between the two rows of a thread.
         for place, register in enumerate(tile.registers.flat):
             for weight in pair(register):
                 sums[place % 2] = arith.addf(sums[place % 2], weight)
