@@ -104,7 +104,7 @@ def _number(call: Call, warpgroup: Any) -> Any:
 
     plgpu.barrier_wait(full)
     # `fetch_next` counts from behind the blocks' own tiles; here the counter alone deals them. A block's index would
-    # not do: nobody promises that blocks start in the order of their indices.
+    # not do: blocks are not promised to start in the order of their indices.
     return number[0] - call.plan.blocks
 
 
@@ -409,7 +409,7 @@ def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
 def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
     """Leaves the previous step's part of dq to the warps that add, and what else was written to shared memory."""
     buffers = call.buffers
-    # Step 0 has no previous step: what it stores is handed to nobody, so step 1 finds the place free too.
+    # Step 0 has no previous step: what it stores is not handed over, so step 1 finds the place free too.
     pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()

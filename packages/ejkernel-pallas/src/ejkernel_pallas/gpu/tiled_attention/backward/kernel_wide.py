@@ -148,7 +148,7 @@ def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any
 def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
     """Issues the products that are a warpgroup's part of a step's dq, once both members' gradients are there."""
     tile, buffers = call.tile, call.buffers
-    # Before the first step the product is of whatever lies there, and handed to nobody: so the step needs no branch
+    # Before the first step the product is of whatever lies there, and not handed over: so the step needs no branch
     # around it.
     pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
     place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
