@@ -103,7 +103,7 @@ def _number(call: Call, warpgroup: Any) -> Any:
         plgpu.barrier_arrive(full)
 
     plgpu.barrier_wait(full)
-    # `fetch_next` counts from behind the blocks' own tiles; here the counter alone deals them. A block's index would
+    # `fetch_next` counts on from the blocks' first tiles; here the counter alone deals them. A block's index would
     # not do: blocks are not promised to start in the order of their indices.
     return number[0] - call.plan.blocks
 
