@@ -141,16 +141,19 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
             copy(right.at[rows, across], shared.right.at[slot], there, collective_axes=below)
 
         aligned = (start >= tile.first) & (start + STEP <= tile.end)
+        # The rows are all the group's.
         pl.when(aligned)(lambda: fetch(full))
 
         @pl.when(~aligned)
         def _clean() -> None:
+            # Through another barrier: consumers must not see the rows of other groups.
             raw = shared.raw.at[slot]
             fetch(raw)
             plgpu.barrier_wait(raw)
             for buffer in (shared.left, shared.right):
                 zero_rows(buffer.at[slot], tile.first - start, tile.end - start)
             plgpu.commit_smem()
+            # Twice: `full` counts the copies of two operands.
             plgpu.barrier_arrive(full)
             plgpu.barrier_arrive(full)
 
@@ -176,6 +179,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
             pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
             return done + 1
 
+        # An empty group has no step: its gradient is the accumulator's zeros.
         lax.fori_loop(0, tile.steps, step, done)
         return acc[...]
 

@@ -126,6 +126,7 @@ def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
     """The tile of the output that has a number: bands of tiles of rows, in a band column after column."""
     spec, table = call.spec, call.operands["tiles"]
     members, per_band = spec.tile.cluster_m, spec.tile.band * spec.across
+    # Blocks that run at the same time have the tiles of a band: few rows and few columns, which stay in L2.
     band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
     start = band * spec.tile.band
     height = jnp.minimum(_cluster_tiles(spec, count) - start, spec.tile.band)
@@ -152,12 +153,15 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         inner, full = pl.ds(index * STEP, STEP), shared.full.at[slot]
         across = pl.ds(tile.column, size)
         for warpgroup, first in enumerate(firsts):
+            # By lines, not by swizzle atoms of eight rows: a group may begin at any row.
             target = shared.a_lines.at[slot * WARPGROUPS + warpgroup]
             axes = clusters.AXIS if spec.tile.cluster_n > 1 else None  # each member reads a half for both
             plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, WGMMA_M), inner], target, full, collective_axes=axes)
         part = (across, inner) if spec.transposed else (inner, across)
         copy = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b.at[slot], full)
         if spec.tile.cluster_m > 1:
+            # Tiles of one group: each member copies half of the matrix for both. At the seam of two groups each has its
+            # own.
             pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.AXIS))
             pl.when(~tile.shared)(copy)
         else:
@@ -177,6 +181,7 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         made = pl.run_scoped(
             functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
         )
+        # The stage of the last product, which no later step of this tile frees.
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
         _write(call, made, tile.first(part.rows), tile.column + part.start, tile.end)
 
@@ -225,7 +230,9 @@ def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any
 
     def products(acc: Any) -> Any:
         lax.fori_loop(0, lead, lambda index, _: _multiply(call, done + index, part, acc), None)
+        # The tile before leaves while the tensor cores work: its registers are 16-bit, beside the accumulator's.
         _write(call, *left)
+        # All but the last of the leading products have read their stages.
         plgpu.wgmma_wait(1)
         for index in range(lead - 1):
             plgpu.barrier_arrive(shared.free.at[lax.rem(done + index, I32(spec.tile.stages))])
@@ -248,6 +255,7 @@ def _step(call: Call, part: Part, acc: Any, index: Any, done: Any) -> Any:
     """A product, and the end of the one before: the stage that it has read is free."""
     shared, stages = call.shared, call.spec.tile.stages
     _multiply(call, done, part, acc)
+    # One product stays in flight, so the tensor cores never run dry.
     plgpu.wgmma_wait(1)
     last = lax.rem(done + (stages - 1), I32(stages))
     pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))

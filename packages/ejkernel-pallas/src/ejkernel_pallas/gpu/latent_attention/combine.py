@@ -57,6 +57,7 @@ def combined(spec: ScheduledSpec, plan: LatentSchedule, made: Parts) -> tuple[ja
         tile, column = lax.div(block, I32(across)), lax.rem(block, I32(across)) * COLUMNS
         _combine(spec, given, outputs, tile, column)
 
+    # No consumer warpgroup: the kernel is loads, sums and stores, for which one warpgroup is enough.
     output, lse = launch(body, operands, shapes, {"unused": _nothing()}, spec.rows * spec.tiles * across, 0)
     output = output.reshape(spec.rows, spec.tiles * WGMMA_M, width)[:, : spec.heads]
     return output, lse.reshape(spec.rows, spec.tiles * WGMMA_M)[:, : spec.heads]
@@ -90,6 +91,7 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
             return (program * 2 + (program == first).astype(I32)) * spec.tiles + tile
 
         def load(program: Any) -> tuple[Any, Any]:
+            # An odd number of parts: the last is loaded twice, the second time with a weight of 0.
             place = slot(jnp.minimum(program, last))
             part_lse = arrays.load_rows(given["part_lse"].at[place])
             part = arrays.load_tile(given["parts"].at[place, :, columns])

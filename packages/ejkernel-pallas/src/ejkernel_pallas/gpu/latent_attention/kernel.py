@@ -51,6 +51,7 @@ class State(NamedTuple):
 def latent_kernel(call: Call) -> None:
     """Body of the kernel."""
     warpgroup = lax.axis_index("warpgroup")
+    # Each warpgroup has code of its own, as their steps differ in what they wait for.
     for number, step in enumerate((_first_step, _second_step)):
 
         @pl.when(warpgroup == number)
@@ -70,7 +71,9 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     plgpu.barrier_wait(shared.q_full)
     state = State(arrays.full_tile((WGMMA_M, HALF)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0))
     state = lax.fori_loop(item.first, item.first + item.steps, functools.partial(step, call, item), state)
+    # Scores alone read the queries, so the next item's may be copied now.
     plgpu.barrier_arrive(shared.q_free)
+    # Each warpgroup has summed the weights of the blocks that it scored; both divide by the sum of all.
     shared.row_sum.at[number][...] = state.row_sum
     plgpu.barrier_arrive(shared.sums_full.at[number])
     plgpu.barrier_wait(shared.sums_full.at[1 - number])
@@ -91,12 +94,16 @@ def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
     weights = _publish(call, 0, weights, row_max)
     output = _rescaled(call, state.output, alpha)
     output = _product(output, weights, shared.left.at[0])
+    # As values, this half of block 0 is read here alone.
     plgpu.barrier_arrive(shared.exclusive_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
+    # The maximum after block 1, to which warpgroup 1 has made P1 relative.
     after = arrays.load_rows(shared.row_max.at[1])
     alpha = jnp.exp2(row_max - after)
     output = _rescaled(call, output, alpha)
+    # P1 lies where the rotary columns of block 1 were.
     output = _product(output, shared.rotary.at[1], shared.left.at[1])
+    # Warpgroup 1 read this half as keys before it published P1, so the product was the last to read it.
     plgpu.barrier_arrive(shared.shared_free.at[1])
     return State(output, after, row_sum * alpha)
 
@@ -108,6 +115,7 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     """
     shared = call.shared
     scores = _scores(call, item, 1, step)
+    # Before the wait, as it needs nothing of the other warpgroup.
     block_max = scores.max(axis=1)
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_rows(shared.row_max.at[0])
@@ -122,10 +130,13 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
         max_ref[...] = row_max
         weights_ref[...] = _publish(call, 1, weights, row_max)
 
+    # For its shape and layout alone; the weights overwrite it.
     narrow = scores.astype(call.spec.dtype)
     refs = plgpu.WGMMAAccumulatorRef.init(output), narrow, state.row_max, state.row_sum
     output, weights, row_max, row_sum = pl.run_state(multiply)(refs)
+    # Warpgroup 0 read this half as keys before it published P0.
     plgpu.barrier_arrive(shared.shared_free.at[0])
+    # The accumulator is touched only now: within `run_state` a product was writing it.
     output = _rescaled(call, output, jnp.exp2(before - row_max))
     output = _product(output, lax.optimization_barrier(weights), shared.right.at[1])
     plgpu.barrier_arrive(shared.exclusive_free.at[1])
@@ -136,6 +147,7 @@ def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
     """Scores of a block as powers of two, `LOWEST` where there is no key."""
     shared = call.shared
     left, right, rotary = shared.left.at[block], shared.right.at[block], shared.rotary.at[block]
+    # The half that is copied first is multiplied first.
     exclusive, both = ((shared.q_left, left), (shared.q_right, right))[:: 1 if block == 0 else -1]
     key = step * UNIT + block * BLOCK_KV
     first, end = item.low - key, item.keys - key
@@ -171,7 +183,9 @@ def _zero(tiles: Any, first: Any, end: Any) -> None:
 def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
     """Gives the other warpgroup the weights of a block and the maximum that they are relative to."""
     shared = call.shared
+    # Rounded once: warpgroup 0 multiplies the registers and warpgroup 1 this memory, with the same bits.
     weights = lax.optimization_barrier(weights.astype(call.spec.dtype))
+    # The product with the queries, the only one that reads rotary columns, has ended: scores were waited for.
     shared.rotary.at[block][...] = weights
     shared.row_max.at[block][...] = row_max
     plgpu.commit_smem()
@@ -204,6 +218,7 @@ def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
     @pl.when(item.whole)
     def _whole() -> None:
         result[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns] = output.astype(call.spec.dtype)
+        # The warpgroups agree on lse, so one writes it.
         if number == 0:
             sums[number_of_tile] = lse
 

@@ -32,8 +32,10 @@ def block_places(call: ScheduledCall, item: Item, key: Any, size: int) -> tuple[
     each = spec.copied // GROUP
     for first in range(0, size, spec.copied):
         column = lax.div(key + first, I32(spec.page_size))
+        # Behind the table's end its last entry is read; `there` is false for it.
         page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
         there = (key + first < item.keys) & (page >= 0) & (page < pages)
         places.append((jnp.where(there, page, pages), lax.rem(key + first, I32(spec.page_size))))
+        # A bit for eight keys: what is not there is masked, as zeros alone would count in the softmax.
         bits = bits | jnp.where(there, I32(((1 << each) - 1) << (first // GROUP)), I32(0))
     return places, bits

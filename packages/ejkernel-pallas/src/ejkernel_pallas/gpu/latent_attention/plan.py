@@ -51,8 +51,10 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
     ends = jnp.cumsum(steps, dtype=jnp.int32)
     total = ends[-1]
+    # Lengths are arrays, so shares follow them without a new compilation.
     share = -(-total // spec.programs)
     begin = jnp.minimum(jnp.arange(spec.programs + 1, dtype=jnp.int32) * share, total)
+    # The items that end before a share begins: comparisons that XLA fuses into one reduction, instead of a search.
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
     items = jnp.stack((owner, keys, ends - steps, steps, low), axis=1)
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))

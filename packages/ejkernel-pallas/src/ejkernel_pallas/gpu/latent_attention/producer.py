@@ -32,6 +32,7 @@ def produce(call: Call) -> None:
 def _copy_queries(call: Call, item: Item, number: Any) -> None:
     shared, query = call.shared, call.operands["query"]
     _, tile = program_of(call)
+    # The first item's queries find their place free.
     pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
     rows = pl.ds(tile * WGMMA_M, WGMMA_M)
     parts = ((shared.q_left, 0, HALF), (shared.q_right, HALF, HALF), (shared.q_rotary, LATENT, ROTARY))
@@ -61,6 +62,7 @@ def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: in
     shared = call.shared
     pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.shared_free.at[block]))
     full = shared.shared_full.at[block]
+    # Behind the wait: the block before is masked with its bits until then.
     shared.present[block] = present
     target = (shared.right, shared.left)[block].at[block]
     _copy(call, places, "latent", pl.ds((1 - block) * HALF, HALF), target, full)
@@ -71,5 +73,6 @@ def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: in
 def _copy(call: Call, places: Places, name: str, columns: Any, target: Any, full: Any) -> None:
     rows = call.spec.copied
     for number, (page, slot) in enumerate(places):
+        # A copy a page, or a part of one: eight rows at least, since the swizzle repeats after eight.
         source = call.operands[name].at[page, pl.ds(slot, rows), columns]
         plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)

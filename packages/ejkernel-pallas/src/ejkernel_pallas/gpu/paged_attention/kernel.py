@@ -80,6 +80,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     plgpu.barrier_wait(shared.k_full.at[slot])
     scores = wgmma.wait(wgmma.issue(shared.q, shared.k.at[slot]), in_flight=0)
     present = shared.present[slot]
+    # The stage's keys are free while its values are still needed: they have barriers of their own.
     plgpu.barrier_arrive(shared.k_free.at[slot])
     scores = _masked(call, item, scores, (key, position, present))
     row_max = jnp.maximum(state.row_max, scores.max(axis=1))
@@ -91,6 +92,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     plgpu.barrier_wait(shared.v_full.at[slot])
     # Slots of keys that no row attends to may hold NaN, and a weight of zero times NaN is NaN.
     pl.when((end < UNIT) | (first > 0))(lambda: _zero(shared.v.at[slot], first, end))
+    # Keeps the conversion in front of the product, which no register of its operand may be written under.
     weights = lax.optimization_barrier(weights.astype(spec.dtype))
     output = _product(output, weights, shared.v.at[slot])
     plgpu.barrier_arrive(shared.v_free.at[slot])

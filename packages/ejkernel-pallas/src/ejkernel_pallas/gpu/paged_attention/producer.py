@@ -37,6 +37,7 @@ def _copy_queries(call: Call, item: Item, number: Any) -> None:
     """64 rows of the tile's KV head from its first token on: rows of later tokens are computed and dropped."""
     spec, shared = call.spec, call.shared
     _, head = program_of(call)
+    # The first item's queries find their place free.
     pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
     row = head * spec.query_rows + call.operands["items"][item.row, 6] * spec.group
     plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, WGMMA_M), :], shared.q, shared.q_full)
@@ -77,4 +78,5 @@ def _index(call: Call, page: Any, head: Any, component: int) -> tuple[Any, Any]:
         return page, head * size
     if spec.layout == "phsd":
         return page * spec.tiles + head, 0
+    # Heads outermost: an absent page lies beyond the pages of all heads, not at the next head's first one.
     return jnp.where(page < spec.pages, head * spec.pages + page, spec.tiles * spec.pages), 0
