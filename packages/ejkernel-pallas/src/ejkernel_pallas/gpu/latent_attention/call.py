@@ -121,6 +121,7 @@ def every_item(call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any
     """Carries a value through `work` for the items of the program of this block."""
     items, shares = call.operands["items"], call.operands["shares"]
     program, tile = program_of(call)
+    # Every warpgroup walks the list by itself: the tables are read from HBM, and no barrier hands an item on.
     begin, end = shares[program, 1], shares[program + 1, 1]
 
     def one(state: Any) -> Any:
@@ -130,6 +131,7 @@ def every_item(call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any
         whole = (at == start) & (stop == start + steps)
         # The part that an item begins with is the last of its program: the second slot.
         slot = (program * 2 + (at == start).astype(I32)) * call.spec.tiles + tile
+        # Steps of an item are counted in the line from `start`; `low` may lie steps behind key 0.
         first = lax.div(low, I32(UNIT)) + at - start
         carry = work(Item(row, sequence, low, keys, first, stop - at, whole, slot), carry)
         return row + 1, stop, carry

@@ -2,6 +2,9 @@
 
 A block has 64 heads and `COLUMNS` columns of one item. The programs that have a part of it follow each other: the first
 wrote its second slot, all others their first. Items that one program had are copied.
+
+    slots of programs   [first, second] [first, second] [first, second]
+    an item's parts             part 0 ─► part 1 ──────► part 2           online softmax over parts, weight exp(lse)
 """
 
 import dataclasses
@@ -73,12 +76,14 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
     """The columns of one tile of heads of an item."""
     item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
     start, steps = given["items"][item, 2], given["items"][item, 3]
+    # All programs have equal shares, but for the last ones: program 1 begins where the first share ends.
     share = jnp.maximum(given["shares"][1, 1], 1)
     first, last = lax.div(start, share), lax.div(start + steps - 1, share)
     rows, columns = pl.ds(number * WGMMA_M, WGMMA_M), pl.ds(column, COLUMNS)
 
     @pl.when(first == last)
     def _copy() -> None:
+        # Not in place: what the kernel wrote is an operand here, which is only read.
         outputs[0][rows, columns] = arrays.load_tile(given["output"].at[rows, columns])
 
         @pl.when(column == 0)
@@ -105,6 +110,8 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
             alpha = jnp.exp(row_max - top)
             output, row_sum = output * over_columns(alpha, output.shape), row_sum * alpha
             for part_lse, part in pair:
+                # A part is normalised by its own denominator, so its weight is exp(lse). The order of parts is fixed:
+                # two runs give the same bits.
                 weight = jnp.exp(part_lse - top)
                 output, row_sum = output + part * over_columns(weight, part.shape), row_sum + weight
             return output, top, row_sum
@@ -115,5 +122,6 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
         outputs[0][rows, columns] = output.astype(spec.dtype)
 
         @pl.when(column == 0)
+        # All blocks of columns have lse in registers; the first writes it.
         def _lse() -> None:
             outputs[1][number] = row_max + jnp.log(row_sum)

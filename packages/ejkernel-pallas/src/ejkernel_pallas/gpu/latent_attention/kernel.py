@@ -56,6 +56,7 @@ def latent_kernel(call: Call) -> None:
 
         @pl.when(warpgroup == number)
         def _consume(number: int = number, step: Any = step) -> None:
+            # The accumulator alone takes 128 registers of a thread.
             plgpu.set_max_registers(REGISTERS[0], action="increase")
             every_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
 
@@ -74,10 +75,13 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     # Scores alone read the queries, so the next item's may be copied now.
     plgpu.barrier_arrive(shared.q_free)
     # Each warpgroup has summed the weights of the blocks that it scored; both divide by the sum of all.
+    # Overwritten in the next item at the earliest, whose first step waits for the other's weights: those are published
+    # after the other has read the sums of this item.
     shared.row_sum.at[number][...] = state.row_sum
     plgpu.barrier_arrive(shared.sums_full.at[number])
     plgpu.barrier_wait(shared.sums_full.at[1 - number])
     total = state.row_sum + arrays.load_rows(shared.row_sum.at[1 - number])
+    # `total` is not 0: a row without keys has weights of exp2(LOWEST - LOWEST) = 1, times values that are zeros.
     output = state.output * over_columns(call.spec.value_scale / total, state.output.shape)
     _write(call, number, item, output, state.row_max * LN2 + jnp.log(total))
     return carry
@@ -91,6 +95,7 @@ def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
     weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
+    # Before its own product: warpgroup 1 waits for these weights.
     weights = _publish(call, 0, weights, row_max)
     output = _rescaled(call, state.output, alpha)
     output = _product(output, weights, shared.left.at[0])
@@ -105,6 +110,7 @@ def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
     output = _product(output, shared.rotary.at[1], shared.left.at[1])
     # Warpgroup 1 read this half as keys before it published P1, so the product was the last to read it.
     plgpu.barrier_arrive(shared.shared_free.at[1])
+    # The sum moves too: sums of both warpgroups are relative to `after`, as they are added at the end.
     return State(output, after, row_sum * alpha)
 
 
@@ -121,6 +127,7 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     before = arrays.load_rows(shared.row_max.at[0])
     output = _rescaled(call, state.output, jnp.exp2(state.row_max - before))
 
+    # Body of `run_state`: it issues P0's product, and `run_state` waits for it at its end. All between runs under it.
     def multiply(refs: Any) -> None:
         output_ref, weights_ref, max_ref, sum_ref = refs
         plgpu.wgmma(output_ref, shared.rotary.at[0], shared.right.at[0])
@@ -217,6 +224,7 @@ def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
 
     @pl.when(item.whole)
     def _whole() -> None:
+        # From registers: shared memory has no room for an output, which is written once an item.
         result[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns] = output.astype(call.spec.dtype)
         # The warpgroups agree on lse, so one writes it.
         if number == 0:
@@ -224,6 +232,7 @@ def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
 
     @pl.when(~item.whole)
     def _part() -> None:
+        # Divided by the part's own denominator: lse is its weight when parts are merged.
         parts[item.slot, :, columns] = output
         if number == 0:
             part_sums[item.slot] = lse

@@ -26,6 +26,7 @@ def block_places(call: ScheduledCall, item: Item, key: Any, size: int) -> tuple[
     """
     spec = call.spec
     if spec.columns == 0:
+        # All bits set: keys beyond the sequence are masked by its length.
         return [(item.sequence, key)], I32(-1)
     tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
     places: Places = []

@@ -45,9 +45,12 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[owner]
     if left is not None:
         low = jnp.maximum(low, position - left)
+    # A window that reaches before key 0 has a negative start.
     low = jnp.maximum(low, 0)
     keys = jnp.where((sequence >= 0) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
+    # Steps begin at multiples of UNIT, so that a block lies inside one page or is made of whole pages. Keys before
+    # `low` are masked.
     steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
     ends = jnp.cumsum(steps, dtype=jnp.int32)
     total = ends[-1]
@@ -57,4 +60,5 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     # The items that end before a share begins: comparisons that XLA fuses into one reduction, instead of a search.
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
     items = jnp.stack((owner, keys, ends - steps, steps, low), axis=1)
+    # Programs that begin at the end of the line have no steps; their item only has to be one that exists.
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))

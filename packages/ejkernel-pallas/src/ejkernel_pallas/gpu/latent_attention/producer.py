@@ -42,7 +42,10 @@ def _copy_queries(call: Call, item: Item, number: Any) -> None:
 
 def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
     """Copies two blocks in halves, each as soon as its place is free."""
+    # Block 0 first: its values are multiplied first, so its buffers are free first. There is room for one step only:
+    # the copy of a half overlaps with products of the other halves.
     for block in (0, 1):
+        # Before the waits: the page table's latency passes while the buffers are still read.
         places, present = block_places(call, item, step * UNIT + block * BLOCK_KV, BLOCK_KV)
         _copy_exclusive(call, places, count, block)
         _copy_shared(call, places, present, count, block)
@@ -52,6 +55,7 @@ def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
 def _copy_exclusive(call: Call, places: Places, count: Any, block: int) -> None:
     """Copies the half of a block that only the warpgroup that scores it reads as values, which is free first."""
     shared = call.shared
+    # The first step of the program finds all buffers free: nobody arrives for it.
     pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.exclusive_free.at[block]))
     target = (shared.left, shared.right)[block].at[block]
     _copy(call, places, "latent", pl.ds(block * HALF, HALF), target, shared.exclusive_full.at[block])

@@ -76,6 +76,7 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
         return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
+    # Without keys the kernel's lse is that of masked scores, about LOWEST.
     return output, jnp.where(plan.items[:, 1:2] > 0, lse, -jnp.inf)
 
 
@@ -105,14 +106,18 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
         "q_rotary": matrix((WGMMA_M, ROTARY), spec.dtype),
         "left": matrix((2, BLOCK_KV, HALF), spec.dtype),
         "right": matrix((2, BLOCK_KV, HALF), spec.dtype),
+        # Queries and two blocks of keys take 216 KiB of 227: weights go where the rotary columns were.
         "rotary": matrix((2, BLOCK_KV, ROTARY), spec.dtype),
         "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "row_sum": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "present": plgpu.SMEM((2,), jnp.int32),
+        # Arrivals are counted by warpgroup and by copy: queries are three copies, and both consumers have to free them.
         "q_full": barrier(num_arrivals=3),
         "q_free": barrier(num_arrivals=WARPGROUPS),
+        # A copy a page; of the shared half and the rotary columns, and once more for the bits in `present`.
         "exclusive_full": barrier(num_arrivals=copies, num_barriers=2),
         "shared_full": barrier(num_arrivals=2 * copies + 1, num_barriers=2),
+        # One arrival: of either half, a single warpgroup is the last to read it.
         "exclusive_free": barrier(num_arrivals=1, num_barriers=2),
         "shared_free": barrier(num_arrivals=1, num_barriers=2),
         "weights_full": barrier(num_arrivals=1, num_barriers=2),

@@ -52,6 +52,7 @@ def paged_kernel(call: Call) -> None:
 
     @pl.when(warpgroup == 0)
     def _consume() -> None:
+        # No registers are moved between warpgroups: two of them share 65536, more than their threads can name.
         every_item(call, lambda item, count: _consume_item(call, item, count), I32(0))
 
     pl.when(warpgroup == 1)(lambda: produce(call))
@@ -66,7 +67,10 @@ def _consume_item(call: Call, item: Item, count: Any) -> Any:
     )
     position = call.operands["items"][item.row, 5]
     state = lax.fori_loop(0, item.steps, lambda n, state: _step(call, item, position, (n, count + n), state), begin)
+    # The last scores have been waited for.
     plgpu.barrier_arrive(shared.q_free)
+    # `row_sum` is not 0: where nothing attends, weights are exp2(LOWEST - LOWEST) = 1. `run.py` drops such rows by
+    # their lse.
     output = state.output * over_columns(spec.value_scale / state.row_sum, state.output.shape)
     _write(call, item, output, state.row_max * LN2 + jnp.log(state.row_sum))
     return count + item.steps
@@ -78,13 +82,17 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     slot = lax.rem(numbers[1], I32(spec.stages))
     key = (item.first + numbers[0]) * UNIT
     plgpu.barrier_wait(shared.k_full.at[slot])
+    # Not a step ahead: decoding reads 64 KB a step, which takes longer than its products
+    # (docs/lab/hopper_paged_attention.md).
     scores = wgmma.wait(wgmma.issue(shared.q, shared.k.at[slot]), in_flight=0)
+    # Before the stage is free: the producer then writes the bits of a later block.
     present = shared.present[slot]
     # The stage's keys are free while its values are still needed: they have barriers of their own.
     plgpu.barrier_arrive(shared.k_free.at[slot])
     scores = _masked(call, item, scores, (key, position, present))
     row_max = jnp.maximum(state.row_max, scores.max(axis=1))
     weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
+    # A row that no key has reached yet has weights of 1: the first key that does makes alpha exp2(LOWEST - m) = 0.
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
     output = _rescaled(call, state.output, alpha)
@@ -110,6 +118,8 @@ def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) 
     """
     spec, (key, position, present) = call.spec, numbers
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    # Of all tokens of the tile: the first key of its first, and the last of its last. Limits of single tokens follow
+    # below.
     attends = (column < item.keys - key) & (column >= item.low - key)
     if spec.columns:
         bits = jnp.right_shift(present, lax.div(column, I32(GROUP)))
@@ -122,6 +132,7 @@ def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) 
             attends = attends & (distance <= spec.right)
         if spec.left is not None:
             attends = attends & (distance >= -spec.left)
+    # A select, not an added -inf: products with slots of no key may be NaN, and keys are not zeroed.
     return jnp.where(attends, scores * spec.exponent, LOWEST)
 
 
@@ -154,5 +165,6 @@ def _write(call: Call, item: Item, output: Any, lse: Any) -> None:
 
     @pl.when(~item.whole)
     def _part() -> None:
+        # Divided by the part's own denominator, which its lse has: the weight when parts are merged.
         parts[item.slot] = output
         part_sums[item.slot] = lse

@@ -22,6 +22,8 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int) -> Laten
     keys = jnp.minimum(lens[owner], paged_cache.capacity(record))
     left, right = band(record)
     if right is not None:
+        # The band of a tile: from the first key of its first token to the last key of its last. The kernel masks what
+        # single tokens do not attend.
         keys = jnp.minimum(keys, tiles.position + tiles.rows + right)
     low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(I32)[owner]
     if left is not None:
@@ -29,12 +31,14 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int) -> Laten
     low = jnp.maximum(low, 0)
     keys = jnp.where((tiles.rows > 0) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
+    # As in the latent kernel's plan: steps begin at multiples of UNIT, programs have equal shares of all of them.
     steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
     ends = jnp.cumsum(steps, dtype=I32)
     total = ends[-1]
     share = -(-total // programs)
     begin = jnp.minimum(jnp.arange(programs + 1, dtype=I32) * share, total)
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=I32)
+    # Tokens of the batch before this tile's first.
     row = paged_cache.query_ranges(record)[0][owner] + tiles.skipped
     items = jnp.stack((owner, keys, ends - steps, steps, low, tiles.position, row), axis=1)
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, len(owner) - 1), begin), axis=1))

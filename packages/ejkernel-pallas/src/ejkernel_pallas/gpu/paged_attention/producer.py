@@ -47,8 +47,11 @@ def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
     """Keys, then values of a block, each as soon as its stage is free."""
     spec, shared = call.spec, call.shared
     slot = lax.rem(count, I32(spec.stages))
+    # Before the waits: the page table's latency passes while the stage is still read.
     places, present = block_places(call, item, key, UNIT)
+    # The first blocks find their stages free: nobody arrives for them.
     pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
+    # Behind the wait: until then the block before is masked with its bits.
     shared.present[slot] = present
     _copy(call, places, 0, shared.k.at[slot], shared.k_full.at[slot])
     plgpu.barrier_arrive(shared.k_full.at[slot])  # after the bits

@@ -70,6 +70,8 @@ def _three_axes(pages: jax.Array) -> jax.Array:
 def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
     """[Hk * query_rows, D]: of each KV head the rows of all tokens, and a tile of zeros behind them."""
     tokens, _, size = record.query.shape
+    # Heads of a KV head together: 64 rows of it are then consecutive tokens, and one copy takes them. The zeros behind
+    # let a tile that begins at the last token read 64 rows, too.
     rows = record.query.reshape(tokens, spec.tiles, spec.group, size).swapaxes(0, 1)
     rows = rows.reshape(spec.tiles, tokens * spec.group, size)
     return jnp.pad(rows, ((0, 0), (0, spec.query_rows - tokens * spec.group), (0, 0))).reshape(-1, size)
@@ -84,6 +86,7 @@ def _in_order(
     offset = token - paged_cache.query_ranges(record)[0][owner]
     item, row = tiles.first[owner] + offset // spec.tokens, offset % spec.tokens * spec.group
     rows = row[:, None] + jnp.arange(spec.group, dtype=jnp.int32)  # [T, group]
+    # A gather by XLA: the kernel writes 64 rows an item whatever tokens it has, so no item overwrites another's rows.
     place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * WGMMA_M
     place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
     output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
@@ -128,6 +131,7 @@ def _scratch(spec: PagedSpec) -> dict[str, Any]:
         "present": plgpu.SMEM((stages,), jnp.int32),
         "q_full": barrier(num_arrivals=1),
         "q_free": barrier(num_arrivals=1),
+        # A copy a page, and once more for the bits in `present`.
         "k_full": barrier(num_arrivals=copies + 1, num_barriers=stages),
         "k_free": barrier(num_arrivals=1, num_barriers=stages),
         "v_full": barrier(num_arrivals=copies, num_barriers=stages),

@@ -123,6 +123,7 @@ def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSp
     kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_size(record)
     left, right = band(record)
     group = heads // kv_heads
+    # Stages that fit behind the queries, of 2 bytes a number: three for keys and values of 128.
     room = (SHARED_MEMORY - RESERVED - 2 * WGMMA_M * key_dim) // (2 * UNIT * (key_dim + value_dim))
     return PagedSpec(
         rows=rows,
