@@ -18,7 +18,7 @@ class Call:
         spec: Constants.
         blocks: Clusters of thread blocks.
         operands: Arrays in device memory.
-        output: Likewise.
+        output: The array in device memory that the kernel writes.
         shared: Shared memory and barriers: the `Shared` of the kernel's module.
     """
 

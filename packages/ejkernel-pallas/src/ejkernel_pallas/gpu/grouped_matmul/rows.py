@@ -90,22 +90,27 @@ class Tile:
 def rows_kernel(call: Call) -> None:
     """Body of the kernel: what each warpgroup does for all tiles of its block."""
     warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
+    # Tiles of rows of no group, of groups, and all: counted on the device, as sizes of groups may be traced.
     before, count, total = (table[spec.entries, n] for n in range(3))
     first = lax.axis_index("block")
 
     def every(work: Any, tiles: Any, *state: Any) -> Any:
+        # Every `blocks`-th tile, without a work queue: all tiles of the products have the same number of steps.
         limit = _cluster_tiles(spec, tiles) * spec.across
         return lax.while_loop(lambda carry: carry[0] < limit, work, (first, I32(0), *state))[2:]
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(REGISTERS, action="increase")
+        # Rows of no group first: these stores overlap with the producer's first copies.
         every(functools.partial(_fill, call, before, count, total), total - count)
         if spec.overlapped:
+            # The tile before the first: it ends at row 0, so nothing of it is stored.
             nothing = arrays.full_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
             _write(call, *every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing))
         else:
             every(functools.partial(_multiply_tile, call, before, count), count)
+        # The block's shared memory has to last as long as the copies that read it.
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -149,6 +154,8 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
 
     def step(index: Any, done: Any) -> Any:
         slot = lax.rem(done, I32(spec.tile.stages))
+        # `done` counts the steps of all tiles: the ring of stages runs on into the next tile, whose first copies
+        # overlap with the end of this one. The first round finds the stages free.
         pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
         inner, full = pl.ds(index * STEP, STEP), shared.full.at[slot]
         across = pl.ds(tile.column, size)
@@ -186,6 +193,7 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         _write(call, made, tile.first(part.rows), tile.column + part.start, tile.end)
 
     size, half = spec.tile.block_n, spec.tile.block_n // 2
+    # N of a product is a constant of its code, so a tile has up to three versions; both warpgroups choose the same.
     whole, tail = Part(warpgroup, 0, size), Part(warpgroup, 0, spec.tail)
 
     others: list[Any] = []
@@ -258,6 +266,7 @@ def _step(call: Call, part: Part, acc: Any, index: Any, done: Any) -> Any:
     # One product stays in flight, so the tensor cores never run dry.
     plgpu.wgmma_wait(1)
     last = lax.rem(done + (stages - 1), I32(stages))
+    # At 0 the product before was the last of another tile, which has freed its stage itself.
     pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
     return done + 1
 
@@ -270,6 +279,7 @@ def _multiply(call: Call, done: Any, part: Part, acc: Any) -> None:
     plgpu.barrier_wait(shared.full.at[slot])
     half = columns if spec.transposed or not columns else (slice(None), *columns)
     matrix = shared.b.at[slot, *half]
+    # A view: descriptors of 16-bit operands say which axis is contiguous, so nothing is moved.
     matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
     plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
 
@@ -280,6 +290,7 @@ def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
     spec, table = call.spec, call.operands["tiles"]
     tile_row = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below
     entry = jnp.minimum(tile_row, total - count - 1)
+    # The entries of groups lie between those of rows of no group.
     entry = jnp.where(entry < before, entry, entry + count)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
     column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
@@ -294,6 +305,7 @@ def _write(call: Call, made: Any, row: Any, column: Any, end: Any) -> None:
     made = made.astype(call.spec.out)
     whole = end - row >= WGMMA_M
     pl.when(whole)(functools.partial(_copy_out, call, row, column, made))
+    # A group of fewer than 64 rows: a copy would overwrite those of the next group.
     pl.when(~whole)(lambda: store_rows(call.output, made, row, column, end - row))
 
 
@@ -308,6 +320,8 @@ def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
             slot = first + number % spec.tile.slots
             plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
             shared.out[slot] = made[:, start : start + spec.part]
+            # Fence: the copy reads by the asynchronous proxy what all threads of the warpgroup wrote by the generic
+            # one.
             plgpu.commit_smem()
             target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column + start, spec.part)]
             plgpu.copy_smem_to_gmem(shared.out_lines.at[slot], target)

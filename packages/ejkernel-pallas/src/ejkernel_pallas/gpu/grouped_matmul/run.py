@@ -143,6 +143,7 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
         "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, STEP), spec.dtype),
         "b": matrix((tile.stages, *part), spec.dtype),
         "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
+        # Copies of a stage: rows of each warpgroup, and the part of a matrix that both read.
         "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=tile.stages),
         "free": _free_barrier(spec),
     }
@@ -152,6 +153,7 @@ def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `matrices.Shared`."""
     tile, out = spec.tile, transforms()
     if spec.out.itemsize == 4:
+        # Swizzled rows of 128 bytes: 32 columns of 32 bits.
         out = (plgpu.TilingTransform((8, spec.part)), plgpu.SwizzleTransform(128))
     return {
         "left": matrix((tile.stages, STEP, BLOCK_M), spec.dtype),

@@ -247,6 +247,7 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
 
 def shared_bytes(params: HopperGrouped) -> int:
     """Shared memory of a kernel, without barriers."""
+    # Operands have 16 bits; a slot has a swizzled row of 128 bytes for each of 64 rows, whatever the output's dtype.
     stage = (BLOCK_M + params.block_n) * STEP * 2
     return params.stages * stage + WARPGROUPS * params.slots * WGMMA_M * LINE
 
