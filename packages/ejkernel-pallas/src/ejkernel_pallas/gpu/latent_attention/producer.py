@@ -55,7 +55,7 @@ def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
 def _copy_exclusive(call: Call, places: Places, count: Any, block: int) -> None:
     """Copies the half of a block that only the warpgroup that scores it reads as values, which is free first."""
     shared = call.shared
-    # The first step of the program finds all buffers free: nobody arrives for it.
+    # The first step of the program finds all buffers free, without an arrival.
     pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.exclusive_free.at[block]))
     target = (shared.left, shared.right)[block].at[block]
     _copy(call, places, "latent", pl.ds(block * HALF, HALF), target, shared.exclusive_full.at[block])

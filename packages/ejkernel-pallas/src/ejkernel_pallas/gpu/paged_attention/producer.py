@@ -49,7 +49,7 @@ def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
     slot = lax.rem(count, I32(spec.stages))
     # Before the waits: the page table's latency passes while the stage is still read.
     places, present = block_places(call, item, key, UNIT)
-    # The first blocks find their stages free: nobody arrives for them.
+    # The first blocks find their stages free, without an arrival.
     pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
     # Behind the wait: until then the block before is masked with its bits.
     shared.present[slot] = present

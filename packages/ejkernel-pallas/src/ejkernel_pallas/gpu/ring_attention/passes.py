@@ -1,4 +1,10 @@
-"""Ring attention in Mosaic GPU: the loop of `ejkernel.planning.ring_loop`, each step one tiled attention kernel."""
+"""Ring attention in Mosaic GPU: the loop of `ejkernel.planning.ring_loop`, each step one tiled attention kernel.
+
+    XLA           send and receive the keys of step n + 1
+    Mosaic GPU    tiled attention on the keys of step n        gpu/tiled_attention/{forward,backward}
+
+The kernels know nothing of the ring: a step is a record of tiled attention, and its lse is what steps are merged by.
+"""
 
 from typing import Any
 
