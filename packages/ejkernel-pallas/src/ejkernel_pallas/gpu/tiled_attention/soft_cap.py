@@ -54,6 +54,7 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
     def run(_: Any, tile: Any) -> Any:
         kind = tile.registers.flat[0].type
         given = [product for register in tile.registers.flat for product in pair(register)]
+        # By warp: the vote is the same for all of its threads.
         branch: Any = scf.IfOp(_some_far(spec, given), [number(0.0).type] * (len(given) + 2), has_else=True)
         for block, weight in ((branch.then_block, _far), (branch.else_block, _near)):
             with ir.InsertionPoint(block):
@@ -101,5 +102,6 @@ def _near(spec: HopperSpec, _: int, product: Any) -> Any:
 def _far(spec: HopperSpec, n: int, product: Any) -> Any:
     """The weight of any product, the thread's `n`th."""
     scaled = arith.mulf(product, number(spec.inner_scale))
+    # tanh takes the special-function unit for every product, so every second power goes to the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")
     return instruction(arith.mulf(capped, number(spec.log2_scale))) if n % 2 else polynomial(capped, spec.log2_scale)

@@ -73,6 +73,7 @@ def sums(
             kernel=functools.partial(_kernel, spec=spec),
             refs=MatricesRefs,
             grid=(k_tiles, n_tiles, work.total) if spec.transposed else (n_tiles, k_tiles, work.total),
+            # Tiles of a matrix may go to different cores; the items of a tile add to one accumulator.
             parallel=1,
             tables={"table": work.table},
             inputs=inputs,
@@ -83,6 +84,7 @@ def sums(
         )
     )
     if "rhs_scale" in made:
+        # A scale's rows may lie in two tiles of contracted elements, each of which has written a share.
         made["rhs_scale"] = made["rhs_scale"].sum(axis=0)[:, : spec.scales, None]
     return {name: x.astype(getattr(record, name).dtype) for name, x in made.items()}
 
@@ -259,6 +261,7 @@ def _store_scaled(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
         shares = total * refs.matrices[...].astype(jnp.float32)
         axis = 1 if spec.transposed else 0
         shares = zero_outside(shares, 0, spec.contracted - first, axis)
+        # A sum over the rows of each scale is a product with ones and zeros: the matrix unit is idle here.
         ones = in_block(refs.rhs_scale.shape[0], first, size, spec)
         refs.rhs_scale[...] = product(ones, shares, (1, axis), lax.Precision.HIGHEST)
     if refs.rhs is not None:

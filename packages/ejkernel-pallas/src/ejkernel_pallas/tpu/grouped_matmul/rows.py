@@ -100,6 +100,7 @@ def multiply(
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
             grid=(-(-spec.columns // width), work.total, spec.steps),
+            # Columns alone: items that share a tile of rows follow each other, as they write to one block.
             parallel=1,
             tables={"table": work.table},
             inputs=inputs,
@@ -162,6 +163,7 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
             refs.acc[...] = jnp.zeros_like(refs.acc)
 
     if refs.acc is not None:
+        # Only the last tile of contracted elements reaches past them; the others need no mask.
         for when, cut in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
             add = functools.partial(_add, refs, at, spec=spec, cut=cut)
             pl.when(whole & when)(functools.partial(_over_columns, spec, 0, add))
@@ -227,6 +229,7 @@ def _product(
     if refs.scales is not None and not spec.scales_products:
         matrix = matrix.astype(jnp.float32) * _factors(refs, at, part, spec, piece)
     if cut:
+        # In both operands: past the end either may hold NaN, which 0 in the other does not stop.
         left = spec.contracted - at.k * spec.blocks.contracted - start
         rows = zero_outside(rows, 0, left, 1)
         matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
@@ -268,6 +271,7 @@ def _write(refs: RowsRefs, at: Place, part: Part, spec: GroupedSpec, v: WorkItem
         total = total + refs.existing[part.r, part.c].astype(jnp.float32)
     output = refs.output
     if v is not None:
+        # Other rows keep what their groups' items wrote: the block stays in VMEM until the tile of rows changes.
         mask = _group_row_mask(refs, at, part, spec, v)
         total = jnp.where(mask, total, output[part.r, part.c].astype(jnp.float32))
     output[part.r, part.c] = total.astype(output.dtype)

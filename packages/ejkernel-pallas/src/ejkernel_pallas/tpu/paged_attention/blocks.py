@@ -57,6 +57,7 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, there: Any, buffer_sl
     between = at_once if spec.copy_slices else jnp.bool_(False)
     size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
     base, item = block.number * spec.block_kv, block.item
+    # Chunks that no row attends are skipped at both ends of a sequence.
     first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
     end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
 
@@ -100,6 +101,7 @@ def _plain(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
 def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tuple[Any, int], spec: PagedSpec) -> None:
     """Attends to chunks, given as the first key and the number of them."""
     item, (start, count) = block.item, chunks
+    # Decided by chunk, with scalars: the mask costs more than the comparison.
     plain = _plain(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
 
     def few(masked: bool) -> None:

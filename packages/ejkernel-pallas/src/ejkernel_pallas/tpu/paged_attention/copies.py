@@ -130,6 +130,7 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Paged
     @pl.when(full)
     def _() -> None:
         for each in refs.buffers:
+            # A copy of the buffer to itself is never started: it says how many bytes to wait for.
             buffer = each.at[block.slot]
             pltpu.make_async_copy(buffer, buffer, refs.pages_arrived.at[block.slot]).wait()
 
@@ -137,6 +138,7 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Paged
     def _() -> None:
         slots, (first, end) = spec.cache.slots, block.pages(spec)
         _wait_each(refs, block, spec)
+        # Pages that lie in the chunks to be computed and were not copied: before the first one, and after the last.
         low = jnp.minimum(divide(keys[0], slots), first)
         high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
 
@@ -318,6 +320,7 @@ def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
 
     zero = jnp.int32(0)
     _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
+    # What was started, so that `wait_writes` waits for as many copies of each size.
     refs.write_counts[0] = pages
     refs.write_counts[1] = single_tokens
 

@@ -85,6 +85,7 @@ def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
     else:
         refs.row_max[place] = jnp.full((count, LANES), -jnp.inf, jnp.float32)
         refs.row_sum[place] = jnp.zeros((count, LANES), jnp.float32)
+    # Not left as it is: NaN in it would outlive a rescale by 0.
     refs.acc[place] = jnp.zeros((count, refs.acc.shape[2]), jnp.float32)
 
 
@@ -204,6 +205,7 @@ def update_softmax(refs: PagedRefs, parts: list[Part], lookahead: int, spec: Pag
         parts[-(spec.kv_heads // head_groups(spec)) :] if spec.tokens == 1 else ()
     ):  # the last part of each head
         place = (part.head, part.rows.span, slice(None))
+        # Spread over the lanes again, so that the next block adds to it in the same form.
         row_sum = jnp.sum(refs.row_sum[place], axis=1, keepdims=True) * (1.0 / LANES)
         refs.row_sum[place] = jnp.broadcast_to(row_sum, (part.rows.number, LANES))
 

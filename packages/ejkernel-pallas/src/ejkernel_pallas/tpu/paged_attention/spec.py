@@ -23,20 +23,15 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 LOG2E = math.log2(math.e)
 TILE = 8
 """Sublanes: rows of 32-bit words in one tile of memory."""
-
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
 """The most query rows of one product: where pairs are masked or tokens few, and elsewhere."""
-
 PART, CHUNK, KEYS = 256, 512, 1024
 """Keys of one product of many rows; of one product of few rows; and of the products of a decode step together."""
-
 LATENT_PART, LATENT_STEP = 512, 4
 """Keys of one product of latent rows, and products of a decode step. An accumulator of 512 columns is rescaled once for
 every product, so products of many rows want more keys than others; docs/lab/tpu_kernels.md has the estimates."""
-
 PREFETCH = 2
 """Pipeline stages beyond the block that is computed: how many blocks' copies are in flight meanwhile."""
-
 AT_ONCE = 128
 """The most copies that are started without a loop, whose code is as long as their number."""
 

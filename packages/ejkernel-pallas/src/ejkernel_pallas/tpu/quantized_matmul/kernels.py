@@ -75,6 +75,8 @@ def over_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax
 def over_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
     """x [M, C] times the transposed packed matrix, [M, R] in x's dtype."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
+    # x is rearranged once by XLA, so that code n of neighbouring words meets neighbouring columns: no number moves
+    # between lanes in the kernel.
     by_code = jnp.moveaxis(x.reshape(spec.rows, spec.words, spec.codes), 2, 0)
     return _launch(
         record,
@@ -119,6 +121,7 @@ def _launch(
             kernel=functools.partial(kernel, spec=spec, steps=steps),
             refs=QuantizedRefs,
             grid=(-(-spec.rows // spec.blocks.block_m), -(-output.array.shape[-1] // shape[-1]), steps),
+            # Rows and columns; contracted tiles follow each other, as they add to one accumulator.
             parallel=2,
             tables={},
             inputs=inputs,
@@ -150,10 +153,12 @@ def _over_rows(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
     k, tile = pl.program_id(2), pl.program_id(1)
     left = spec.packed_rows - k * spec.blocks.block_r
     _zero(refs, k)
+    # Pieces, not the tile: what a product takes is unpacked just before it, and stays in registers.
     for row in range(0, spec.blocks.block_r, spec.piece):
         size = min(spec.piece, spec.blocks.block_r - row)
         x, factors = refs.x[:, row : row + size], _group_factors(refs, row, size, spec)
         if spec.packed_rows % spec.blocks.block_r:
+            # Both operands: past the end of either, memory may hold NaN, which 0 in the other does not stop.
             x, factors = zero_outside(x, 0, left - row, 1), _zero_from(factors, left - row, 0)
         for part in _parts(spec, row, size):
             unpack = _unpacker(refs, factors, part, tile, spec)
@@ -174,6 +179,7 @@ def _over_words(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None
             factors = _zero_from(factors, spec.groups - divide(k, spec.scale_tiles) * LANES, 1)
         for part in _parts(spec, row, size):
             unpack = _unpacker(refs, factors, part, k, spec)
+            # The codes of a word add up in registers before they go to VMEM.
             total = jnp.zeros((spec.blocks.block_m, size), jnp.float32)
             for n in range(spec.codes):
                 x = refs.x[n, :, part.word : part.word + part.words]
@@ -216,6 +222,7 @@ def _unpacker(
     refs: QuantizedRefs, factors: Factors, part: Part, tile: Any, spec: QuantizedSpec
 ) -> Callable[[int], jax.Array]:
     """From n to the numbers of code n of a part's words; its factors are spread once, for all codes of a word."""
+    # A block of 128 groups serves `scale_tiles` tiles of words, a power of two.
     first = (tile & (spec.scale_tiles - 1)) * spec.blocks.block_w + part.word
     places = None if refs.table is None else jnp.broadcast_to(refs.table[...], (part.rows, LANES))
     groups: list[tuple[jax.Array, Factors]] = []

@@ -51,6 +51,7 @@ def scale_values(stored: jax.Array, form: Format) -> jax.Array:
     if form.mode == "affine":
         return small_float(bits, 5, 10)
     if form.mode.startswith("mx"):
+        # Stored as a signed exponent; shifted to where float32 has its own, it is the power of two.
         signed = jnp.where(bits > 127, bits - 256, bits)
         return lax.bitcast_convert_type((signed + 127) << 23, jnp.float32)
     return small_float(bits, 4, 3)
@@ -74,10 +75,12 @@ def numbers(words: jax.Array, n: int, factors: Factors, places: jax.Array | None
         spec: The kernel's constants.
     """
     bits = spec.format.bits
+    # A logical shift leaves the last code without bits above it, so only the others need a mask.
     code = lax.shift_right_logical(words, jnp.int32(n * bits)) if n else words
     if n + 1 < spec.codes:
         code = code & ((1 << bits) - 1)
     if factors.zeros is not None:
+        # In float32 and rounded once, after the scale: as the reference dequantises.
         value = code.astype(jnp.float32) - factors.zeros
     elif places is not None:
         value = jnp.take_along_axis(places, code, axis=1, mode="promise_in_bounds")

@@ -44,6 +44,7 @@ def forward(record: RingAttention, params: TpuForward) -> tuple[jax.Array, Softm
         spec = plan.spec(shard, blocks)
         return {}, _attend(shard, spec, plan.pairs(shard, spec, source, pairs_by_query), state)
 
+    # The loop's state differs between devices from the first step on, so it must be marked so before.
     begin = _compat.as_varying(empty_state(record), record)
     _, (output, lse) = ring.walk(load_of(plan.record), {}, ring_step, begin)
     output = ring.unstripe(output.astype(record.query.dtype), 1)

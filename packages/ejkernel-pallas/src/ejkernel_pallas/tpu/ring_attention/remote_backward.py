@@ -47,6 +47,8 @@ def backward(pullback: Pullback, params: TpuBackward) -> Gradients:
     plan, parts = RingPlan.of(record, ring), striped(given, ring)
     local = load_of(plan.record)
     shard = plan.shard(lax.axis_index(ring.axis_name), local)
+    # Loads from both neighbours, one direction after the other. Gradients of queries stay, and are continued by the
+    # second.
     query, *home_ = _one_direction(plan, shard, parts, params, range(0, ring.before + 1), None)
     if ring.after:
         moved = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local}, -1))
@@ -153,9 +155,11 @@ def _one_direction(
             options=remote_calls.remote_options(plan.ring, hops),
         )
     )
+    # The slot that the last hop left its gradients in.
     last = (len(hops) - 1) % 2
     pairs = (("dkey_slots", shard.key), ("dvalue_slots", shard.value))
     cargo = (unrows(made[name][last], like.shape) for name, like in pairs)
+    # One more shift brings the gradients to the device whose keys they belong to.
     return unrows(made["dquery"], shard.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
 
 
@@ -180,6 +184,7 @@ def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_calls.RemoteRefs, lo
         return b, h * spec.group_size + member[0] if member else h, query_tile(at), key_tile(at)
 
     def tile(named: Arrays) -> None:
+        # What is there already is added when a tile is finished, so the kernels are those of one device.
         before = {name: named.pop(f"{name}_before") for name in sweep.results}
         sweep.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=sweep.distinct)
         last = (current_entry(page, sweep.distinct) & LAST) != 0

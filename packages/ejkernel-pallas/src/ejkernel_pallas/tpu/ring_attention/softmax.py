@@ -59,6 +59,7 @@ def _begin(refs: RingForwardRefs, spec: TiledSpec) -> None:
         some = some & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0)
     refs.row_max[...] = lse * LOG2E
     refs.row_sum[...] = jnp.where(some, 1.0, 0.0)
+    # lse = log(sum exp): with row_max = lse the earlier keys weigh 1 in total, and their output is their part.
     refs.acc[...] = refs.output_before[...]
 
 

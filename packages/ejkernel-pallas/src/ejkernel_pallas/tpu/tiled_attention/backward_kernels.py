@@ -50,6 +50,7 @@ def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> N
         distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
     entry, member = current_entry(refs.table, distinct), pl.program_id(3)
+    # The heads of a group are the innermost grid axis: all of them add to the accumulators before a key tile is left.
     first = ((entry & FIRST) != 0) & (member == 0)
     _zero_accumulators(refs, first)
 
@@ -62,6 +63,7 @@ def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> N
     @pl.when(((entry & LAST) != 0) & (member == spec.group_size - 1))
     def _() -> None:
         if refs.dkey is not None:
+            # The scale once at the end, in float32, instead of on every score's gradient.
             refs.dkey[...] = (refs.dkey_acc[...] * spec.scale).astype(refs.dkey.dtype)
         if refs.dvalue is not None:
             refs.dvalue[...] = (refs.dvalue_acc[...] * spec.dropout_scale).astype(refs.dvalue.dtype)
@@ -80,6 +82,7 @@ def queries_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -
 
     @pl.when((entry & FIRST) != 0)
     def _() -> None:
+        # Once a query tile: all of its chunks read the columns.
         _transpose_statistics(refs)
         transpose_dropout_keys(refs, spec)
 
@@ -99,10 +102,13 @@ def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) 
         spec: The kernel's constants.
         tiles: Batch rows and heads that the table distinguishes, and tiles of queries and of keys.
     """
+    # Of every axis of the grid one half is 0: an axis of the bias is walked outside, one that it is broadcast along
+    # inside, where parts are added up.
     b, h, i, j = (pl.program_id(axis) + pl.program_id(axis + 4) for axis in range(4))
     row = (b if tiles[0] > 1 else 0) * tiles[1] + (h if tiles[1] > 1 else 0)
     kind = refs.table[(row * tiles[2] + i) * tiles[3] + j]
     parts = [pl.program_id(axis) for axis in range(4, 8)]
+    # The first and the last part of the sum: those where no inner axis has begun, and where all have ended.
     start, end = jnp.bool_(True), jnp.bool_(True)
     for axis, part in enumerate(parts, 4):
         start, end = start & (part == 0), end & (part == pl.num_programs(axis) - 1)
@@ -115,6 +121,7 @@ def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) 
     def _() -> None:
         total = refs.dbias_acc[...]
         if refs.bias_of_queries is not None:
+            # Partial sums lie by lane until here, so the slow reduction across lanes runs once a tile.
             total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape).T[:1]
         refs.dbias[...] = total
 
@@ -130,6 +137,7 @@ def _add_to_keys(refs: BackwardRefs, at: ScoreChunk) -> None:
     query, cotangent = load_queries(refs.query, at), load_queries(refs.cotangent, at)
     slope, kept = _recompute_weights(refs, query, at)
     if refs.dvalue is not None:
+        # dv sees dropped weights as 0; the gradient of scores needs them as they were, so both come out of scratch.
         chosen = drop(at.of(refs.weights)[...], refs, at).astype(cotangent.dtype)
         refs.dvalue_acc[at.k, :] += product(chosen, cotangent, (1, 0), at.spec.precision)
     if refs.dkey is not None:
@@ -148,11 +156,13 @@ def _add_to_bias(refs: BackwardRefs, at: ScoreChunk) -> None:
     cotangent = load_queries(refs.cotangent, at)
     slope, kept = _recompute_weights(refs, load_queries(refs.query, at), at)
     dscores = _score_gradient(refs, cotangent, slope, kept, at)
+    # A bias of rows or columns alone is summed up here, and takes no tile of pairs in VMEM.
     if refs.dbias_acc.shape == (at.spec.block_q, at.spec.block_kv):
         refs.dbias_acc[at.q, at.k] += dscores
     elif refs.bias_of_keys is not None:
         refs.dbias_acc[:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
     else:
+        # Across lane groups on the VPU; across lanes once at the end.
         by_lane = lane_groups(dscores)
         refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, by_lane)
 
@@ -162,7 +172,9 @@ def _recompute_weights(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Writes the weights to scratch; returns the soft cap's slope, and the mask where products need it."""
     s, slope = scores(refs, load_keys(refs.key, at), query, at)
+    # From lse, so that they are normalised: no maximum and no sum of their own.
     weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
+    # Masked after the exponential, which may overflow for a masked score: it is replaced, not multiplied.
     at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.masked else weights
     return slope, allowed(refs, at) if at.masked and at.spec.ragged_queries else None
 

@@ -103,6 +103,7 @@ def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
     weights = jnp.exp2(at.of(refs.scores)[...] - widen(shift, at.keys))
     if not spec.sums_on_mxu:
         _accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
+    # `row_sum` has the weights before dropout: the softmax is of all keys, and kept weights are scaled at the end.
     at.of(refs.weights)[...] = drop(weights, refs, at).astype(refs.weights[0].dtype)
     value = load_keys(refs.value, at)
     # Columns of ones beside the values: the MXU sums the weights in output columns that would be idle, so the VPU,
@@ -126,6 +127,7 @@ def _finish(refs: ForwardRefs, spec: TiledSpec) -> None:
     step = math.gcd(spec.block_q, FINISHED)
 
     def write_rows(n: Any, carry: None) -> None:
+        # 128 queries at a time: their statistics are one register wide when they turn from sublanes to lanes.
         for first in range(0, step, LANES):
             _write(refs, spec, pl.ds(pl.multiple_of(n * step + first, LANES), LANES))
 
@@ -143,6 +145,7 @@ def _write(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
         row_sum, factor = row_sum * alpha + jnp.exp2(sink - shift), factor * alpha
     output = refs.acc[q, :] * widen(factor / jnp.where(row_sum > 0.0, row_sum, 1.0), refs.acc.shape[1])
     refs.output[q, :] = output.astype(refs.output.dtype)
+    # lse is stored as a row: 128 queries take one row of lanes instead of 128 registers.
     row_max, row_sum = lane_row(row_max), lane_row(row_sum)
     lse = (row_max + jnp.log2(jnp.where(row_sum > 0.0, row_sum, 1.0))) * (1.0 / LOG2E)
     if spec.biased:

@@ -93,6 +93,7 @@ def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: 
         made: list[list[Any]] = [[] for _ in choices]
         places = zip(*(tile.registers.flat for tile in tiles), strict=True)
         for registers, products in zip(places, _products(rows, columns), strict=True):
+            # One comparison for all tiles: the gradient's mask is the weight's.
             kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _limit(spec)) for product in products]
             for n, registers_made in enumerate(made):
                 both = zip(kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
@@ -106,6 +107,7 @@ def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: 
 def _products(rows: Any, columns: Any) -> Iterator[list[Any]]:
     """For every register of a tile, row's number times column's: dropout keeps those that are not below the limit."""
     row_numbers = [scalar(x) for x in rows.registers.flat]
+    # Registers of a tile lie row by row within a pair of columns, so a column's numbers serve two of them.
     for met in map(pair, columns.registers.flat):
         for row in row_numbers:
             yield [arith.muli(row, column) for column in met]

@@ -32,6 +32,7 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
     wanted = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
     found = jax.vmap(_place, in_axes=(0, 0, None, 0))(keys, wanted, is_last, of_keys.end.max(axis=1))
     mixed = of_keys.mixed[:, :, None]
+    # Keys counted before the range's first key and through its last one: the last index is one less than its count.
     limit = jnp.where(mixed, jnp.where(is_last, spec.keys, 0), found) - jnp.where(is_last, 1, 0)
     row = jnp.arange(queries.shape[1], dtype=jnp.int32)
     if spec.left is not None:
@@ -49,6 +50,7 @@ def _place(ids: jax.Array, wanted: jax.Array, or_equal: jax.Array, end: jax.Arra
     low, high = jnp.zeros_like(wanted), jnp.broadcast_to(end, wanted.shape)
     for _ in range(ids.shape[0].bit_length()):
         middle = (low + high) // 2
+        # A search that is over goes on without effect, as `low < high` no longer holds.
         found = ids.at[middle].get(mode="clip")
         before = (low < high) & ((found < wanted) | (or_equal & (found == wanted)))
         low, high = jnp.where(before, middle + 1, low), jnp.where(before, high, middle)

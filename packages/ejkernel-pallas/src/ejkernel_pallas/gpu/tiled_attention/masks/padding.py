@@ -27,6 +27,7 @@ def clean_rows(tile: Any, ids: Any, line: int = LINE) -> None:
     def clean(_: Any, tile: Any, ids: Any) -> None:
         base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(tile))
         first = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        # A thread a row: few rows are padding, and the threads of the others are done after one load.
         for start in range(0, rows, THREADS):
             row = arith.addi(first, constant(start))
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, constant(rows))):

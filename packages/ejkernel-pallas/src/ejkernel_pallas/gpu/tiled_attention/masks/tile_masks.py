@@ -56,6 +56,7 @@ def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.
     """First and last column that attends of each row, where keys are a tile's rows and queries its columns."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (key - query)
     low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
+    # Rows past the last key attend to no column.
     low = jnp.where(row < spec.keys - query, low, FAR)
     return low, None if spec.left is None else row + spec.left
 
@@ -80,6 +81,7 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
             return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=ROW_LAYOUT),
         )
         def words_of(_: Any, source: Any, like: Any, start: Any) -> Any:
+            # Each thread loads its own words: the four of a row have different columns.
             words_row = arith.addi(scalar(start.registers.flat[0]), _thread_row())
             thread = arith.andi(mgpu.utils.thread_idx(), constant(3))
             found: list[Any] = []
@@ -129,6 +131,7 @@ def within(
             for there in here
         ]
         numbers = range(-(-scores.shape[1] // SPAN))
+        # Ranges, ids and patterns become words of the same form first: what masks a score is one bit then.
         words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
         if mixed is not None:
             words = _same_words(words, ids, scores.shape[1])
@@ -181,6 +184,7 @@ def between(
 def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
     """Every thread has two rows, and of each eight columns the two that its place among four threads says."""
     place = _thread_column()
+    # Relative to the thread's first column, so that columns are constants of the instructions.
     limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(tests)]]
     tests = [f"{test}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};" for n, test in enumerate(tests)]
     if column_ids is not None:
@@ -205,6 +209,7 @@ def _range_word(number: int, low: Any, high: Any) -> Any:
     before = constant(0) if low is None else _columns(number, arith.subi(low, constant(1)))
     through = constant(WORD) if high is None else _columns(number, high)
     count = arith.maxsi(arith.subi(through, before), constant(0))
+    # `bmsk` makes a run of ones of a start and a length, and clamps both: no branch for empty or full words.
     return llvm.inline_asm(i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
 
 
@@ -212,6 +217,7 @@ def _columns(number: int, last: Any) -> Any:
     """How many of a thread's columns in a word come no later than a column of the tile."""
     last = arith.subi(last, arith.addi(_thread_column(), constant(number * SPAN)))
     last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN - 1))
+    # Two columns of every eight: whole eights count two each, and the last one as many as come no later.
     pairs, rest = arith.shrsi(last, constant(3)), arith.andi(last, constant(7))
     return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, constant(1)), constant(2)))
 
@@ -234,6 +240,7 @@ def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> lis
     """Words without the bits of columns whose ids are not the row's, where a flag is set."""
     (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
+    # A branch that all threads take alike: ids are loaded only where segments are in no order.
     branch: Any = scf.IfOp(is_set, [i32()] * len(flat), has_else=True)
     with ir.InsertionPoint(branch.then_block):
         same = _id_words(rows, columns, width)
@@ -272,6 +279,7 @@ def _kept(tile: Any, words: list[list[Any]]) -> Any:
         kept: list[Any] = []
         for n, score in enumerate(pair(register)):
             word, bit = divmod(2 * eight + n, WORD)
+            # Tests of constant bits of one word are what the assembler turns into predicates seven at a time.
             found = arith.andi(words[half][word], constant(as_int32(1 << bit)))
             kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, constant(0)), score, lowest))
         registers.append(vector.from_elements(register.type, kept))
