@@ -19,13 +19,16 @@ template <int Size, typename T>
 ffi::Error launch(cudaStream_t stream, const Decode<T>& call) {
   using S = Shape<Size>;
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
+  // One axis of the grid: the others end at 65535 blocks.
   const int64_t blocks = int64_t(call.rows) * call.splits * call.kv_heads * parts;
+  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
   cudaError_t error =
       cudaFuncSetAttribute(decode_kernel<Size, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   if (error != cudaSuccess) return failed("shared memory", error);
   decode_kernel<Size, T><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
   if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
   if (call.splits > 1) {
+    // The same stream: it begins when all splits have been written.
     merge_kernel<T><<<int64_t(call.rows) * call.heads, kMergeThreads, 0, stream>>>(call);
     if ((error = cudaGetLastError()) != cudaSuccess) return failed("merge", error);
   }
@@ -34,6 +37,7 @@ ffi::Error launch(cudaStream_t stream, const Decode<T>& call) {
 
 template <typename T>
 ffi::Error launch_for_size(cudaStream_t stream, const Decode<T>& call) {
+  // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
   const int size = std::max(call.size, call.value_size);
   if (size <= 64) return launch<64, T>(stream, call);
   if (size <= 128) return launch<128, T>(stream, call);
@@ -75,6 +79,7 @@ Decode<T> decode_call(const Arguments& a) {
   call.right = a.right;
   call.scale = a.scale;
   call.cap = a.cap;
+  // Sinks may be batched by jax.vmap as all arrays are: each of their rows then serves the rows of one element.
   const int sink_rows = a.sinks.element_count() / call.heads;
   call.sinks = sink_rows == 0 ? nullptr : a.sinks.typed_data();
   call.rows_a_sink = sink_rows == 0 ? 1 : call.rows / sink_rows;
@@ -113,6 +118,7 @@ ffi::Error split_decode(
     int32_t left, int32_t right, float scale, float cap) {
   const Arguments arguments{query, keys, values,   starts,      ends,   sinks, *output, *lse,
                             *partial, *statistics, splits, left,  right,   scale, cap};
+  // Also keeps `heads` from being 0 in the divisions below.
   if (output->element_count() == 0) return ffi::Error::Success();
   if (query.element_type() != keys.element_type() || query.element_type() != values.element_type()) {
     return ffi::Error::InvalidArgument("ejkernel split decode: query, keys and values differ in dtype");
@@ -149,4 +155,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int32_t>("right")
         .Attr<float>("scale")
         .Attr<float>("cap"),
+    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

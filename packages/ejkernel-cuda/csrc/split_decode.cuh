@@ -46,6 +46,8 @@ struct Decode {
 // Warps, stages and shared memory of a padded head dimension: at most 96 KiB, which every chip has.
 template <int Size>
 struct Shape {
+  // Two warps at 256 columns, where a warp's stages take 48 KiB. Warps of a block do not wait for each other, so three
+  // stages of a warp are all that hides the latency of its copies.
   static constexpr int kWarps = Size == 256 ? 2 : 4;
   static constexpr int kStages = 3;
   static constexpr int kChunks = Size / 8;  // 16-byte pieces of a row
@@ -58,6 +60,8 @@ struct Shape {
 // Swizzle: byte offset of a 16-byte piece in a tile. Pieces are permuted in a row so that eight rows touch all banks.
 template <int Size>
 __device__ __forceinline__ uint32_t piece(int row, int chunk) {
+  // ldmatrix reads one piece of eight rows at a time. Rows are multiples of 128 bytes apart, so without the XOR all
+  // eight would lie in the same four banks.
   return (row * Shape<Size>::kChunks + (chunk ^ (row & 7))) * 16;
 }
 
@@ -72,6 +76,8 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const T* head, int first,
   for (int pass = 0; pass < kKeys / kRows; ++pass) {
     const int key = first + row + pass * kRows;
     const bool there = inside && key < end;
+    // Neighbouring lanes copy neighbouring pieces of a row. A copy of 0 bytes reads nothing; its address is a valid one
+    // all the same. Zeros, since a slot past the end may hold NaN, and a weight of 0 times NaN would be NaN.
     copy_async(to + piece<Size>(row + pass * kRows, chunk), there ? from + key * stride : head, there ? 16 : 0);
   }
 }
@@ -84,6 +90,8 @@ __device__ __forceinline__ void load_query(uint32_t (&query)[Size / 16][4], cons
   for (int step = 0; step < Size / 16; ++step) {
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
+      // The fragment of operand A of m16n8k16: two rows eight apart, two pairs of columns eight apart. Straight from
+      // HBM: the block reads its queries once and keeps them in registers.
       const int head = lane / 4 + part % 2 * 8, column = step * 16 + lane % 4 * 2 + part / 2 * 8;
       const bool there = head < count && column < size;
       query[step][part] = there ? *reinterpret_cast<const uint32_t*>(heads + head * size + column) : 0;
@@ -95,6 +103,8 @@ __device__ __forceinline__ void load_query(uint32_t (&query)[Size / 16][4], cons
 template <int Size, typename T>
 __device__ __forceinline__ void score_tile(
     float (&scores)[2][4], const uint32_t (&query)[Size / 16][4], uint32_t tile, float scale, float cap) {
+  // Lanes 8 i to 8 i + 7 address matrix i: keys 0 to 7 in two pieces of 8 columns, then keys 8 to 15. A key is a column
+  // of operand B, whose registers run along k, so no transposition.
   const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -112,6 +122,7 @@ __device__ __forceinline__ void score_tile(
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
+      // The same branch in all threads. Where exp 2x overflows to infinity, the quotient is 0 and tanh is 1.
       if (cap > 0.f) {  // tanh x = 1 - 2 / (exp 2x + 1)
         const float power = exp2_fast(2.f * kLog2e / cap * scale * scores[half][n]);
         scores[half][n] = kLog2e * cap * (1.f - __fdividef(2.f, power + 1.f));
@@ -143,11 +154,14 @@ __device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&score
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       float& score = scores[n / 2][part * 2 + n % 2];
+      // Keys past the split's end: copied as zeros, their scores are 0 and would count.
       if (n / 2 * 8 + lane % 4 * 2 + n % 2 >= left) score = -INFINITY;
       peak = fmaxf(peak, score);
     }
+    // The 16 keys of a row lie in four neighbouring lanes.
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
     peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+    // -INFINITY - -INFINITY would be NaN.
     const float shift = peak == -INFINITY ? 0.f : peak;
     factor[part] = exp2_fast(softmax.peak[part] - shift);
     rose |= peak > softmax.peak[part];
@@ -157,11 +171,15 @@ __device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&score
     for (int n = 0; n < 4; ++n) {
       float& score = scores[n / 2][part * 2 + n % 2];
       score = exp2_fast(score - shift);
+      // Of this lane's keys: lanes are added once, behind the loop. Not rounded, unlike the weights that the product
+      // takes.
       softmax.total[part] += score;
     }
   }
 #pragma unroll
   for (int n = 0; Parts == 1 && n < 4; ++n) scores[n / 2][2 + n % 2] = 0.f;
+  // Lazy rescaling: row maxima seldom rise after the first tiles. One branch for the warp, whose lanes have to be
+  // together at the next MMA.
   if (__any_sync(~0u, rose)) {
 #pragma unroll
     for (int column = 0; column < Size / 8; ++column) {
@@ -174,7 +192,9 @@ __device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&score
 // Adds the values of a tile, weighted.
 template <int Size, typename T>
 __device__ __forceinline__ void sum_tile(Softmax<Size>& softmax, const float (&weights)[2][4], uint32_t tile) {
+  // Values are transposed on the way: a row in memory is a key, and the registers of operand B run along keys.
   const int lane = threadIdx.x % 32, row = lane % 16, chunk = lane / 16;
+  // The accumulator of the scores has, lane by lane, the layout of operand A: weights stay in their registers.
   const uint32_t left[4] = {
       Half<T>::pack(weights[0][0], weights[0][1]), Half<T>::pack(weights[0][2], weights[0][3]),
       Half<T>::pack(weights[1][0], weights[1][1]), Half<T>::pack(weights[1][2], weights[1][3])};
@@ -192,6 +212,8 @@ template <typename T>
 struct Finish {
   float factor, lse;
   __device__ Finish(const Decode<T>& call, int row, int head, float peak, float total) {
+    // The sink may exceed every score, so it joins the maximum too. `whole` is 0 for a row with neither key nor sink,
+    // which gets output 0 and lse -INFINITY. exp2f, not exp2_fast: here it is called once a head.
     const float sink = call.sinks == nullptr
                            ? -INFINITY
                            : kLog2e * call.sinks[size_t(row / call.rows_a_sink) * call.heads + head];
@@ -208,6 +230,7 @@ __device__ __forceinline__ void merge_warps(
     const Decode<T>& call, Softmax<Size>& softmax, float* shared, int row, int split, int first_head, int count) {
   constexpr int kWarps = Shape<Size>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Over the ring of stages: the caller has waited until no warp reads it and no copy is under way.
   float* sums = shared + warp * kHeads * Size;
   float* statistics = shared + kWarps * kHeads * Size;  // [heads][warps][2]
 #pragma unroll
@@ -226,12 +249,14 @@ __device__ __forceinline__ void merge_warps(
     }
   }
   __syncthreads();
+  // Warps are added in their order: two runs give the same bits.
   for (int head = warp; head < count; head += kWarps) {
     float peak = -INFINITY, total = 0.f, factors[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, statistics[(head * kWarps + w) * 2]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
+      // A warp without tiles has the maximum -INFINITY, and so the factor 0.
       factors[w] = peak == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - peak);
       total += factors[w] * statistics[(head * kWarps + w) * 2 + 1];
     }
@@ -245,6 +270,7 @@ __device__ __forceinline__ void merge_warps(
       if (call.splits == 1) {
         call.output[place * call.value_size + column] = Half<T>::round(sum * finish.factor);
       } else {
+        // Not normalised: the combine kernel divides by the denominator of all splits, which the sink joins once.
         call.partial[split_place * call.value_size + column] = sum;
       }
     }
@@ -261,6 +287,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
   using S = Shape<Size>;
   extern __shared__ __align__(128) unsigned char shared[];
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
+  // Blocks that read the same keys for other query heads are neighbours: the second finds them in L2.
   const int part = blockIdx.x % parts, kv_head = blockIdx.x / parts % call.kv_heads;
   const int split = blockIdx.x / (parts * call.kv_heads) % call.splits;
   const int row = blockIdx.x / (parts * call.kv_heads * call.splits);
@@ -269,6 +296,8 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
   const int last = call.ends[row] - 1;
   const int start = max(max(call.starts[row], 0), call.left < 0 ? 0 : last - call.left);
   const int end = min(min(last, last + call.right) + 1, call.capacity);
+  // Splits are parts of the row's own range, so rows of any length keep all their blocks busy. Rounded up to whole
+  // rounds of the block's warps: in all splits but the last ones, warps have equally many tiles.
   const int share = (max(end - start, 0) + call.splits - 1) / call.splits;
   const int length = (share + S::kWarps * kKeys - 1) / (S::kWarps * kKeys) * (S::kWarps * kKeys);
   const int warp = threadIdx.x / 32;
@@ -280,6 +309,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
   const T* values = call.values + cache * call.value_size;
   const size_t key_stride = size_t(call.kv_heads) * call.size, value_stride = size_t(call.kv_heads) * call.value_size;
   const uint32_t ring = shared_address(shared) + warp * S::kWarpBytes;
+  // A group is committed even where nothing is copied: the wait counts groups, one a tile.
   auto fetch = [&](int tile) {
     if (tile < tiles) {
       const uint32_t to = ring + tile % S::kStages * 2 * S::kTileBytes;
@@ -292,6 +322,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
 
 #pragma unroll
   for (int tile = 0; tile < S::kStages - 1; ++tile) fetch(tile);
+  // Behind the first copies: both latencies pass together.
   uint32_t query[Size / 16][4];
   load_query<Size>(query, call.query + (size_t(row) * call.heads + first_head) * call.size, count, call.size);
   Softmax<Size> softmax;
@@ -303,6 +334,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
     float scores[2][4];
     score_tile<Size, T>(scores, query, at, call.scale, call.cap);
     const int left = limit - first - tile * S::kWarps * kKeys;
+    // The same branch in the whole block. With eight heads at most, the other eight rows need no exponentials.
     if (count <= 8) {
       weigh_tile<1>(softmax, scores, left);
     } else {
@@ -310,6 +342,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
     }
     sum_tile<Size, T>(softmax, scores, at + S::kTileBytes);
   }
+  // Barrier: the merge overwrites the stages, which other warps still read.
   wait_for_copies<0>();
   __syncthreads();
   merge_warps<Size>(call, softmax, reinterpret_cast<float*>(shared), row, split, first_head, count);
@@ -318,6 +351,7 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
 // The combine of split-KV: merges the splits, one block for each head of a row.
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Decode<T> call) {
+  // The launch before on the same stream has written all of it.
   __shared__ float peaks[kMostSplits], totals[kMostSplits];
   const size_t heads = size_t(call.rows) * call.heads, place = blockIdx.x;
   for (int split = threadIdx.x; split < call.splits; split += kMergeThreads) {
@@ -325,12 +359,15 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Decode<T> ca
     totals[split] = call.statistics[(split * heads + place) * 2 + 1];
   }
   __syncthreads();
+  // Each thread goes through all splits by itself: at most 64, and no second barrier. A split without keys has the
+  // maximum -INFINITY, weight 0 and a partial sum of zeros.
   float peak = -INFINITY, total = 0.f;
   for (int split = 0; split < call.splits; ++split) peak = fmaxf(peak, peaks[split]);
   const float shift = peak == -INFINITY ? 0.f : peak;
   for (int split = 0; split < call.splits; ++split) total += exp2f(peaks[split] - shift) * totals[split];
   const Finish<T> finish(call, place / call.heads, place % call.heads, peak, total);
   for (int column = threadIdx.x; column < call.value_size; column += kMergeThreads) {
+    // In the order of splits, so two runs give the same bits. Unrolled, so that several loads are under way.
     const float* partial = call.partial + place * call.value_size + column;
     float sum = 0.f;
 #pragma unroll 8

@@ -14,9 +14,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // cp.async of 16 bytes that bypasses L1. Bytes from `bytes` on are zero-filled and not read.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+  // A key is read once, so L1 has no use for it; L2 takes 128 bytes at a time. "memory": other accesses stay in order.
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// Ends a group of this thread's copies: what `wait_for_copies` counts.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until all but the newest `Pending` groups of this thread's copies have arrived.
@@ -33,6 +35,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t 
                : "memory");
 }
 
+// The same with each matrix transposed: lanes get columns where `load_matrices` gives rows.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -78,6 +81,7 @@ struct Half<__half> {
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
+  // Not volatile, so that the compiler may schedule it. 0 for -INFINITY; results below 2^-126 become 0.
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }

@@ -8,6 +8,7 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel_cuda.dense_decode.splits import MAX_SPLITS, DecodeSplits
 from ejkernel_cuda.library import registered
 
+# As good as no limit, and sums with a position stay within int32.
 FAR = 2**30
 
 
@@ -20,6 +21,7 @@ def forward(record: PagedAttention, config: DecodeSplits) -> tuple[tuple[jax.Arr
     assert record.value_pages is not None  # a dense record has them
     (rows, heads, _), size = record.query.shape, record.value_pages.shape[-1]
     splits = min(config.num_splits, MAX_SPLITS)
+    # One split writes the output itself, and no combine kernel runs.
     partial = splits if splits > 1 else 0
     left, right = band(record)
     call = jax.ffi.ffi_call(

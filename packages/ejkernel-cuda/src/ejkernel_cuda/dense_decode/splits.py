@@ -52,12 +52,15 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
         shared // (_shared(record) + 1)
     )  # of each block's, the driver keeps one for itself
     blocks, limit = _blocks(record), max_splits(record)
+    # Rows of different lengths leave parts of a wave idle. Several waves of shorter blocks balance that, as long as a
+    # split keeps enough keys; a single row has nothing to balance.
     min_splits = (
         min(-(-UNEVEN_WAVES * wave_blocks // blocks), _keys(record) // MIN_UNEVEN_KEYS)
         if record.query.shape[0] > 1
         else 1
     )
     occupied = {n: _fullness(blocks * n, wave_blocks) for n in range(max(1, min(min_splits, limit)), limit + 1)}
+    # Fewer splits merge fewer partial sums, so the last 5% of occupancy are not worth more of them.
     enough = 0.95 * max(occupied.values())
     return DecodeSplits(num_splits=next(n for n, fullness in occupied.items() if fullness >= enough))
 
@@ -88,6 +91,7 @@ def _blocks(record: PagedAttention) -> int:
 
 def _shared(record: PagedAttention) -> int:
     """KiB of shared memory that a block takes."""
+    # As `Shape` in csrc/split_decode.cuh: warps times stages times tiles of keys and values.
     return 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
 
 

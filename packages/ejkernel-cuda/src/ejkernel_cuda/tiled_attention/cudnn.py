@@ -34,6 +34,7 @@ def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResi
     given = inputs if record.bias is None else {**inputs, "bias": record.bias}
 
     def run(given: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
+        # `in_rows` leaves an operand that all rows share with one row. cuDNN takes that of a bias alone.
         broadcast = {name: jnp.broadcast_to(given[name], (rows, *given[name].shape[1:])) for name in inputs}
         return _forward(dataclasses.replace(record, **{**given, **broadcast}))
 
@@ -52,8 +53,10 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """Gradients of query, key, value and bias."""
     record: TiledAttention = pullback.record
     saved = (pullback.residuals.lse, pullback.cotangent)
+    # The order of XLA's custom call: the output comes after the bias.
     operands = _present(*_inputs(record), *saved, record.bias, pullback.output)
     made = _call(record, "Backward", BACKWARD_PRODUCTS, operands, _inputs(record), _present(record.bias))
+    # Not strict: without a bias there is no gradient of it.
     return dict(zip(("query", "key", "value", "bias"), made, strict=False))
 
 
@@ -86,8 +89,11 @@ def _call(
     Returns:
         The results, in that order.
     """
+    # Results are declared as [B, H, T, D], as XLA's pass wants them, with a layout in which they lie as [B, T, H, D]:
+    # the transposition at the end moves nothing.
     turned = [jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST], x.dtype) for x in arrays]
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others]
+    # XLA's compiler puts the size in when it has made cuDNN's graph.
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
     results = jax.ffi.ffi_call(
         f"__cudnn$fmha{'' if record.bias is None else 'ScaleBias'}Softmax{direction}",
@@ -115,6 +121,7 @@ def _description(record: TiledAttention, products: dict[str, Any]) -> dict[str, 
         "intermediate_tensor_shape": scores,
         "is_flash_attention": True,
         "mask_type": "NO_MASK" if right is None else "CAUSAL",
+        # cuDNN counts the query's own position as one of the window; 0 is no window.
         "sliding_window_length": 0 if left is None else left + 1,
         "max_seg_per_batch": 1,
     }

@@ -19,7 +19,7 @@ def _some() -> dict[str, object]:
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """By operation."""
+    """The conformance cases of each operation, by its name."""
     rows: tuple[Row[GroupedSizes], ...] = (
         ("tiles", UNEVEN, lambda key: {}, (), ()),
         ("tiles in pairs", PAIRS, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),

@@ -17,11 +17,11 @@ class Shared:
     """Shared memory and barriers. Left and right are the halves of the latent vector; [2] is a block of keys each.
 
     Attributes:
-        q_left: [64, 256] queries.
-        q_right: [64, 256].
-        q_rotary: [64, 64].
-        left: [2, 64, 256] keys, which are values, too.
-        right: [2, 64, 256].
+        q_left: [64, 256], the left half of the queries.
+        q_right: [64, 256], their right half.
+        q_rotary: [64, 64], their rotary columns.
+        left: [2, 64, 256], the left half of the keys, which are values, too.
+        right: [2, 64, 256], their right half.
         rotary: [2, 64, 64] keys; after the product with them, weights of the block.
         row_max: [2, 64] running maxima after each block of a step.
         row_sum: [2, 64] sums of the two warpgroups at the end of an item.

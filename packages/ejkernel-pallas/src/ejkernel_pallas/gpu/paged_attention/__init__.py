@@ -12,7 +12,7 @@ HANDLES = frozenset({"new_keys", "new_values", "num_seqs", "sliding_window", "ca
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One, of the whole family."""
+    """One implementation, which serves every operation of the family."""
     return (
         Implementation(
             family="paged_attention",

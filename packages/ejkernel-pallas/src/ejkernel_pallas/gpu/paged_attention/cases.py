@@ -28,7 +28,7 @@ def _nothing(key: jax.Array) -> dict[str, Any]:
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """By operation."""
+    """The conformance cases of each operation, by its name."""
     page: tuple[Row[PagedSizes], ...] = (
         ("head size 128, bfloat16", DECODE, _nothing, (), ()),
         ("head size 128, window", DECODE, lambda key: WINDOW, ("sliding_window",), ()),

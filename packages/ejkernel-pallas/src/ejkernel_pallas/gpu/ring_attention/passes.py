@@ -3,7 +3,7 @@
     XLA           send and receive the keys of step n + 1
     Mosaic GPU    tiled attention on the keys of step n        gpu/tiled_attention/{forward,backward}
 
-The kernels know nothing of the ring: a step is a record of tiled attention, and its lse is what steps are merged by.
+A kernel reads no other device's memory: a step is a record of tiled attention, and steps are merged by their lse.
 """
 
 from typing import Any
