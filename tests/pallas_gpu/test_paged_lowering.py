@@ -89,7 +89,9 @@ def _simulated(constants, operands):
         sequence, keys, _, _, low, position, row = map(int, operands["items"][item])
         if keys == 0:
             continue
-        rows = np.asarray(operands["query"][head * constants.query_rows + row * constants.group :][:64], np.float32)
+        first_row = head * constants.query_rows + row * constants.group
+        assert first_row % 8 == 0  # a copy in the order of products begins at whole groups of eight rows
+        rows = np.asarray(operands["query"][first_row:][:64], np.float32)
         places = np.arange(low, keys)
         columns, slots = places // constants.page_size, places % constants.page_size
         found = []

@@ -15,7 +15,7 @@ from ejkernel_pallas.gpu.hopper.launch import launch, matrix
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Shared
 from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
-from ejkernel_pallas.gpu.latent_attention.kernel import latent_kernel
+from ejkernel_pallas.gpu.latent_attention.kernel import LOWEST, latent_kernel
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, make_plan
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
@@ -77,7 +77,8 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
     # Without keys the kernel's lse is that of masked scores, about LOWEST.
-    return output, jnp.where(plan.items[:, 1:2] > 0, lse, -jnp.inf)
+    # A row whose pages are all absent has attended nothing either: its maximum is still about LOWEST.
+    return output, jnp.where((plan.items[:, 1:2] > 0) & (lse > LOWEST / 2), lse, -jnp.inf)
 
 
 def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:

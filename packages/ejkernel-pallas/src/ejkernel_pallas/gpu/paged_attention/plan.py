@@ -1,8 +1,8 @@
 """Which key blocks each program of the paged kernel works on: the latent kernel's schedule, of tiles of query tokens.
 
-An item is a tile of up to 64 // group tokens of one sequence, so that decoding has one token in it and prefill fills
-the 64 rows of an instruction. Its blocks of 128 keys lie in a line with those of all other items, of which programs
-have equal shares; lengths are read on the device.
+An item is a tile of up to `tokens_of_tile` tokens of one sequence, so that decoding has one token in it and prefill
+fills the 64 rows of an instruction. Its blocks of 128 keys lie in a line with those of all other items, of which
+programs have equal shares; lengths are read on the device.
 """
 
 import jax.numpy as jnp

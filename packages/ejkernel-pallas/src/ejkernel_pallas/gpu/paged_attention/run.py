@@ -72,9 +72,10 @@ def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
     tokens, _, size = record.query.shape
     # Heads of a KV head together: 64 rows of it are then consecutive tokens, and one copy takes them. The zeros behind
     # let a tile that begins at the last token read 64 rows, too.
-    rows = record.query.reshape(tokens, spec.tiles, spec.group, size).swapaxes(0, 1)
+    rows = record.query.reshape(tokens, spec.tiles, -1, size).swapaxes(0, 1)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, spec.group - rows.shape[2]), (0, 0)))
     rows = rows.reshape(spec.tiles, tokens * spec.group, size)
-    return jnp.pad(rows, ((0, 0), (0, spec.query_rows - tokens * spec.group), (0, 0))).reshape(-1, size)
+    return jnp.pad(rows, ((0, 0), (0, WGMMA_M), (0, 0))).reshape(-1, size)
 
 
 def _in_order(
@@ -85,7 +86,7 @@ def _in_order(
     owner, token = jnp.maximum(sequence, 0), jnp.arange(record.query.shape[0], dtype=jnp.int32)
     offset = token - paged_cache.query_ranges(record)[0][owner]
     item, row = tiles.first[owner] + offset // spec.tokens, offset % spec.tokens * spec.group
-    rows = row[:, None] + jnp.arange(spec.group, dtype=jnp.int32)  # [T, group]
+    rows = row[:, None] + jnp.arange(record.query.shape[1] // spec.tiles, dtype=jnp.int32)  # [T, heads of a KV head]
     # A gather by XLA: the kernel writes 64 rows an item whatever tokens it has, so no item overwrites another's rows.
     place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * WGMMA_M
     place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]

@@ -47,9 +47,10 @@ class PagedSpec:
     Attributes:
         rows: Items: tiles of query tokens, each of one sequence.
         tokens: Query tokens of a tile.
-        group: Query heads a KV head; a tile has `tokens * group` rows of scores, filled up to 64.
+        group: Rows of a token and KV head: its query heads, filled up to whole groups of eight (see `rows_of_token`). A
+            tile has `tokens * group` rows of scores, filled up to 64.
         tiles: KV heads, each of which has a tile of every item.
-        query_rows: Rows of a KV head in the query's array: whole groups of eight, and a tile of zeros behind them.
+        query_rows: Rows of a KV head in the query's array: those of all tokens, and a tile of zeros behind them.
         programs: Persistent thread blocks of each KV head, which share its key blocks.
         layout: Of the cache.
         page_size: Slots of a page.
@@ -101,9 +102,17 @@ class PagedSpec:
         return self.programs * self.tiles
 
 
+def rows_of_token(record: PagedAttention) -> int:
+    """Rows that a token has in a KV head's tile: its query heads, and rows of zeros up to a multiple of eight.
+
+    A tile may begin at any token, but a copy in the order of products only at a multiple of eight rows.
+    """
+    return -(-record.query.shape[1] // paged_cache.kv_heads(record) // GROUP) * GROUP
+
+
 def tokens_of_tile(record: PagedAttention) -> int:
-    """Query tokens whose heads of one KV head fill 64 rows."""
-    return max(1, WGMMA_M // (record.query.shape[1] // paged_cache.kv_heads(record)))
+    """Query tokens whose rows of one KV head fill 64."""
+    return max(1, WGMMA_M // rows_of_token(record))
 
 
 def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSpec:
@@ -119,10 +128,10 @@ def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSp
     """
     if params.num_programs < 1 or params.stages < 1:
         raise ValueError(f"{params}: num_programs and stages want at least 1")
-    tokens, heads, key_dim = record.query.shape
+    tokens, _, key_dim = record.query.shape
     kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_size(record)
     left, right = band(record)
-    group = heads // kv_heads
+    group = rows_of_token(record)
     # Stages that fit behind the queries, of 2 bytes a number: three for keys and values of 128.
     room = (SHARED_MEMORY - RESERVED - 2 * WGMMA_M * key_dim) // (2 * UNIT * (key_dim + value_dim))
     return PagedSpec(
@@ -130,7 +139,7 @@ def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSp
         tokens=tokens_of_tile(record),
         group=group,
         tiles=kv_heads,
-        query_rows=-(-tokens * group // GROUP) * GROUP + WGMMA_M,
+        query_rows=tokens * group + WGMMA_M,
         programs=max(1, params.num_programs // kv_heads),
         layout=record.kv_layout,
         page_size=slots,
