@@ -90,6 +90,7 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
     after = jnp.where(some.any(), -(-end[-1] // size), before)
     counts = jnp.concatenate([before[None], counts, (tiles - after)[None]])
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
+    # Neighbouring groups share at most one tile, so the list has that bound and the grid needs no other.
     matrix, tile, count = _listed(start, counts, tiles + first.shape[0] - 1)
     work = (matrix > 0) & (matrix <= first.shape[0])
     # An item without work names the blocks of the nearest one that has work.
@@ -132,6 +133,7 @@ def _changes(x: jax.Array) -> jax.Array:
 
 def _work_list(made: WorkItem, count: jax.Array, size: int) -> WorkList:
     """The table of work items whose rows are still those of the matrices."""
+    # Within the tile: kernels compare the numbers of its rows with them.
     low = jnp.clip(jnp.take(made.low, made.matrix) - made.tile * size, 0, size)
     high = jnp.clip(jnp.take(made.high, made.matrix) - made.tile * size, 0, size)
     whole = (low == 0) & (high == size) & (made.flags & WORK != 0)

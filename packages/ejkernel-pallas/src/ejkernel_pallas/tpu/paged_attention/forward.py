@@ -40,6 +40,7 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     record, written = paged_cache.write(record) if record.latent is not None else (record, ())
     spec = make_spec(record, chosen(config))
     work = find_work(record, spec)
+    # A mapped call runs one after the other: tables in scalar memory have room for one.
     run = custom_batching.sequential_vmap(lambda record, work: tuple(_run(record, spec, work)))
     output, lse, *pages = run(record, work)
     shape = None if record.value_pages is not None else record.key_pages.shape
@@ -53,6 +54,7 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
     caches: dict[str, jax.Array] = dict(zip(("keys", "values"), stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
+    # lse is written as rows of lanes, whole ones.
     lanes = -(-spec.rows // LANES) * LANES
     outputs = {
         "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), record.query.dtype),
@@ -67,6 +69,7 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
             name="paged_attention",
             kernel=functools.partial(kernel, spec=spec),
             refs=PagedRefs,
+            # A grid step a core; the loop over items is the kernel's.
             grid=(spec.parts,),
             parallel=1,
             tables={"items": work.items, "spans": work.spans, "tables": work.tables},

@@ -50,6 +50,7 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
     """The work list of a record."""
     starts, lengths = paged_cache.query_ranges(record)
     first_item, total, sequence, skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
+    # Each sequence begins at a row that copies can begin at, so queries are packed with gaps.
     padded = -(-lengths // spec.token_align) * spec.token_align
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
     low, high = _key_range(record, spec, sequence, position, tokens)
@@ -65,15 +66,18 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
         "first_page": low // spec.cache.slots,
         "end_page": -(-high // spec.cache.slots),
         "first_block": low // spec.block_kv,
+        # One block at least: an item without keys has an output too, which its loop writes.
         "end_block": jnp.maximum(-(-high // spec.block_kv), low // spec.block_kv + 1),
         "missing_pages": _has_missing_pages(tables, spec, sequence, low, high),
         "token": starts[sequence],
+        # Once a sequence: its first item writes the new tokens of all.
         "fresh": jnp.where(first, lengths[sequence], 0),
     }
     owner, _ = paged_cache.token_places(record)
     inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - starts[owner]
     return WorkList(
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in FIELDS]),
+        # A chunk of keys more than there are is what starting an item counts as.
         spans=_spans(spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total),
         # The kernel looks up several pages at once, beyond the last sequence's pages if they do not fill a block.
         tables=jnp.pad(tables.reshape(-1), (0, spec.pages), constant_values=-1),
@@ -111,6 +115,7 @@ def _has_missing_pages(
     tables: jax.Array, spec: PagedSpec, sequence: jax.Array, low: jax.Array, high: jax.Array
 ) -> jax.Array:
     """Whether a page between two keys is absent."""
+    # Sums over the table, so that a range of pages takes two look-ups whatever its length.
     absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
     first, end = low // spec.cache.slots, -(-high // spec.cache.slots)
     return (absent[sequence, end] - absent[sequence, jnp.minimum(first, end)]) > 0
@@ -121,6 +126,7 @@ def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) 
     before = jnp.cumsum(cost) - cost
     entry = jnp.arange(cost.shape[0], dtype=jnp.int32)
     share = jnp.sum(cost) / spec.parts
+    # Parts begin with a sequence, since the tokens that its first item writes are read by the others.
     begins = [
         jnp.min(jnp.where(first & (before >= part * share), entry, live), initial=live) for part in range(1, spec.parts)
     ]
@@ -132,5 +138,6 @@ def _packed(record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax
     total, sequences = record.query.shape[0], ends.shape[0]
     bound = sequences * spec.token_align if record.query_start is None else total + sequences * (spec.token_align - 1)
     place = jnp.arange(-(-bound // spec.token_align) * spec.token_align, dtype=jnp.int32)
+    # The bound on the size is static and lengths are not: places behind the last sequence have no token.
     sequence = jnp.minimum(jnp.searchsorted(ends, place, side="right"), sequences - 1)
     return jnp.where(place < filled[sequence], place + shift[sequence], total)

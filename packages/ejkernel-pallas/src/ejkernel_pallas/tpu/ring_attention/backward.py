@@ -89,8 +89,11 @@ def striped(given: Rows, ring: Ring) -> Rows:
 def _around(plan: RingPlan, given: Rows, params: TpuBackward, wanted: frozenset[str]) -> Gradients:
     """The gradients of everything but sinks, in the layout that the ring works in, float32."""
     record, ring = plan.record, plan.ring
+    # float32 until the end: every device adds a part, and each rounding to 16 bits would count.
     zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in wanted}
     zeros = _compat.as_varying(zeros, (record, given))
+    # Gradients of keys and values go around with their keys, and are complete when these are home; those of queries
+    # stay.
     travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 

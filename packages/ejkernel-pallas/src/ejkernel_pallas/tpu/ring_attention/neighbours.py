@@ -156,10 +156,12 @@ class Route:
         def step(number: Any, carry: None) -> None:
             slot = lax.rem(number, 2)
             more, later = number + 1 < self.count, number > 0
+            # Copies look alike from both ends: the receiving semaphore is that of the slot that the load comes to.
             _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
             _when(later & more, lambda: signal_free_slot(load))
             _send(load, slot, more, later)
             here = load.at(slot)
+            # While the load is on its way to the next device: both only read it.
             work(number, here)
             if cargo is not None:
                 _when(later, functools.partial(_receive, cargo, slot))
@@ -177,6 +179,7 @@ class Route:
         for copy in local:
             copy.start()
         if self.count > 1:
+            # A remote copy may only start when its target runs this kernel, and its memory is this kernel's.
             here = pltpu.get_barrier_semaphore()
             pl.semaphore_signal(here, 1, device_id={self.load.axis_name: lanes[0].neighbours[PREVIOUS]})
             pl.semaphore_wait(here, 1)

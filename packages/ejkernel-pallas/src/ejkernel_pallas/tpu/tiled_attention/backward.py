@@ -70,6 +70,7 @@ def _rows(pullback: Pullback, record: TiledAttention) -> Rows:
     if record.q_segment_ids is not None:  # padding's cotangent may be anything
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
     delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    # A row that attends nothing has lse = -inf; any finite shift serves, as all of its pairs are masked.
     return cotangent, jnp.maximum(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, LOWEST), delta
 
 
@@ -133,6 +134,7 @@ def _of_bias(record: TiledAttention, rows_of: Rows, spec: TiledSpec) -> jax.Arra
     assert bias is not None  # a gradient of it was asked for
     q_tiles, k_tiles = kinds.shape[2:]
     counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
+    # Axes that the bias has are walked outside, those that it is broadcast along inside, for one sum a tile.
     outer = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
     parts = tuple(n // k for n, k in zip(counts, outer, strict=True))
     result, acc = _bias_tiles(bias, spec)
