@@ -136,9 +136,9 @@ __device__ __forceinline__ void score_tile(
 // The online softmax of a warp's tiles so far, for heads lane / 4 and lane / 4 + 8.
 template <int Size>
 struct Softmax {
-  float peak[2] = {-INFINITY, -INFINITY};
-  float total[2] = {0.f, 0.f};  // of this lane's keys alone
-  float sums[Size / 8][4] = {};
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.f, 0.f};  // of this lane's keys alone
+  float acc[Size / 8][4] = {};
 };
 
 // One step of the online softmax: turns scores into weights, and rescales the accumulators where a row maximum rose.
@@ -146,34 +146,34 @@ struct Softmax {
 template <int Parts, int Size>
 __device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&scores)[2][4], int left) {
   const int lane = threadIdx.x % 32;
-  float factor[2] = {1.f, 1.f};
+  float alpha[2] = {1.f, 1.f};
   bool rose = false;
 #pragma unroll
   for (int part = 0; part < Parts; ++part) {
-    float peak = softmax.peak[part];
+    float row_max = softmax.row_max[part];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       float& score = scores[n / 2][part * 2 + n % 2];
       // Keys past the split's end: copied as zeros, their scores are 0 and would count.
       if (n / 2 * 8 + lane % 4 * 2 + n % 2 >= left) score = -INFINITY;
-      peak = fmaxf(peak, score);
+      row_max = fmaxf(row_max, score);
     }
     // The 16 keys of a row lie in four neighbouring lanes.
-    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
-    peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+    row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
+    row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
     // -INFINITY - -INFINITY would be NaN.
-    const float shift = peak == -INFINITY ? 0.f : peak;
-    factor[part] = exp2_fast(softmax.peak[part] - shift);
-    rose |= peak > softmax.peak[part];
-    softmax.peak[part] = peak;
-    softmax.total[part] *= factor[part];
+    const float shift = row_max == -INFINITY ? 0.f : row_max;
+    alpha[part] = exp2_fast(softmax.row_max[part] - shift);
+    rose |= row_max > softmax.row_max[part];
+    softmax.row_max[part] = row_max;
+    softmax.row_sum[part] *= alpha[part];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       float& score = scores[n / 2][part * 2 + n % 2];
       score = exp2_fast(score - shift);
       // Of this lane's keys: lanes are added once, behind the loop. Not rounded, unlike the weights that the product
       // takes.
-      softmax.total[part] += score;
+      softmax.row_sum[part] += score;
     }
   }
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&score
 #pragma unroll
     for (int column = 0; column < Size / 8; ++column) {
 #pragma unroll
-      for (int n = 0; n < Parts * 2; ++n) softmax.sums[column][n] *= factor[n / 2];
+      for (int n = 0; n < Parts * 2; ++n) softmax.acc[column][n] *= alpha[n / 2];
     }
   }
 }
@@ -202,8 +202,8 @@ __device__ __forceinline__ void sum_tile(Softmax<Size>& softmax, const float (&w
   for (int step = 0; step < Size / 16; ++step) {
     uint32_t values[4];
     load_matrices_transposed(values, tile + piece<Size>(row, step * 2 + chunk));
-    Half<T>::multiply(softmax.sums[step * 2], left, values[0], values[1]);
-    Half<T>::multiply(softmax.sums[step * 2 + 1], left, values[2], values[3]);
+    Half<T>::multiply(softmax.acc[step * 2], left, values[0], values[1]);
+    Half<T>::multiply(softmax.acc[step * 2 + 1], left, values[2], values[3]);
   }
 }
 
@@ -211,15 +211,15 @@ __device__ __forceinline__ void sum_tile(Softmax<Size>& softmax, const float (&w
 template <typename T>
 struct Finish {
   float factor, lse;
-  __device__ Finish(const Decode<T>& call, int row, int head, float peak, float total) {
+  __device__ Finish(const Decode<T>& call, int row, int head, float row_max, float row_sum) {
     // The sink may exceed every score, so it joins the maximum too. `whole` is 0 for a row with neither key nor sink,
     // which gets output 0 and lse -INFINITY. exp2f, not exp2_fast: here it is called once a head.
     const float sink = call.sinks == nullptr
                            ? -INFINITY
                            : kLog2e * call.sinks[size_t(row / call.rows_a_sink) * call.heads + head];
-    const float shift = fmaxf(peak, sink);
-    const float whole = shift == -INFINITY ? 0.f : total * exp2f(peak - shift) + exp2f(sink - shift);
-    factor = whole > 0.f ? exp2f(peak - shift) / whole : 0.f;
+    const float shift = fmaxf(row_max, sink);
+    const float whole = shift == -INFINITY ? 0.f : row_sum * exp2f(row_max - shift) + exp2f(sink - shift);
+    factor = whole > 0.f ? exp2f(row_max - shift) / whole : 0.f;
     lse = whole > 0.f ? kLn2 * (shift + log2f(whole)) : -INFINITY;
   }
 };
@@ -231,42 +231,42 @@ __device__ __forceinline__ void merge_warps(
   constexpr int kWarps = Shape<Size>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // Over the ring of stages: the caller has waited until no warp reads it and no copy is under way.
-  float* sums = shared + warp * kHeads * Size;
+  float* accs = shared + warp * kHeads * Size;
   float* statistics = shared + kWarps * kHeads * Size;  // [heads][warps][2]
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const int head = lane / 4 + part * 8;
-    softmax.total[part] += __shfl_xor_sync(~0u, softmax.total[part], 1);
-    softmax.total[part] += __shfl_xor_sync(~0u, softmax.total[part], 2);
+    softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 1);
+    softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 2);
     if (lane % 4 == 0) {
-      statistics[(head * kWarps + warp) * 2] = softmax.peak[part];
-      statistics[(head * kWarps + warp) * 2 + 1] = softmax.total[part];
+      statistics[(head * kWarps + warp) * 2] = softmax.row_max[part];
+      statistics[(head * kWarps + warp) * 2 + 1] = softmax.row_sum[part];
     }
 #pragma unroll
     for (int column = 0; column < Size / 8; ++column) {
-      sums[head * Size + column * 8 + lane % 4 * 2] = softmax.sums[column][part * 2];
-      sums[head * Size + column * 8 + lane % 4 * 2 + 1] = softmax.sums[column][part * 2 + 1];
+      accs[head * Size + column * 8 + lane % 4 * 2] = softmax.acc[column][part * 2];
+      accs[head * Size + column * 8 + lane % 4 * 2 + 1] = softmax.acc[column][part * 2 + 1];
     }
   }
   __syncthreads();
   // Warps are added in their order: two runs give the same bits.
   for (int head = warp; head < count; head += kWarps) {
-    float peak = -INFINITY, total = 0.f, factors[kWarps];
+    float row_max = -INFINITY, row_sum = 0.f, alphas[kWarps];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, statistics[(head * kWarps + w) * 2]);
+    for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, statistics[(head * kWarps + w) * 2]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      // A warp without tiles has the maximum -INFINITY, and so the factor 0.
-      factors[w] = peak == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - peak);
-      total += factors[w] * statistics[(head * kWarps + w) * 2 + 1];
+      // A warp without tiles has the maximum -INFINITY, and so alpha 0.
+      alphas[w] = row_max == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - row_max);
+      row_sum += alphas[w] * statistics[(head * kWarps + w) * 2 + 1];
     }
     const size_t place = size_t(row) * call.heads + first_head + head;
     const size_t split_place = size_t(split) * call.rows * call.heads + place;
-    const Finish<T> finish(call, row, first_head + head, peak, total);
+    const Finish<T> finish(call, row, first_head + head, row_max, row_sum);
     for (int column = lane; column < call.value_size; column += 32) {
       float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += factors[w] * shared[(w * kHeads + head) * Size + column];
+      for (int w = 0; w < kWarps; ++w) sum += alphas[w] * shared[(w * kHeads + head) * Size + column];
       if (call.splits == 1) {
         call.output[place * call.value_size + column] = Half<T>::round(sum * finish.factor);
       } else {
@@ -276,8 +276,8 @@ __device__ __forceinline__ void merge_warps(
     }
     if (lane == 0 && call.splits == 1) call.lse[place] = finish.lse;
     if (lane == 0 && call.splits > 1) {
-      call.statistics[split_place * 2] = peak;
-      call.statistics[split_place * 2 + 1] = total;
+      call.statistics[split_place * 2] = row_max;
+      call.statistics[split_place * 2 + 1] = row_sum;
     }
   }
 }
@@ -352,27 +352,27 @@ __global__ void __launch_bounds__(Shape<Size>::kWarps * 32) decode_kernel(const 
 template <typename T>
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Decode<T> call) {
   // The launch before on the same stream has written all of it.
-  __shared__ float peaks[kMostSplits], totals[kMostSplits];
+  __shared__ float row_maxima[kMostSplits], row_sums[kMostSplits];
   const size_t heads = size_t(call.rows) * call.heads, place = blockIdx.x;
   for (int split = threadIdx.x; split < call.splits; split += kMergeThreads) {
-    peaks[split] = call.statistics[(split * heads + place) * 2];
-    totals[split] = call.statistics[(split * heads + place) * 2 + 1];
+    row_maxima[split] = call.statistics[(split * heads + place) * 2];
+    row_sums[split] = call.statistics[(split * heads + place) * 2 + 1];
   }
   __syncthreads();
   // Each thread goes through all splits by itself: at most 64, and no second barrier. A split without keys has the
   // maximum -INFINITY, weight 0 and a partial sum of zeros.
-  float peak = -INFINITY, total = 0.f;
-  for (int split = 0; split < call.splits; ++split) peak = fmaxf(peak, peaks[split]);
-  const float shift = peak == -INFINITY ? 0.f : peak;
-  for (int split = 0; split < call.splits; ++split) total += exp2f(peaks[split] - shift) * totals[split];
-  const Finish<T> finish(call, place / call.heads, place % call.heads, peak, total);
+  float row_max = -INFINITY, row_sum = 0.f;
+  for (int split = 0; split < call.splits; ++split) row_max = fmaxf(row_max, row_maxima[split]);
+  const float shift = row_max == -INFINITY ? 0.f : row_max;
+  for (int split = 0; split < call.splits; ++split) row_sum += exp2f(row_maxima[split] - shift) * row_sums[split];
+  const Finish<T> finish(call, place / call.heads, place % call.heads, row_max, row_sum);
   for (int column = threadIdx.x; column < call.value_size; column += kMergeThreads) {
     // In the order of splits, so two runs give the same bits. Unrolled, so that several loads are under way.
     const float* partial = call.partial + place * call.value_size + column;
     float sum = 0.f;
 #pragma unroll 8
     for (int split = 0; split < call.splits; ++split) {
-      sum += exp2f(peaks[split] - shift) * partial[split * heads * call.value_size];
+      sum += exp2f(row_maxima[split] - shift) * partial[split * heads * call.value_size];
     }
     call.output[place * call.value_size + column] = Half<T>::round(sum * finish.factor);
   }
