@@ -44,7 +44,7 @@ STEP = 8
 """Most tokens a sequence of the decode step; of packed sequences, on average."""
 
 LONGEST = 256
-"""Most tokens that packed sequences may have beyond one each: any of them may have all, which are worked on in order."""
+"""Most tokens of packed sequences beyond one each: one of them may have all, and they are worked on in order."""
 
 
 def _decode_reasons(record: Any) -> Iterable[str]:
