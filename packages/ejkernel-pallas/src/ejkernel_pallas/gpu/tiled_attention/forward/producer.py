@@ -55,15 +55,15 @@ def _copy_block(
     places, present = (None, None) if call.pages is None else call.pages.find(call.operands, item.tile, index)
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
     there = full.at[slot] if there is None else there
-    head = lax.div(item.head, I32(call.spec.group_size))
     if call.pages is not None:
+        head = lax.div(item.head, I32(call.spec.group_size))
         if what == "k":
             shared.present[slot] = present
         call.pages.copy(call.operands, what, places, head, buffer.at[slot], there)
         if what == "k":
             plgpu.barrier_arrive(there)  # after the word
         return
-    rows = pl.ds(index * call.tile.keys, call.tile.keys)
+    rows, head = pl.ds(index * call.tile.keys, call.tile.keys), lax.div(item.head, I32(call.spec.group_size))
     source = call.operands[what]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
     if what == "k" and call.spec.has_dropout:
