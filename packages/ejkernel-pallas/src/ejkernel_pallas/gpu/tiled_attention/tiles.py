@@ -22,7 +22,7 @@ ALIGNMENT = 1024
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """By number of consumer warpgroups: registers of their threads, and of the producer's. A multiprocessor has 65536."""
 PAGED_REGISTERS = (232, 40)
-"""Likewise where keys lie in pages, which the producer has to find, with two consumer warpgroups."""
+"""The same for two consumer warpgroups and keys that lie in pages: the producer needs more to find them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,7 +148,7 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dic
         # One arrival a copy: TMA counts the bytes of each.
         "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
-        # Of pages, once more for the bits in `present`.
+        # A block of pages arrives once more, with its word in `present`.
         "k_full": plgpu.Barrier(num_arrivals=copies + spec.has_dropout + spec.pages, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
