@@ -2,7 +2,7 @@
 
     python benchmarks/delta_rule_checks_gpu.py             # every call below, with several launches of each stage
     python benchmarks/delta_rule_checks_gpu.py --channels  # those with gates of channels alone
-    python benchmarks/delta_rule_checks_gpu.py --variants  # each with other tiles and precisions too, which takes minutes
+    python benchmarks/delta_rule_checks_gpu.py --variants  # each with other tiles and precisions: minutes
 
 Each stage runs 20 times on the same inputs, and the bits are compared: `runs that differ` must be 0 everywhere. Then
 output, final state and all gradients are compared with the formula, token by token in float64: the largest relative

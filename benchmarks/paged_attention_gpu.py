@@ -8,7 +8,9 @@
 All sides get the same normal bfloat16 arrays; the pages of a sequence are spread over the cache at random. A side is
 timed only if its output agrees with float64 on a few query rows. Sides are interleaved, several calls a sample, and
 medians are printed. Decoding's rate counts each key and value once, and queries and outputs; that of the copy, what it
-reads and writes. The rate of prefill counts the products of pairs that attend.
+reads and writes. The rate of prefill counts the products of pairs that attend. Beside these stand flash attention and
+`ragged_decode_attention` of the same keys and values as dense arrays, and a mixed batch as two calls, one after the
+other.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules import unified_attention
+from ejkernel.modules import flash_attention, ragged_decode_attention, unified_attention
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 
@@ -47,6 +49,7 @@ class Cell:
     decoding: int = 0
     prefix: int = 0
     tree: bool = False
+    cache: str = "bfloat16"
 
     def __str__(self) -> str:
         shape = f"B{self.batch} ctx {self.context} H{self.heads}/{self.kv_heads} D{self.size} page {self.page}"
@@ -54,6 +57,7 @@ class Cell:
         shape += f", {self.decoding} decoding" if self.decoding else ""
         shape += f", {self.prefix} shared" if self.prefix else ""
         shape += " of a tree" if self.tree else ""
+        shape += f", {self.cache} cache" if self.cache != "bfloat16" else ""
         return f"{shape}, lengths 1 to {self.context}" if self.ragged else shape
 
     @functools.cached_property
@@ -71,8 +75,8 @@ class Cell:
     @property
     def bytes(self) -> float:
         """Read and written, once each."""
-        tokens = int(self.lengths.sum()) * self.kv_heads * 2 + int(self.queries.sum()) * self.heads * 2
-        return 2.0 * self.size * tokens
+        kept = int(self.lengths.sum()) * self.kv_heads * 2 * jnp.dtype(self.cache).itemsize
+        return float(self.size * (kept + int(self.queries.sum()) * self.heads * 2 * 2))
 
     @property
     def operations(self) -> float:
@@ -111,6 +115,7 @@ class Cell:
         ]
         keys = jax.random.split(jax.random.key(0), 3)
         made = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        made = [made[0], *(x.astype(self.cache) for x in made[1:])]
         tables = np.random.default_rng(1).permutation(sequences * columns).reshape(sequences, columns)
         tables[:, : self.prefix // self.page] = tables[:1, : self.prefix // self.page]
         starts = np.concatenate([[0], np.cumsum(self.queries)])
@@ -139,6 +144,7 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(batch=256, context=2048, prefix=1024)
     yield Cell(rows=8)
     yield Cell(rows=8, tree=True)
+    yield Cell(cache="float8_e4m3fn")
 
 
 def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any]) -> Side:
@@ -146,6 +152,34 @@ def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any]) 
     call = jax.jit(functools.partial(unified_attention, platform=platform))
     compiled = call.lower(*arrays, **options).compile()
     return lambda: compiled(*arrays, **options)
+
+
+def dense(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
+    """Operations on the keys and values of all sequences as arrays without pages, which are made beforehand."""
+    query, keys, values, lengths, tables, _ = arrays
+    count, same = len(cell.lengths), len(set(cell.lengths)) == 1
+    if cell.decoding or cell.prefix or cell.tree or not same or cell.bytes > 1.5e9 or keys.dtype != query.dtype:
+        return
+    keys, values = (x[tables].reshape(count, -1, cell.kv_heads, cell.size) for x in (keys, values))
+    if cell.rows == 1:
+        call = jax.jit(ragged_decode_attention).lower(query, keys, values, lengths * 0, lengths).compile()
+        yield "ragged_decode_attention, dense", lambda: call(query, keys, values, lengths * 0, lengths)
+        return
+    rows = query.reshape(count, cell.rows, cell.heads, cell.size)
+    # The newest tokens are queries: query 0 attends to all keys but those of later queries.
+    run = functools.partial(flash_attention, sliding_window=(None, cell.context - cell.rows))
+    flash = jax.jit(run).lower(rows, keys, values).compile()
+    yield "flash_attention, dense", lambda: flash(rows, keys, values).reshape(query.shape)
+
+
+def apart(cell: Cell, arrays: tuple[jax.Array, ...], platform: str) -> Side:
+    """The sequences of a mixed batch that decode, and the others, in a call each."""
+    query, keys, values, lengths, tables, starts = arrays
+    rows, count = cell.batch * cell.rows, cell.batch
+    first = query[:rows], keys, values, lengths[:count], tables[:count], starts[: count + 1]
+    second = query[rows:], keys, values, lengths[count:], tables[count:], starts[count:] - starts[count]
+    calls = [ours(part, platform, {}) for part in (first, second)]
+    return lambda: jnp.concatenate([call() for call in calls])
 
 
 def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
@@ -167,18 +201,22 @@ def copy(cell: Cell) -> Side:
 
 
 def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool, only: str) -> dict[str, Side]:
-    """Everything that can compute a cell here, on the platforms whose names hold `only`."""
+    """Everything that can compute a cell here, on the platforms named in `only`."""
     found: dict[str, Side] = {}
     slow = cell.operations > 1e12  # XLA would take minutes
     for platform in ("cuda", "pallas", "triton", "xla"):
-        if only not in platform or (platform == "xla" and slow):
+        if (only and platform not in only.split(",")) or (platform == "xla" and slow):
             continue
         try:
             found[f"ejkernel {platform}"] = ours(arrays, platform, cell.options())
             if cell.prefix:
                 found[f"ejkernel {platform}, without shared_prefix"] = ours(arrays, platform, {})
+            if cell.decoding:
+                found[f"ejkernel {platform}, two calls"] = apart(cell, arrays, platform)
         except NotImplementedError:
             continue
+    if found:
+        found |= dict(dense(cell, arrays))
     return found | dict(configured(arrays)) if candidates else found
 
 
@@ -240,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
-    parser.add_argument("--only", default="", help="a platform; without it all")
+    parser.add_argument("--only", default="", help="platforms, separated by commas; without it all")
     parser.add_argument("--cells", default=":", help="of the shapes, those from one number to another")
     options = parser.parse_args()
     if not _report.has_gpu():

@@ -10,20 +10,34 @@ import pytest
 from ejkernel.families.paged_attention import PagedAttention, reference
 from ejkernel.ops.plugins import registry
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.gpu.paged_attention import implementations, plan, producer, run, spec
+from ejkernel_pallas.gpu.paged_attention import implementations, plan, prefill, producer, run, spec
 
 SHAPE = jax.ShapeDtypeStruct
 PARAMS = spec.HopperPaged(num_programs=132)
 PAGES = 24
 
 
-def make(layout="pshd", page=16, size=128, heads=8, kv_heads=2, lens=(70, 1, 0, 33), q_lens=None, dtype=jnp.bfloat16):
-    """A record of random numbers, whose pages lie in any order."""
+def make(
+    layout="pshd",
+    page=16,
+    size=128,
+    heads=8,
+    kv_heads=2,
+    lens=(70, 1, 0, 33),
+    q_lens=None,
+    dtype=jnp.bfloat16,
+    holes=False,
+    starts=None,
+):
+    """A record of random numbers, whose pages lie in any order; with holes, one of each sequence is absent."""
     rng = np.random.default_rng(0)
-    axes = {"p": PAGES, "s": page, "h": kv_heads, "d": size, "c": 2}
+    pages = max(PAGES, len(lens) * -(-max(lens) // page))
+    axes = {"p": pages, "s": page, "h": kv_heads, "d": size, "c": 2}
     cache = [jnp.asarray(rng.normal(size=[axes[x] for x in layout]), dtype) for _ in range(2)]
-    columns = PAGES // len(lens)
-    tables = rng.permutation(PAGES)[: len(lens) * columns].reshape(len(lens), columns)
+    columns = pages // len(lens)
+    tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
+    if holes:
+        tables[:, 3] = -1
     tokens = len(lens) if q_lens is None else sum(q_lens) + 1
     return PagedAttention(
         query=jnp.asarray(rng.normal(size=(tokens, heads, size)), dtype),
@@ -35,6 +49,7 @@ def make(layout="pshd", page=16, size=128, heads=8, kv_heads=2, lens=(70, 1, 0, 
         softmax_scale=0.1,
         kv_layout=layout,
         kv_heads=None,
+        kv_starts=None if starts is None else jnp.asarray(starts, jnp.int32),
     )
 
 
@@ -45,6 +60,8 @@ CALLS = (
     {"layout": "hpsd", "size": 64, "heads": 12, "kv_heads": 4, **MIXED},
     {"layout": "pshcd", "page": 32, "dtype": jnp.float16, **MIXED},
 )
+LONG = {"lens": (150, 1, 140, 0, 300), "q_lens": (40, 1, 130, 0, 33)}
+"""Three sequences with so many query tokens that they are prefill, one of two tiles."""
 
 
 @pytest.mark.parametrize("fields", CALLS, ids=lambda fields: fields.get("layout", "pshd"))
@@ -52,7 +69,8 @@ def test_a_call_lowers(fields):
     record = make(**fields)
     traced = jax.jit(lambda record: run.forward(record, PARAMS)[0]).trace(record)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2
+    # One kernel merges parts; sequences of so many tokens as are prefill have one more.
+    assert text.count("custom_call @mosaic_gpu") == (3 if "q_lens" in fields else 2)
     output, lse = traced.out_info
     assert (output.shape, output.dtype) == (record.query.shape, record.query.dtype)
     assert lse.shape == record.query.shape[:2]
@@ -60,8 +78,15 @@ def test_a_call_lowers(fields):
 
 @pytest.mark.parametrize(
     ("fields", "window"),
-    list(zip(CALLS, (None, None, (25, 0), None), strict=True)),
-    ids=["pshd", "phsd", "hpsd, window", "pshcd"],
+    [
+        *zip(CALLS, (None, None, (25, 0), None), strict=True),
+        (LONG, None),
+        ({"layout": "hpsd", "size": 64, **LONG}, (60, 0)),
+        ({"layout": "phsd", "page": 8, **LONG}, (None, 3)),
+        ({"layout": "pshcd", **LONG, "holes": True}, None),
+        ({"page": 32, **LONG, "starts": (0, 0, 130, 0, 7)}, (140, 0)),
+    ],
+    ids=["pshd", "phsd", "hpsd, window", "pshcd", "long", "long, window", "long, right", "long, holes", "long, starts"],
 )
 def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, monkeypatch):
     """The kernel in jnp: the same rows of queries, pages of the cache, masks and places of outputs, item by item."""
@@ -71,6 +96,8 @@ def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, mo
         return _simulated(constants, {name: np.asarray(x) for name, x in operands.items()})
 
     monkeypatch.setattr(run, "_launch", simulated)
+    monkeypatch.setattr(prefill, "_launch", _simulated_prefill)
+    monkeypatch.setattr(prefill, "sequential_vmap", lambda function: function)
     monkeypatch.setattr(run, "combined", lambda constants, schedule, made: (made.output, made.lse))
     monkeypatch.setattr(run, "sequential_vmap", lambda function: function)
     output, lse = run.attend(record, PARAMS)
@@ -81,8 +108,7 @@ def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, mo
 
 def _simulated(constants, operands):
     """Output and lse of every item and KV head."""
-    call = producer.Call(constants, operands, None, None)
-    cache = {name: np.asarray(run._shaped(constants, name, operands[name]), np.float32) for name in ("keys", "values")}
+    cache = {name: np.asarray(operands[name], np.float32) for name in ("keys", "values")}
     shape = constants.rows, constants.tiles, 64
     output, lse = np.zeros((*shape, constants.value_dim), np.float32), np.full(shape, -7e29, np.float32)
     for item, head in np.ndindex(shape[:2]):
@@ -98,7 +124,7 @@ def _simulated(constants, operands):
         for component, name in enumerate(("keys", "values")):
             rows_of = []
             for page in operands["tables"][sequence, : columns[-1] + 1]:
-                index, first = producer._index(call, int(page), head, component)
+                index, first = producer.cache_index(constants, int(page), head, component)
                 rows_of.append(cache[name][int(index), :, int(first) : int(first) + constants.key_dim])
             found.append(np.stack(rows_of)[columns, slots])
         apart = places - position - np.arange(64)[:, None] // constants.group
@@ -112,12 +138,60 @@ def _simulated(constants, operands):
     return jnp.asarray(output), jnp.asarray(lse), None, None
 
 
+def _simulated_prefill(flash, layout, *arrays):
+    """Outputs and lse of the rows of live tiles, out of the blocks that their ranges have; NaN in all others."""
+    operands = dict(zip(prefill.OPERANDS, map(np.asarray, arrays), strict=True))
+    keys_of = prefill.PagedKeys(layout)
+    rows, heads = operands["q"].shape[1:3]
+    output, lse = np.full((1, rows, heads, flash.value_dim), np.nan), np.full((1, heads, rows), np.nan)
+    for number in range(int(keys_of.live(operands))):
+        tile, head = divmod(number, heads)
+        start, full_start, full_end, stop = map(int, operands["table"][0, tile])
+        limits = keys_of.limits(operands, tile)
+        row = np.arange(128)[:, None] + int(limits.position)
+        places, scores, values = [], [], []
+        for block in range(start, stop):
+            found, word = keys_of.find(operands, tile, block)
+            key = block * 128 + np.arange(128)
+            attends = (key >= int(limits.low)) & (key < int(limits.keys)) & np.ones_like(row, bool)
+            if flash.right is not None:
+                attends &= key <= row + flash.right
+            if flash.left is not None:
+                attends &= key >= row - flash.left
+            attends &= (int(word) >> (np.arange(128) // 8 * 2) & 1 == 1)[None]
+            if full_start <= block < full_end:
+                assert attends.all()
+            blocks = [_copied(layout, operands, name, found, head // flash.group_size) for name in ("k", "v")]
+            places.append(attends), values.append(blocks[1])
+            scores.append(operands["q"][0, tile * 128 :][:128, head].astype(np.float32) @ blocks[0].T * flash.scale)
+        attends, scores = np.concatenate(places, 1), np.concatenate(scores, 1)
+        weights = np.where(attends, np.exp(scores), 0)
+        total = weights.sum(1)
+        at = slice(tile * 128, tile * 128 + 128)
+        output[0, at, head] = weights @ np.concatenate(values) / np.where(total > 0, total, 1)[:, None]
+        lse[0, head, at] = np.log(np.where(total > 0, total, 1)) + np.where(total > 0, 0, -np.inf)
+    return jnp.asarray(output), jnp.asarray(lse)
+
+
+def _copied(layout, operands, what, places, head):
+    """128 keys or values, zeros where the page is behind the cache's last one."""
+    source, size = operands[what].astype(np.float32), layout.key_dim
+    made = []
+    for page, slot in places:
+        index, column = prefill.cache_index(layout, page, head, ("k", "v").index(what))
+        there = int(index) < source.shape[0]
+        rows = source[int(index) if there else 0, int(slot) :, int(column) : int(column) + size][: layout.copied]
+        made.append(rows if there else np.zeros_like(rows))
+    return np.concatenate(made)
+
+
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
 def test_every_step_has_one_program(programs):
     record = make(lens=(300, 0, 64, 129, 1, 260), q_lens=(40, 0, 1, 17, 1, 2), page=128)
     tiles = paged_cache.query_tiles(record, spec.tokens_of_tile(record))
     items, shares = map(np.asarray, plan.make_plan(record, tiles, programs))
-    assert items[:, 3].min() == 1
+    # Tiles without tokens have no step.
+    assert np.array_equal(items[:, 3] > 0, np.asarray(tiles.rows) > 0)
     line = np.concatenate([np.full(steps, n) for n, steps in enumerate(items[:, 3])])
     assert (shares[0, 1], shares[-1, 1]) == (0, len(line))
     for (item, begin), end in zip(shares[:-1], shares[1:, 1], strict=True):
@@ -161,12 +235,12 @@ def test_dispatch_takes_any_other_implementation_for_gpus_first(op):
 @pytest.mark.parametrize("fields", [{"num_programs": 0}, {"num_programs": 4, "stages": 0}])
 def test_no_program_or_stage_is_an_error(fields):
     with pytest.raises(ValueError, match="want at least 1"):
-        spec.make_spec(make(), spec.HopperPaged(**fields), 4)
+        spec.make_spec(make(), spec.HopperPaged(**fields))
 
 
 @pytest.mark.parametrize("size", spec.HEAD_DIMS)
 def test_shared_memory_has_room_for_stages(size):
     record = make(size=size)
-    constants = spec.make_spec(record, PARAMS, 4)
+    constants = spec.make_spec(record, PARAMS)
     assert constants.stages >= 3
     assert 2 * size * (64 + 2 * 128 * constants.stages) + spec.RESERVED <= 227 * 1024

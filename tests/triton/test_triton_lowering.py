@@ -67,7 +67,9 @@ def test_a_decode_step_updates_a_donated_state_in_place():
         lowered = jax.jit(step, donate_argnums=0).trace(state, tokens, tokens).lower(lowering_platforms=("cuda",))
     program = lowered.as_text()
     assert "%arg0: tensor<4x8x128x128xf32> {tf.aliasing_output = 1" in program
-    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 10" in program
+    # jax-triton 0.3 has the state as an input, 0.4 as the output's own parameter.
+    operand = 10 if _compat.output_argument() == "out_shape" else 11
+    assert f"output_operand_alias<output_tuple_indices = [1], operand_index = {operand}" in program
     assert re.findall(r"= stablehlo\.(\w+)", program) == ["custom_call"]
 
 

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 
@@ -41,6 +41,34 @@ def output_argument() -> str:
     """What `jax_triton.triton_call` calls the outputs' shapes: `out_shape` in 0.3, `out_type` in 0.4."""
     parameters = inspect.signature(triton_call()).parameters
     return "out_type" if "out_type" in parameters else "out_shape"
+
+
+def with_aliases(
+    names: Sequence[str], arrays: Sequence[Any], aliases: Mapping[int, int]
+) -> tuple[Sequence[Any], dict[str, Any], dict[int, int]]:
+    """Positional and named arguments of `jax_triton.triton_call`, and its `input_output_aliases`.
+
+    jax-triton 0.3 gives a kernel a pointer for an aliased output, 0.4 none: there the output's own parameter takes the
+    input's array, and the input's parameter another one, since an array passed twice would be copied.
+
+    Args:
+        names: Parameters of the kernel.
+        arrays: Its inputs.
+        aliases: Input number -> output number.
+
+    Raises:
+        ValueError: All inputs are aliased.
+    """
+    if not aliases or output_argument() == "out_shape":
+        return arrays, {}, dict(aliases)
+    others = [x for n, x in enumerate(arrays) if n not in aliases]
+    if not others:
+        raise ValueError("launch: all inputs are written over, and the kernel reads none")
+    given = [others[0] if n in aliases else x for n, x in enumerate(arrays)]
+    # Numbers count the parameters that get an array: the inputs, then the aliased outputs in their order.
+    ordered = sorted(aliases.items(), key=lambda pair: pair[1])
+    named = {names[len(arrays) + output]: arrays[source] for source, output in ordered}
+    return given, named, {len(arrays) + n: output for n, (_, output) in enumerate(ordered)}
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import contextvars
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,8 @@ def launch(
         kernel: A `triton.jit` function whose parameters are the inputs, the outputs and the constants, in this order.
         inputs: Arrays. None, for an input that the constants say is not there, passes the first array in its place.
         outputs: Shapes and dtypes of what it writes; or, for one that is written in part, the number of the input that
-            it starts as, whose memory it takes over.
+            it starts as, whose memory it takes over. The kernel reads such an input through the output's pointer: what
+            it gets in the input's place may be any array.
         batch: Number of batch rows.
         grid: Number of programs, in proportion to the batch.
         num_warps: Warps a program.
@@ -176,16 +178,21 @@ def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         options: dict[str, Any] = {_compat.output_argument(): list(call.outputs), **call.constants}
         options |= _compat.fusion_option()
-        made = _compat.triton_call()(
-            *arrays,
-            kernel=call.kernel,
-            grid=(call.grid,),
-            num_warps=call.num_warps,
-            num_stages=call.num_stages,
-            compute_capability=None if capability is None else round(capability * 10),
-            input_output_aliases=dict(call.aliases),
-            **options,
-        )
+        given, named, aliases = _compat.with_aliases(call.kernel.arg_names, arrays, call.aliases)
+        with warnings.catch_warnings():
+            # jax-triton 0.4 would have references instead, which 0.3 does not know.
+            warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+            made = _compat.triton_call()(
+                *given,
+                **named,
+                kernel=call.kernel,
+                grid=(call.grid,),
+                num_warps=call.num_warps,
+                num_stages=call.num_stages,
+                compute_capability=None if capability is None else round(capability * 10),
+                input_output_aliases=aliases,
+                **options,
+            )
         return tuple(made)
 
     return run

@@ -75,6 +75,13 @@ def query_ranges(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
     return starts[:-1], lengths
 
 
+class RowLimits(NamedTuple):
+    """Sequences with so many query rows, from the least to the most."""
+
+    least: int
+    most: int
+
+
 class QueryTiles(NamedTuple):
     """Tiles of query rows, each of one sequence, in the order of sequences. All int32.
 
@@ -95,19 +102,34 @@ class QueryTiles(NamedTuple):
     position: jax.Array
 
 
-def query_tiles(record: "PagedAttention", size: int, multiple: int = 1) -> QueryTiles:
-    """The query rows of all sequences in tiles of at most `size`, as many as there can be, up to a multiple."""
-    starts, lengths = query_ranges(record)
-    count = -(-lengths // size)
+def query_tiles(
+    record: "PagedAttention", size: int, multiple: int = 1, lengths: "RowLimits | None" = None
+) -> QueryTiles:
+    """The query rows of sequences in tiles of at most `size`, as many as there can be.
+
+    Args:
+        record: The record.
+        size: Rows of a tile.
+        multiple: The number of tiles is one of it.
+        lengths: The sequences that have tiles, by their rows; None for all.
+    """
+    starts, rows_of = query_ranges(record)
+    sequences = starts.shape[0]
+    bound = sequences if record.query_start is None else record.query.shape[0] // size + sequences
+    if lengths is not None:
+        rows_of = jnp.where((rows_of >= lengths.least) & (rows_of <= lengths.most), rows_of, 0)
+        # So many sequences have the least rows at most, and none has more tiles than the most rows make.
+        among = min(sequences, record.query.shape[0] // max(1, lengths.least))
+        bound = min(record.query.shape[0] // size + among, among * -(-min(lengths.most, record.query.shape[0]) // size))
+    count = -(-rows_of // size)
     ends = jnp.cumsum(count, dtype=jnp.int32)
-    bound = starts.shape[0] if record.query_start is None else record.query.shape[0] // size + starts.shape[0]
     tile = jnp.arange(-(-bound // multiple) * multiple, dtype=jnp.int32)
     # Unrolled: as a loop, the search is a chain of small launches in front of a kernel of a tenth of a millisecond.
     found = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
     sequence = jnp.minimum(found, starts.shape[0] - 1)
     skipped = (tile - (ends - count)[sequence]) * size
-    rows = jnp.where(tile < ends[-1], jnp.clip(lengths[sequence] - skipped, 0, size), 0)
-    position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + skipped
+    rows = jnp.where(tile < ends[-1], jnp.clip(rows_of[sequence] - skipped, 0, size), 0)
+    position = record.kv_lens.astype(jnp.int32)[sequence] - rows_of[sequence] + skipped
     return QueryTiles(ends - count, ends[-1], sequence, skipped, rows, position)
 
 

@@ -38,6 +38,7 @@ class DecodeSpec:
         STATE: Whether there are states to begin with.
         SCALE: Factor on the output.
         EVICTION: Which lines of the L2 cache the state's are: "evict_first", or "" for any.
+        IN_PLACE: Whether the final states have the memory of those to begin with, and are read from there.
     """
 
     T: int
@@ -63,6 +64,7 @@ class DecodeSpec:
     STATE: bool
     SCALE: float
     EVICTION: str
+    IN_PLACE: bool = False
 
 
 def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
@@ -119,6 +121,7 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
     initial = inputs[-1]
     shape = (rows, spec.SEQUENCES, spec.H, spec.K, spec.V) if spec.PACKED else (rows, spec.H, spec.K, spec.V)
     in_place = initial is not None and initial.dtype == jnp.float32 and initial.shape == shape
+    spec = dataclasses.replace(spec, IN_PLACE=in_place)
     output, final = launch(
         decode_kernel,
         inputs,

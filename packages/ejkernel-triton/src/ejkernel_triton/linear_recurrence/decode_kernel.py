@@ -118,7 +118,7 @@ def decode_kernel(
 ):
     """One head's tile of one state, through all tokens of its sequence.
 
-    `final` may be the memory of `initial`: a program reads its tile before it writes it, and no other has that tile.
+    In place, `final` has the initial states: a program reads its tile before it writes it, and no other has that tile.
     """
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     BLOCK_V: tl.constexpr = spec.BLOCK_V
@@ -133,7 +133,10 @@ def decode_kernel(
     STATES: tl.constexpr = spec.SEQUENCES * spec.H * spec.K * spec.V
     state_offset = tl.cast(sequence, tl.int64) * (spec.H * spec.K * spec.V)
     # The state comes first, for it is what memory is busy with; where packed tokens lie is read beside it.
-    if spec.STATE:
+    if spec.IN_PLACE:
+        source = final + row * STATES + state_offset + at
+        state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION)
+    elif spec.STATE:
         source = at_batch(initial, row, per.INITIAL, STATES) + state_offset + at
         state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
     else:
@@ -176,7 +179,7 @@ def decode_kernel(
         at_token = output + token * (spec.H * spec.V) + columns
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
         q, k, v, g, w, b, restart = next_q, next_k, next_v, next_g, next_w, next_b, next_restart
-    # `initial` was read at the top by this program alone, so the same memory may be written.
+    # In place, the tile was read at the top by this program alone.
     tl.store(final + row * STATES + state_offset + at, state, mask=mask, eviction_policy=spec.EVICTION)
     if spec.PACKED:
         # The programs of all sequences share the tokens of none, which lie before the first and behind the last.

@@ -27,8 +27,8 @@ def write_kernel(
 ):
     """Writes rows of `keys` or, as the second component, of `values` to the slots that the block tables name.
 
-    `pages` aliases `so_far`, and only slots of new tokens are written. A row is as wide as the cache's: lanes and heads
-    that pad the cache become 0, and so do the lanes between the two parts of a latent row.
+    `pages` has the memory of `so_far`, and only slots of new tokens are written. A row is as wide as the cache's: lanes
+    and heads that pad the cache become 0, and so do the lanes between the two parts of a latent row.
     """
     W: tl.constexpr = spec.WIDTH
     BQ: tl.constexpr = spec.BLOCK_Q

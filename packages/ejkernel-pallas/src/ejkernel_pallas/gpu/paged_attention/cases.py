@@ -17,7 +17,12 @@ from ejkernel.ops.model import Case
 # Small, as the reference gathers a row's keys once for every head.
 DECODE = PagedSizes(lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 MIXED = PagedSizes(lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16)
+PREFILL = PagedSizes(
+    lens=(150, 1, 140, 300), q_lens=(40, 1, 130, 32), rows=210, h=4, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
+)
+"""Sequences with so many tokens that flash attention's kernel has them, one of them two tiles, and one that decodes."""
 WRITTEN = PagedSizes(lens=(137, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16)
+SMALL = dataclasses.replace(PREFILL, d=64, v=64, s=8, dtype=jnp.float16)
 WINDOW = {"sliding_window": 30}
 BAND: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
 SCALES: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
@@ -37,11 +42,15 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ("head size 64, mixed", MIXED, lambda key: {"return_lse": True}, (), ()),
         ("head size 64, window", MIXED, lambda key: WINDOW, ("sliding_window",), ()),
         ("head size 64, not causal", MIXED, lambda key: BAND, ("causal",), ()),
+        ("prefill", PREFILL, lambda key: {"return_lse": True}, (), ()),
+        ("prefill, window", PREFILL, lambda key: {"sliding_window": 100}, ("sliding_window",), ()),
+        ("prefill, head size 64, not causal", SMALL, lambda key: BAND, ("causal",), ()),
     )
     v2: tuple[Row[PagedSizes], ...] = (("head size 64, sequences", MIXED, _nothing, ("num_seqs",), ()),)
     new = ("new_keys", "new_values", "num_seqs", "value_scale")
     v3: tuple[Row[PagedSizes], ...] = (
         ("head size 128, written", WRITTEN, lambda key: SCALES, new, ()),
+        ("prefill, written", PREFILL, lambda key: SCALES, new, ()),
         ("head size 64, written", dataclasses.replace(WRITTEN, d=64), lambda key: {"softmax_scale": 0.1}, (), ()),
     )
     return {

@@ -33,6 +33,8 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int) -> Laten
     low = jnp.where(keys > 0, low, 0)
     # As in the latent kernel's plan: steps begin at multiples of UNIT, programs have equal shares of all of them.
     steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
+    # Tiles behind the last one have no tokens, and no program comes by.
+    steps = jnp.where(jnp.arange(steps.shape[0]) < tiles.total, steps, 0)
     ends = jnp.cumsum(steps, dtype=I32)
     total = ends[-1]
     share = -(-total // programs)

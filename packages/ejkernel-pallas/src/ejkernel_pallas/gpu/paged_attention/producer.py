@@ -13,6 +13,7 @@ from ejkernel_pallas.gpu.latent_attention.call import Item, every_item, program_
 from ejkernel_pallas.gpu.latent_attention.pages import Places, block_places
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT
 from ejkernel_pallas.gpu.paged_attention.call import Call
+from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 
 I32 = jnp.int32
 
@@ -64,16 +65,18 @@ def _copy(call: Call, places: Places, component: int, target: Any, full: Any) ->
     rows, source = call.spec.copied, call.operands[("keys", "values")[component]]
     _, head = program_of(call)
     for number, (page, slot) in enumerate(places):
-        index, column = _index(call, page, head, component)
+        index, column = cache_index(call.spec, page, head, component)
         columns = pl.ds(column, target.shape[1])
         plgpu.copy_gmem_to_smem(
             source.at[index, pl.ds(slot, rows), columns], target.at[pl.ds(number * rows, rows)], full
         )
 
 
-def _index(call: Call, page: Any, head: Any, component: int) -> tuple[Any, Any]:
-    """Where a head's keys or values of a page lie in the cache as three axes, the second of which are its slots."""
-    spec = call.spec
+def cache_index(spec: PagedSpec, page: Any, head: Any, component: int) -> tuple[Any, Any]:
+    """Where a head's keys (0) or values (1) of a page lie in the cache as three axes: first index and first column.
+
+    The second axis are the page's slots.
+    """
     size = (spec.key_dim, spec.value_dim)[component]
     if spec.layout == COMBINED:
         return page, (head * 2 + component) * spec.lanes

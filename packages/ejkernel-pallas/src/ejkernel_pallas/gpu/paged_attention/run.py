@@ -1,5 +1,6 @@
 """Forward pass of paged attention on Hopper."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.custom_batching import sequential_vmap
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.planning import paged_cache
+from ejkernel.planning.paged_cache import COMBINED
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
@@ -17,7 +19,8 @@ from ejkernel_pallas.gpu.latent_attention.spec import UNIT
 from ejkernel_pallas.gpu.paged_attention.call import Call, Shared
 from ejkernel_pallas.gpu.paged_attention.kernel import LOWEST, paged_kernel
 from ejkernel_pallas.gpu.paged_attention.plan import make_plan
-from ejkernel_pallas.gpu.paged_attention.spec import HopperPaged, PagedSpec, make_spec, tokens_of_tile
+from ejkernel_pallas.gpu.paged_attention.prefill import prefill
+from ejkernel_pallas.gpu.paged_attention.spec import HopperPaged, PagedSpec, make_spec
 
 OPERANDS: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
 """Operands of the kernel, in the order in which `attend` passes them."""
@@ -43,9 +46,33 @@ def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Arra
 
 
 def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, Dv] and lse [T, H] of a record whose tokens are all in their pages."""
-    tiles = paged_cache.query_tiles(record, tokens_of_tile(record))
-    spec = make_spec(record, params, len(tiles.sequence))
+    """Output [T, H, Dv] and lse [T, H] of a record whose tokens are all in their pages.
+
+    Sequences with few query tokens are the decoding kernel's, all others `prefill`'s.
+    """
+    spec, cache = make_spec(record, params), _cache(record)
+    prefills = record.query_start is not None and record.query.shape[0] >= params.prefill_tokens
+    few = paged_cache.RowLimits(1, params.prefill_tokens - 1) if prefills else None
+    output, lse = _decoded(record, spec, cache, few)
+    if not prefills:
+        return output, lse
+    many = paged_cache.RowLimits(params.prefill_tokens, record.query.shape[0])
+    whole = prefill(record, spec, many, cache)
+    sequence, _ = paged_cache.token_places(record)
+    _, lengths = paged_cache.query_ranges(record)
+    long = (sequence >= 0) & (lengths[jnp.maximum(sequence, 0)] >= params.prefill_tokens)
+    return jnp.where(long[:, None, None], whole[0], output), jnp.where(long[:, None], whole[1], lse)
+
+
+def _decoded(
+    record: PagedAttention,
+    spec: PagedSpec,
+    cache: tuple[jax.Array, jax.Array],
+    lengths: paged_cache.RowLimits | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of the sequences with so many query rows, None for all; anything in other rows."""
+    tiles = paged_cache.query_tiles(record, spec.tokens, lengths=lengths)
+    spec = dataclasses.replace(spec, rows=len(tiles.sequence))
     plan = make_plan(record, tiles, spec.programs)
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
@@ -54,17 +81,21 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
         return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
 
-    keys = _three_axes(record.key_pages)
-    values = keys if record.value_pages is None else _three_axes(record.value_pages)
-    output, lse = run(_query_rows(record, spec), keys, values, tables, *plan)
+    output, lse = run(_query_rows(record, spec), *cache, tables, *plan)
     return _in_order(record, spec, tiles, output, lse)
 
 
-def _three_axes(pages: jax.Array) -> jax.Array:
-    """A cache as [pages or heads of pages, slots, numbers of a slot], which moves nothing."""
-    if pages.ndim == 5:  # [P, S, G, 2, L]
-        return pages.reshape(*pages.shape[:2], -1)
-    return pages
+def _cache(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of three axes, which moves nothing: of a combined cache, pages, slots and all numbers of a slot.
+
+    Of others: pages, slots and all heads of a slot; or all heads of all pages, slots and a head.
+    """
+    caches = record.key_pages, record.key_pages if record.value_pages is None else record.value_pages
+    if record.kv_layout in (COMBINED, "pshd"):
+        keys, values = (pages.reshape(*pages.shape[:2], -1) for pages in caches)
+    else:
+        keys, values = (pages.reshape(-1, *pages.shape[2:]) for pages in caches)
+    return keys, values
 
 
 def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
@@ -109,17 +140,7 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
         jax.ShapeDtypeStruct((parts, WGMMA_M, spec.value_dim), jnp.float32),
         jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
     ]
-    operands = {name: _shaped(spec, name, x) for name, x in operands.items()}
     return launch(body, operands, outputs, _scratch(spec), spec.blocks, 1)
-
-
-def _shaped(spec: PagedSpec, name: str, x: jax.Array) -> jax.Array:
-    """A cache of four axes as three: slots with all heads, or pages of heads."""
-    if name not in ("keys", "values") or x.ndim == 3:
-        return x
-    if spec.layout == "pshd":
-        return x.reshape(*x.shape[:2], -1)
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _scratch(spec: PagedSpec) -> dict[str, Any]:

@@ -29,11 +29,13 @@ class HopperPaged:
         num_programs: Persistent thread blocks that share the key blocks of a call.
         stages: Blocks of 128 keys and their values in shared memory; as many as have room at most.
         lazy_rescaling: Whether the accumulator is left alone in warps where no row's maximum moved.
+        prefill_tokens: Sequences with at least so many query tokens are flash attention's kernel's.
     """
 
     num_programs: int
     stages: int = 4
     lazy_rescaling: bool = True
+    prefill_tokens: int = 32
 
 
 FACES = {"num_stages": "stages"}
@@ -45,7 +47,7 @@ class PagedSpec:
     """Constants of the kernel.
 
     Attributes:
-        rows: Items: tiles of query tokens, each of one sequence.
+        rows: Items: tiles of query tokens, each of one sequence; 0 until they are counted.
         tokens: Query tokens of a tile.
         group: Rows of a token and KV head: its query heads, filled up to whole groups of eight (see `rows_of_token`). A
             tile has `tokens * group` rows of scores, filled up to 64.
@@ -115,19 +117,18 @@ def tokens_of_tile(record: PagedAttention) -> int:
     return max(1, WGMMA_M // rows_of_token(record))
 
 
-def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSpec:
-    """The constants of a record's kernel.
+def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
+    """The constants of a record's kernel, without the items of its schedule.
 
     Args:
         record: The canonical arguments, without new tokens.
         params: Programs and stages.
-        rows: Items of its schedule.
 
     Raises:
-        ValueError: There is no program or no stage.
+        ValueError: There is no program or no stage, or sequences of one token are prefill.
     """
-    if params.num_programs < 1 or params.stages < 1:
-        raise ValueError(f"{params}: num_programs and stages want at least 1")
+    if params.num_programs < 1 or params.stages < 1 or params.prefill_tokens < 2:
+        raise ValueError(f"{params}: num_programs and stages want at least 1, prefill_tokens at least 2")
     tokens, _, key_dim = record.query.shape
     kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_size(record)
     left, right = band(record)
@@ -135,7 +136,7 @@ def make_spec(record: PagedAttention, params: HopperPaged, rows: int) -> PagedSp
     # Stages that fit behind the queries, of 2 bytes a number: three for keys and values of 128.
     room = (SHARED_MEMORY - RESERVED - 2 * WGMMA_M * key_dim) // (2 * UNIT * (key_dim + value_dim))
     return PagedSpec(
-        rows=rows,
+        rows=0,
         tokens=tokens_of_tile(record),
         group=group,
         tiles=kv_heads,

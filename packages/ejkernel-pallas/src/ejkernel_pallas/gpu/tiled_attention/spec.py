@@ -39,6 +39,9 @@ class HopperSpec:
         sinks: Whether there are sinks.
         threshold: Dropout drops where a row's number times a column's is below; 0 without dropout.
         dropout_scale: Factor on the weights that dropout keeps.
+        pages: Whether keys lie in pages: then every tile of queries is of a sequence of its own, whose keys and
+            positions `Call.pages` knows.
+        key_starts: Whether such sequences may begin behind their first key.
     """
 
     batch: int
@@ -58,6 +61,8 @@ class HopperSpec:
     sinks: bool
     threshold: int
     dropout_scale: float
+    pages: bool = False
+    key_starts: bool = False
 
     @property
     def group_size(self) -> int:
@@ -67,7 +72,7 @@ class HopperSpec:
     @property
     def masked(self) -> bool:
         """Whether some pair of indices may not attend."""
-        return self.left is not None or self.right is not None or self.segments or self.pattern
+        return self.left is not None or self.right is not None or self.segments or self.pattern or self.pages
 
     @property
     def has_dropout(self) -> bool:
@@ -77,7 +82,7 @@ class HopperSpec:
     @property
     def masks_lower(self) -> bool:
         """Whether tiles before the full ones can be masking, too."""
-        return not self.pattern and (self.left is not None or self.segments)
+        return not self.pattern and (self.left is not None or self.segments or self.key_starts)
 
     @property
     def ping_pong(self) -> bool:

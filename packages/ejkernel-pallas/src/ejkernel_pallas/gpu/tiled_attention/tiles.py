@@ -21,6 +21,8 @@ ALIGNMENT = 1024
 """Alignment in bytes of the arrays that Mosaic puts into shared memory."""
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """By number of consumer warpgroups: registers of their threads, and of the producer's. A multiprocessor has 65536."""
+PAGED_REGISTERS = (232, 40)
+"""The same for two consumer warpgroups and keys that lie in pages: the producer needs more to find them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class ForwardTile:
 
     def has_uneven_ends(self, spec: HopperSpec) -> bool:
         """Whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
-        if spec.right is None or spec.pattern:
+        if spec.right is None or spec.pattern or spec.pages:
             return False
         ends = ((row + spec.right, row + self.queries - WGMMA_M + spec.right) for row in self._last_rows())
         return any(first // self.keys != last // self.keys for first, last in ends)
@@ -66,15 +68,9 @@ class ForwardTile:
         """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
         return range(WGMMA_M - 1, self.queries * self.keys, self.queries)
 
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread of a consumer warpgroup."""
-        return REGISTERS[self.warpgroups][0]
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers of a thread of the producer warpgroup."""
-        return REGISTERS[self.warpgroups][1]
+    def registers(self, spec: HopperSpec) -> tuple[int, int]:
+        """Registers of a thread of a consumer warpgroup, and of the producer warpgroup."""
+        return PAGED_REGISTERS if spec.pages else REGISTERS[self.warpgroups]
 
 
 def forward_bytes(tile: ForwardTile, spec: HopperSpec) -> int:

@@ -1,7 +1,7 @@
 """The arguments of the forward kernel, which producer and consumers share."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class Shared:
         ranges: First and last key of every query where there are segment ids, [buffers * warpgroups, 2, 64], or None.
         v_raw: Values that have padding among them are there, or None.
         output: Outputs in the memory of the queries where head dimensions differ, [64-column tiles, 64, 64], or None.
+        present: [stages] int32, which keys of a block are there, as `KeyPages.find` says; None without pages.
     """
 
     q: Any
@@ -58,6 +59,49 @@ class Shared:
     ranges: Any = None
     v_raw: Any = None
     output: Any = None
+    present: Any = None
+
+
+class KeyLimits(NamedTuple):
+    """What a tile of queries of a sequence attends to, int32.
+
+    Attributes:
+        position: Of the tile's first query.
+        low: The first key of any query.
+        keys: One more than the last key of any query.
+    """
+
+    position: Any
+    low: Any
+    keys: Any
+
+
+class KeyPages(Protocol):
+    """Keys and values that lie in pages, for the producer and the masks."""
+
+    @property
+    def copies(self) -> int:
+        """Copies of a block of keys or of values: arrivals at their barrier."""
+        ...
+
+    def live(self, operands: dict[str, Any]) -> Any:
+        """Work tiles that have queries: the first of the list."""
+        ...
+
+    def limits(self, operands: dict[str, Any], tile: Any) -> KeyLimits:
+        """The keys of a tile of queries."""
+        ...
+
+    def find(self, operands: dict[str, Any], tile: Any, block: Any) -> tuple[Any, Any]:
+        """Where a block's keys lie, for `copy`, and a word that says which of them are there.
+
+        A thread has two of every eight columns of a tile of scores: so many bits of the word are for eight keys.
+        """
+        ...
+
+    def copy(self, operands: dict[str, Any], what: str, places: Any, head: Any, target: Any, full: Any) -> None:
+        """Copies keys ("k") or values ("v") of a KV head from where `find` says, zeros for what is not there."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +116,7 @@ class Call:
         outputs: Results in HBM: outputs and lse, and those of parts of tiles where some are split.
         shared: Shared memory and barriers.
         tile_counter: Counter of the tiles that blocks took.
+        pages: Where keys lie, if in pages.
     """
 
     spec: HopperSpec
@@ -81,6 +126,7 @@ class Call:
     outputs: Any
     shared: Shared
     tile_counter: Any
+    pages: KeyPages | None = None
 
     def slot(self, count: Any) -> Any:
         """The pipeline stage of a key block."""

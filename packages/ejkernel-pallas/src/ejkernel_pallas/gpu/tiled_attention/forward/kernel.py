@@ -23,10 +23,11 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.forward import softmax
-from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, next_tile
+from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, KeyLimits, next_tile
 from ejkernel_pallas.gpu.tiled_attention.forward.producer import produce
 from ejkernel_pallas.gpu.tiled_attention.masks import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import zero_dropped
@@ -47,11 +48,13 @@ class QueryTile:
         item: The work tile.
         row: Index of the warpgroup's first query.
         buffer: Index of its queries in shared memory.
+        limits: The keys of its sequence where those lie in pages, from the warpgroup's first query on.
     """
 
     item: tile_scheduler.WorkTile
     row: Any
     buffer: Any
+    limits: KeyLimits | None = None
 
 
 class State(NamedTuple):
@@ -75,17 +78,21 @@ class State(NamedTuple):
 def forward_kernel(call: Call) -> None:
     """Body of the kernel: the main loop of every warpgroup over the work tiles of its thread block."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
+    of_consumers, of_producer = tile.registers(call.spec)
     first = lax.axis_index("block")
     # Carried from tile to tile: work tiles so far, key blocks so far, the tile's number and its key blocks.
     start = I32(0), I32(0), first, tile_scheduler.block_range(call.plan, call.operands["table"], first)
 
+    # Read once: how many sequences there are, and so how many tiles, is known on the device alone.
+    items = call.plan.items if call.pages is None else call.pages.live(call.operands)
+
     def for_each_tile(body: Any) -> None:
-        lax.while_loop(lambda carry: carry[2] < call.plan.items, functools.partial(body, call), start)
+        lax.while_loop(lambda carry: carry[2] < items, functools.partial(body, call), start)
 
     @pl.when(warpgroup < tile.warpgroups)
     def _consume() -> None:
         # Registers move from the producer, which needs few, to the consumers: ptxas allots the same to all threads.
-        plgpu.set_max_registers(tile.consumer_registers, action="increase")
+        plgpu.set_max_registers(of_consumers, action="increase")
         if call.spec.ping_pong:
             # The last warpgroup passes first, so that warpgroup 0 finds its barrier open and all others wait.
             pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(ping_pong_pass, tile.warpgroups))
@@ -95,7 +102,7 @@ def forward_kernel(call: Call) -> None:
 
     @pl.when(warpgroup == tile.warpgroups)
     def _produce() -> None:
-        plgpu.set_max_registers(tile.producer_registers, action="decrease")
+        plgpu.set_max_registers(of_producer, action="decrease")
         for_each_tile(produce)
 
 
@@ -106,7 +113,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
     item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
     after = next_tile(call, nth_tile)
     plgpu.barrier_wait(shared.q_full.at[buffer])
-    query_tile = QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer)
+    query_tile = QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer, _limits(call, item))
     state = _prologue(call, query_tile, start, step)
     if call.tile.buffers > 1:
         # Outputs leave through the buffer of their queries. The last tile's buffer is free once TMA has read it, which
@@ -134,6 +141,13 @@ def _query_tile(call: Call, carry: Any) -> Any:
     return nth_tile + 1, step, *after
 
 
+def _limits(call: Call, item: tile_scheduler.WorkTile) -> KeyLimits | None:
+    if call.pages is None:
+        return None
+    limits = call.pages.limits(call.operands, item.tile)
+    return limits._replace(position=limits.position + lax.axis_index("warpgroup") * WGMMA_M)
+
+
 def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
     """The end of the key blocks that the rows of a warpgroup need; every warpgroup computes the first one."""
     spec, end = call.spec, stop
@@ -148,9 +162,11 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
     slot = call.slot(step)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
     scores = wgmma.wait(wgmma.issue(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
-    plgpu.barrier_arrive(call.shared.k_free.at[slot])
     masking: Masking = "both" if call.tile.needs_masks(call.spec) else None
-    scores = _masked(call, query_tile, _tile_mask(call, query_tile, start, masking), masking, scores)
+    present = _present(call, masking, slot)
+    plgpu.barrier_arrive(call.shared.k_free.at[slot])
+    mask = _tile_mask(call, query_tile, start, masking).with_words(present)
+    scores = _masked(call, query_tile, mask, masking, scores)
     # LOWEST is finite: in a row that attends to nothing yet, -inf - -inf would be NaN.
     row_max, row_sum = arrays.full_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(WGMMA_M, 0.0)
     row_max, row_sum, weights, _ = softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
@@ -181,8 +197,9 @@ def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state
             ping_pong_pass(warpgroups)
         # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
         scores = wgmma.wait(scores, in_flight=1)
+        present = _present(call, masking, slot)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores = _masked(call, query_tile, mask, masking, scores)
+        scores = _masked(call, query_tile, mask.with_words(present), masking, scores)
         row_max, row_sum, weights, alpha = softmax.exponentiate(
             call.spec, scores, state.row_max, state.row_sum, masking is None
         )
@@ -217,11 +234,15 @@ class TileMask(NamedTuple):
 
     Attributes:
         block: The key block.
-        words: Bits of the pattern, as `tile_masks.load_words` has them; empty without a pattern.
+        words: Bits of the pattern, as `tile_masks.load_words` has them, or of the keys that are there; empty without.
     """
 
     block: Any
     words: tuple[Any, ...] = ()
+
+    def with_words(self, words: tuple[Any, ...]) -> "TileMask":
+        """The mask with further words."""
+        return self._replace(words=(*self.words, *words))
 
 
 def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) -> TileMask:
@@ -233,6 +254,16 @@ def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) 
     return TileMask(call.key_block(query_tile.item, place), tile_masks.load_words(words, row, call.tile.keys))
 
 
+def _present(call: Call, masking: Masking, slot: Any) -> tuple[Any, ...]:
+    """The word of a block that says which of its keys are there, where a block needs masks and keys lie in pages.
+
+    Read before the stage is free: the producer then writes the word of a later block.
+    """
+    if masking is None or call.pages is None:
+        return ()
+    return (plgpu.layout_cast(jnp.full((WGMMA_M,), call.shared.present[slot], I32), ROW_LAYOUT),)
+
+
 def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking, scores: Any) -> Any:
     """Scores with soft cap and masks; raw products where `softmax.exponentiate` applies the soft cap."""
     spec, key = call.spec, mask.block * call.tile.keys
@@ -240,7 +271,10 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking,
         scores = jnp.tanh(scores * spec.inner_scale)
     if masking is None:
         return scores
-    first, last, mixed = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
+    if query_tile.limits is None:
+        first, last, mixed = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
+    else:
+        first, last, mixed = *tile_masks.paged_key_range(spec, WGMMA_M, query_tile.limits, key), None
     if spec.segments:
         first, last, mixed = _segment_range(call, query_tile, key)
     last = None if masking == "lower" else last

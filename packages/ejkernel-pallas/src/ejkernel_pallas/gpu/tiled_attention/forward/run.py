@@ -14,7 +14,7 @@ from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
-from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, Shared
+from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, KeyPages, Shared
 from ejkernel_pallas.gpu.tiled_attention.forward.combine import merged
 from ejkernel_pallas.gpu.tiled_attention.forward.kernel import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.masks.block_map import key_block_ranges, padded_ids, tiles
@@ -69,9 +69,23 @@ def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], ba
         split=WHOLE if spec.masked else make_split(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
     )
 
+    made = run_plan(spec, tile, plan, operands, batch)
+    return _with_split(plan, *made) if plan.split.tiles else made
+
+
+def run_plan(
+    spec: HopperSpec,
+    tile: ForwardTile,
+    plan: tile_scheduler.TileSchedule,
+    operands: dict[str, jax.Array],
+    batch: int,
+    pages: KeyPages | None = None,
+) -> tuple[jax.Array, ...]:
+    """What the kernel writes: outputs [batch, T, H, Dv], lse [batch, H, whole tiles], and those of parts of tiles."""
+
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         shared = Shared(**_with_outputs(spec, buffers))
-        forward_kernel(Call(spec, tile, plan, given, made, shared, tile_scheduler.counter()))
+        forward_kernel(Call(spec, tile, plan, given, made, shared, tile_scheduler.counter(), pages))
 
     outputs = [
         jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
@@ -81,8 +95,7 @@ def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], ba
         parts = plan.split.tiles * plan.split.parts
         sizes = (parts, tile.queries, spec.value_dim), (parts, tile.queries)
         outputs += [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
-    made = launch(body, operands, outputs, _scratch(spec, tile), plan.blocks, tile.warpgroups)
-    return _with_split(plan, *made) if plan.split.tiles else made
+    return launch(body, operands, outputs, _scratch(spec, tile, pages), plan.blocks, tile.warpgroups)
 
 
 def _with_split(
@@ -124,9 +137,9 @@ def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> di
     return {"q": whole(record.query, WGMMA_M)} | keys | operands
 
 
-def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
+def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Shared`."""
-    queries = tile.buffers * tile.warpgroups
+    queries, copies = tile.buffers * tile.warpgroups, 1 if pages is None else pages.copies
     made: dict[str, Any] = {
         **_query_scratch(spec, queries),
         "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
@@ -135,9 +148,10 @@ def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
         # One arrival a copy: TMA counts the bytes of each.
         "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
-        "k_full": plgpu.Barrier(num_arrivals=1 + spec.has_dropout, num_barriers=tile.stages),
+        # A block of pages arrives once more, with its word in `present`.
+        "k_full": plgpu.Barrier(num_arrivals=copies + spec.has_dropout + spec.pages, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
-        "v_full": plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
+        "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "number": plgpu.SMEM((2,), jnp.int32),
         "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
@@ -147,8 +161,11 @@ def _scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
     if spec.has_dropout:
         made["q_numbers"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
         made["k_numbers"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
+    if spec.pages:
+        made["present"] = plgpu.SMEM((tile.stages,), jnp.int32)
+    if spec.segments or spec.pages:
+        made["v_raw"] = plgpu.Barrier(num_arrivals=copies)
     if spec.segments:
-        made["v_raw"] = plgpu.Barrier(num_arrivals=1)
         made["ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
     return made
 

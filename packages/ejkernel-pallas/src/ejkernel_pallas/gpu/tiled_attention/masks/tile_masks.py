@@ -52,6 +52,17 @@ def key_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Ar
     return low, jnp.full((rows,), last, jnp.int32) if spec.right is None else jnp.minimum(row + spec.right, last)
 
 
+def paged_key_range(spec: HopperSpec, rows: int, limits: Any, key: Any) -> tuple[jax.Array | None, jax.Array]:
+    """As `key_range`, of a tile whose sequence has positions and limits of its own (`forward.call.KeyLimits`)."""
+    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (limits.position - key)
+    low = None
+    if spec.masks_lower:
+        low = jnp.full((rows,), limits.low - key, jnp.int32)
+        low = low if spec.left is None else jnp.maximum(row - spec.left, low)
+    last = limits.keys - 1 - key
+    return low, jnp.full((rows,), last, jnp.int32) if spec.right is None else jnp.minimum(row + spec.right, last)
+
+
 def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
     """First and last column that attends of each row, where keys are a tile's rows and queries its columns."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (key - query)
