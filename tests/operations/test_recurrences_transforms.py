@@ -1,6 +1,7 @@
 """The recurrences under JAX's transformations, and on a mesh of eight forced host devices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,23 @@ def test_transforms(name):
 def test_new_values_do_not_recompile(name):
     call = CALLS[name]
     transformed.check_no_new_compilations(jax.jit(call), given(call, 0)[0], given(call, 1)[0])
+
+
+@pytest.mark.parametrize("name", ["packed", "ragged"])
+def test_lengths_that_the_compiler_could_know_are_hidden_from_it(name):
+    """XLA for GPUs fails to compile loops over chunks whose offsets it tries to evaluate from constants."""
+    found, floats = given(CALLS[name], 0)
+
+    def call(*floating):
+        given_floats = dict(zip(floats, floating, strict=True))
+        return CALLS[name](*(given_floats.get(n, x) for n, x in enumerate(found)))
+
+    def both(*floating):
+        made, pull = jax.vjp(call, *floating)
+        return pull(made)
+
+    program = jax.jit(jax.vmap(both)).lower(*(jnp.stack([found[n]] * 2) for n in floats)).as_text()
+    assert len(re.findall(r"stablehlo.optimization_barrier .*tensor<4xi32>", program)) == 2, "one a pass"
 
 
 def mesh():
