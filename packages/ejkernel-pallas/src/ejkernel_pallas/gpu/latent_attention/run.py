@@ -95,7 +95,7 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
-        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
+        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)), spec.stored)
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
     # Without keys the kernel's lse is that of masked scores, about LOWEST.
