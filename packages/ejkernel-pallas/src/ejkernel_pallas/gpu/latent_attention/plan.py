@@ -19,7 +19,6 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
 
-
 FEW_ITEMS = 1024
 """Items whose running sums are made by comparing all pairs: one kernel of XLA, where a scan is several."""
 
