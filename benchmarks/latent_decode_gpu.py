@@ -3,6 +3,7 @@
     python benchmarks/latent_decode_gpu.py                  # table
     python benchmarks/latent_decode_gpu.py --quick          # three shapes
     python benchmarks/latent_decode_gpu.py --candidates     # also every configuration worth measuring
+    python benchmarks/latent_decode_gpu.py --only mosaic    # implementations with such a name
 
 All sides get the same normal bfloat16 arrays and queries in the latent space; projections before and after are not
 timed. A side is timed only if some rows agree with float64. Sides are interleaved, several calls a sample, and medians
@@ -170,10 +171,10 @@ def sides(cell: Cell, arrays: tuple[jax.Array, ...], options: argparse.Namespace
     """Everything that is timed on a cell."""
     found: dict[str, Side] = {}
     platforms = ("pallas", "triton") if cell.operations > 5e11 or not options.xla else ("pallas", "triton", "xla")
-    for platform in platforms:
+    for platform in platforms if not options.only else ():
         found[f"paged, {platform}, with writes"] = paged(cell, arrays, platform)
     op, record = "multi_latent_ragged_page_attention", record_of(cell, arrays)
-    for name in ("mosaic_gpu_latent", "triton"):
+    for name in (name for name in ("mosaic_gpu_latent", "triton") if options.only in name):
         for suffix, side in configured(op, name, record, lambda made: made[0], options.candidates):
             found[f"paged, {name}{suffix}"] = side
     if cell.rows > 1:
@@ -184,7 +185,7 @@ def sides(cell: Cell, arrays: tuple[jax.Array, ...], options: argparse.Namespace
         """The columns that `mla_decode` reads of its record's output."""
         return output[:, 0, :, :LATENT]
 
-    for name in ("mosaic_gpu_latent", "triton_latent"):
+    for name in (name for name in ("mosaic_gpu_latent", "triton_latent") if options.only in name):
         for suffix, side in configured("mla_decode", name, record, latent, options.candidates):
             found[f"dense, {name}{suffix}"] = side
     return found
@@ -243,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
+    parser.add_argument("--only", default="", help="implementations with this in their name, without writes")
     parser.add_argument("--xla", action="store_true", help="XLA, too, where it takes seconds at most")
     options = parser.parse_args()
     if not _report.has_gpu():
