@@ -11,7 +11,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WGMMA_M
 
 LATENT = 512
 """Columns of a latent vector."""
@@ -40,10 +40,16 @@ class HopperLatent:
     Attributes:
         num_programs: Thread blocks over which the key blocks of a call are distributed (split-KV).
         lazy_rescaling: Whether a row's maximum moves only where scores are `SLACK` above it.
+        store_padding: Whether a tile of fewer than 64 heads is written and merged with its empty rows. False spares
+            16 heads three quarters of what the parts of cut items take.
+        growth: Percent by which a program's share of the key blocks may grow so that no item is cut: parts of items
+            are written in float32 and merged, and whole items are not.
     """
 
     num_programs: int
     lazy_rescaling: bool = True
+    store_padding: bool = True
+    growth: int = 6
 
 
 FACES: dict[str, str] = {}
@@ -113,6 +119,8 @@ class LatentSpec:
         lazy: Whether a row's maximum moves only where scores are `SLACK` above it.
         dtype: Of queries, cache and output.
         value_scale: Factor on the output.
+        stored: Rows of a tile that are written and merged, 64 or the heads of the only tile.
+        growth: Percent by which a share may grow so that no item is cut.
     """
 
     rows: int
@@ -129,6 +137,8 @@ class LatentSpec:
     lazy: bool
     dtype: Any
     value_scale: float
+    stored: int
+    growth: int
 
     @property
     def blocks(self) -> int:
@@ -153,6 +163,8 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
     """
     if params.num_programs < 1:
         raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
+    if params.growth < 0:
+        raise ValueError(f"growth={params.growth}: wants 0 or more")
     rows, heads, _ = record.query.shape
     tiles, page_size = -(-heads // WGMMA_M), paged_cache.page_size(record)
     return LatentSpec(
@@ -170,6 +182,8 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
         lazy=params.lazy_rescaling,
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
+        stored=WGMMA_M if params.store_padding else min(heads, WGMMA_M),
+        growth=params.growth,
     )
 
 
@@ -221,6 +235,9 @@ def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLa
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
-    """What is worth measuring: lazy rescaling or none; shared memory has room for one program."""
+    """What is worth measuring: rescaling, equal shares, rows of no head; shared memory has room for one program."""
     rule = heuristic(record, device, direction)
-    return rule, dataclasses.replace(rule, lazy_rescaling=False)
+    heads = record.query.shape[-2]
+    even = dataclasses.replace(rule, growth=0)
+    padded = (dataclasses.replace(rule, store_padding=False),) if heads <= WGMMA_M - WARP_ROWS else ()
+    return rule, dataclasses.replace(rule, lazy_rescaling=False), even, *padded
