@@ -86,7 +86,7 @@ def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
     if record.cu_seqlens is None:
         count = -(-tokens // length)
         return Chunking(length, tokens, count, count, None, None, roles)
-    # Lengths that the compiler knows (constants of the program) would make the trip count and the slices' offsets known
+    # Lengths that are constants of the program would make the trip count and the offsets of slices constant
     # too. XLA for GPUs then evaluates an offset for each step, and fails to compile where it depends on a table that
     # the loop carries: "Failed to evaluate instruction ... since it depends on infeed or parameters".
     bounds = lax.optimization_barrier(record.cu_seqlens.astype(jnp.int32))
