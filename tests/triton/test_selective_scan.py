@@ -85,7 +85,7 @@ def ahead_candidates(size):
 
 def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
     tried = ahead_candidates(16)
-    assert len(tried) == 3
+    assert len(tried) >= 5
     for tiles in tried:
         with target_device(CHIPS["sm_90"]), launch.collected() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], scan_record())
@@ -98,5 +98,5 @@ def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
 
 def test_candidates_that_load_ahead_are_right():
     said = run_interpreted("scan_process.py").splitlines()
-    assert sum(line.endswith("right") for line in said) == 5
+    assert sum(line.endswith("right") for line in said) == 7
     assert sum(line.endswith("gradients right") for line in said) == 1

@@ -88,6 +88,9 @@ def candidates(
     found += [dataclasses.replace(first, block_c=2 * first.block_c)]
     if isinstance(first, PoolingForward):
         found += [dataclasses.replace(first, span=n * first.span) for n in (2, 4)]
+        found += [dataclasses.replace(first, block_t=32, num_warps=8)]
+        found += [dataclasses.replace(first, block_t=t, num_warps=n) for t, n in ((4, 1), (8, 2))]
+        found += [dataclasses.replace(first, block_t=32, num_warps=8, span=2 * first.span)]
     else:
         found += [dataclasses.replace(first, tiles=n) for n in (1, 2, 8)]
     return tuple(dict.fromkeys((first, *found)))
