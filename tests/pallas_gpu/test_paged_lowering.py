@@ -161,6 +161,9 @@ def _simulated_prefill(flash, layout, *arrays):
             attends &= (int(word) >> (np.arange(128) // 8 * 2) & 1 == 1)[None]
             if full_start <= block < full_end:
                 assert attends.all()
+            if start < block < full_start and flash.masks_lower:  # masked at its lower end alone
+                assert (key < int(limits.keys)).all()
+                assert flash.right is None or (key <= row[0] + flash.right).all()
             blocks = [_copied(layout, operands, name, found, head // flash.group_size) for name in ("k", "v")]
             places.append(attends), values.append(blocks[1])
             scores.append(operands["q"][0, tile * 128 :][:128, head].astype(np.float32) @ blocks[0].T * flash.scale)

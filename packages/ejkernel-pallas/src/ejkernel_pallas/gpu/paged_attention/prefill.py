@@ -155,8 +155,9 @@ def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Pref
     # Full blocks: all 128 rows attend all keys, those of the first row's right end and of the last row's left one.
     begin = start_of_sequence if left is None else jnp.maximum(start_of_sequence, tiles.position + TILE - 1 - left)
     end = keys if right is None else jnp.minimum(keys, tiles.position + right + 1)
-    full_start = jnp.clip(-(-begin // UNIT), first, stop)
-    full_end = jnp.clip(end // UNIT, full_start, stop)
+    full_end = jnp.clip(end // UNIT, first, stop)
+    # No further than full blocks end: the kernel masks blocks before `full_start` at their lower end alone.
+    full_start = jnp.clip(-(-begin // UNIT), first, full_end)
     # A page that is absent masks its keys, which full blocks do not.
     holes = _has_holes(record)[owner]
     full_start, full_end = jnp.where(holes, first, full_start), jnp.where(holes, first, full_end)
