@@ -2,13 +2,14 @@
 
     python benchmarks/delta_rule_checks_gpu.py             # every call below, with several launches of each stage
     python benchmarks/delta_rule_checks_gpu.py --channels  # those with gates of channels alone
+    python benchmarks/delta_rule_checks_gpu.py --variants  # each with other tiles and precisions: minutes
 
 Each stage runs 20 times on the same inputs, and the bits are compared: `runs that differ` must be 0 everywhere. Then
 output, final state and all gradients are compared with the formula, token by token in float64: the largest relative
 error of a field. `wrong code` are the stages whose machine code, as this Triton makes it for this chip, has what
 `ahead.mixed_lanes` looks for: none, but in the variant `16 tokens a chunk`, which calls never get and which Triton 3.6
 compiles wrongly. With that Triton its corrections must differ between runs, and in no other variant anything may. If
-something does, the first stage whose runs differ is the kernel to look at, and the variants with fewer warps, without
+something does, the first stage whose runs differ is the kernel to look at, and `--variants` with fewer warps, without
 tf32 and with one tile of key channels say where in it. With TRITON_INTERPRET=1 the same calls run on a CPU, `--tiny`
 for the small ones alone.
 """
@@ -86,16 +87,15 @@ class Case:
         return " ".join(words)
 
 
+SUSPECTED = Case(gates=16)
 SMALL = (
     Case(),
     Case(gates=0),
     Case(packed=True, keys=20, values=24),
-    Case(gates=16),
-    Case(gates=8, keys=8, values=12, tokens=11),
+    SUSPECTED,
     Case(gates=8, keys=8, values=12, tokens=11, packed=True),
     Case(gates=16, strength=9.0),
     Case(gates=20, keys=20, values=24, tokens=63),
-    Case(gates=16, packed=True),
 )
 WIDE: dict[str, Any] = {"tokens": 300, "keys": 128, "values": 128}
 LARGE = (
@@ -112,16 +112,22 @@ LARGE = (
 )
 
 
-def variants(case: Case) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """Name, what it changes of the configuration, and the precision of products if another."""
+def variants(case: Case, every: bool) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """Name, what it changes of the configuration, and the precision of products if another.
+
+    Each compiles all stages, which is what the time goes to: without `every`, the default, and of one call the suspect.
+    """
     yield "default", {}, None
+    if case == SUSPECTED or (every and case.gates > 1):
+        yield SUSPECT, {}, None
+    if not every:
+        return
     yield "gradient_block_k=32", {"gradient_block_k": 32}, None
     if case.gates > 1:
         for warps in (1, 2, 8):
             yield f"score_warps={warps}", {"score_warps": warps}, None
         yield "ieee", {}, "ieee"
         yield "score_block_k=16", {"score_block_k": 16}, None
-        yield SUSPECT, {}, None
 
 
 def steps(
@@ -239,11 +245,11 @@ def _relative(got: jax.Array, want: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 
 
-def lines(case: Case, runs: int) -> Iterator[tuple[str, ...]]:
-    """A line for each variant of a call."""
+def lines(case: Case, runs: int, every: bool) -> Iterator[tuple[str, ...]]:
+    """A line for each variant of a call, of all variants or the default."""
     record = case.record()
     default = config.delta_pair_heuristic(record, current_device(), "both")
-    for name, changes, precision in variants(case):
+    for name, changes, precision in variants(case, every):
         chosen = dataclasses.replace(default, **changes)
         chunk = config.MIN_TILE if name == SUSPECT else delta.tokens_of_chunk(record, chosen.chunk)
         made = steps(record, chosen, precision, chunk)
@@ -262,6 +268,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--channels", action="store_true", help="gates of channels alone")
+    parser.add_argument("--variants", action="store_true", help="other tiles and precisions too")
     parser.add_argument("--tiny", action="store_true", help="the small calls alone, two runs of each stage")
     options = parser.parse_args()
     print(_report.heading())
@@ -269,7 +276,7 @@ def main() -> None:
     for case in SMALL if options.tiny else (*SMALL, *LARGE):
         if options.channels and case.gates < 2:
             continue
-        for line in lines(case, 2 if options.tiny else RUNS):
+        for line in lines(case, 2 if options.tiny else RUNS, options.variants):
             print("| " + " | ".join(line) + " |", flush=True)
 
 

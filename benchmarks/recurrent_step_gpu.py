@@ -41,12 +41,14 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
             yield Cell(kind=kind, batch=2, length=3, heads=2, keys=16, values=24)
         return
     for kind in KINDS:
-        yield Cell(kind=kind, batch=256, length=1)
+        if options.kind in ("", kind):
+            yield Cell(kind=kind, batch=256, length=1)
     if options.quick:
         return
     for kind in ("gate a head", "gated delta", "kda"):
         for batch, tokens in ((1, 1), (32, 1), (256, 4), (256, 8)):
-            yield Cell(kind=kind, batch=batch, length=tokens)
+            if options.kind in ("", kind):
+                yield Cell(kind=kind, batch=batch, length=tokens)
 
 
 def record_of(cell: Cell, packed: bool) -> LinearRecurrence:
@@ -208,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one token, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
+    parser.add_argument("--kind", default="", choices=("", *KINDS), help="one kind of recurrence; without it all")
     parser.add_argument("--check", action="store_true", help="small steps on any device, no times")
     options = parser.parse_args()
     if not options.check and not _report.has_gpu():

@@ -1,16 +1,24 @@
 """Latent attention in Mosaic GPU, lowered for CUDA without a GPU; its plan; and what it refuses."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.families import tiled_attention
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.modules.operations import mla_decode
+from ejkernel.modules.operations.mla_decode import MLADecodeArguments
+from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
+from ejkernel.planning import latent_pages
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
-from ejkernel_pallas.gpu.latent_attention import implementations, plan, run, spec
+from ejkernel_pallas.gpu.latent_attention import combine, implementations, plan, run, spec
 
 SHAPE = jax.ShapeDtypeStruct
 PARAMS = spec.HopperLatent(num_programs=132)
@@ -47,6 +55,17 @@ def test_a_call_lowers(fields):
     assert lse.shape == record.query.shape[:2]
 
 
+@pytest.mark.parametrize("heads", [8, 16, 40])
+def test_rows_of_no_head_need_not_be_stored(heads):
+    params = dataclasses.replace(PARAMS, store_padding=False)
+    traced = jax.jit(lambda record: run.forward(record, params)[0]).trace(make(heads=heads))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 2
+    device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+    assert spec.make_spec(make(heads=heads), params, 512).stored == heads
+    assert params in spec.candidates(make(heads=heads), device, "forward")
+    assert params not in spec.candidates(make(heads=64), device, "forward")
+
+
 def test_shared_memory_has_room_for_queries_and_two_blocks():
     tiles = 3 * spec.BLOCK_KV * (spec.LATENT + spec.ROTARY) * 2
     assert tiles + 2 * 2 * 64 * 4 + 1024 <= SHARED_MEMORY
@@ -75,6 +94,19 @@ def test_every_step_has_one_program(programs):
         assert shares[last, 1] < start + steps <= shares[last + 1, 1]
 
 
+@pytest.mark.parametrize(("rows", "length", "cut"), [(128, 4096, False), (128, 100, False), (100, 4096, True)])
+def test_a_share_grows_by_a_few_steps_where_that_leaves_items_whole(rows, length, cut):
+    record = make(rows=rows, lens=[length] * rows, heads=128, page=512)
+    shares = {}
+    for more in (0, 2):
+        constants = spec.make_spec(record, dataclasses.replace(PARAMS, more_steps=more), 512)
+        shares[more] = np.asarray(plan.make_plan(record, constants).shares)
+    steps = -(-length // spec.UNIT)
+    assert shares[2][-1, 1] == shares[0][-1, 1] == rows * steps
+    assert (shares[2][:, 1] % steps).any() == cut
+    assert 0 <= shares[2][1, 1] - shares[0][1, 1] <= 2
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -94,15 +126,80 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, word
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
-@pytest.mark.parametrize("op", ["mla_decode", "multi_latent_ragged_page_attention"])
-def test_dispatch_takes_any_other_implementation_first(op):
-    own = {made.name for made in implementations()}
-    # The paged kernel for Hopper is as low, and refuses latent vectors.
-    priorities = {made.name: made.priority for made in registry().implementations[op] if made.name != "mosaic_gpu"}
-    assert own <= set(priorities)
-    assert max(priorities[name] for name in own) < min(n for name, n in priorities.items() if name not in own)
+@pytest.mark.parametrize(
+    ("op", "handles"),
+    [("mla_decode", {"q_segment_ids"}), ("multi_latent_ragged_page_attention", {"latent"})],
+)
+def test_dispatch_takes_the_kernel_before_any_other_that_serves_such_a_call(op, handles):
+    (own,) = {made.priority for made in implementations()}
+    others = [
+        made.priority
+        for made in registry().implementations[op]
+        if made.name != "mosaic_gpu_latent" and handles <= made.requires.handles
+    ]
+    assert others
+    assert own > max(others)
 
 
-def test_no_program_is_an_error():
-    with pytest.raises(ValueError, match="num_programs=0"):
-        spec.make_spec(make(), spec.HopperLatent(num_programs=0), 512)
+def decode_arguments(sizes, batch=2, length=4096, heads=64):
+    """Arguments of `mla_decode` with one cache of 576 columns, or two of 512 and 64."""
+    shapes = {
+        "query": (batch, heads, 16 + 64),
+        "latent_cache": (batch, length, sizes[0]),
+        "rope_cache": (batch, length, *sizes[1:]),
+        "w_kc": (512, 1, 16),
+        "w_vc": (512, 1, 16),
+    }
+    given = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in shapes.items() if len(shape) == 3}
+    lengths = jnp.full((batch,), length - 3, jnp.int32)
+    return MLADecodeArguments(**{"rope_cache": None, **given}, lengths=lengths, sliding_window=100)
+
+
+INSTRUCTION = re.compile(r" = \w+\[([\d,]+)\]\S* ([a-z-]+)\(")
+"""Of a compiled module: the shape of an array that it makes, and the operation."""
+
+
+@pytest.mark.parametrize("sizes", [(576,), (512, 64)], ids=str)
+def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
+    """XLA's own passes run on the program around the kernel; a callback that takes the same arrays stands for it."""
+
+    def launch(body, operands, outputs, *rest):
+        return tuple(jax.pure_callback(lambda *arrays: None, outputs, *operands.values()))
+
+    def step(given):
+        output, _ = run.decode(mla_decode.lower(given), PARAMS)
+        return mla_decode.finish(given, output)
+
+    for module in (run, combine):
+        monkeypatch.setattr(module, "launch", launch)
+    given = decode_arguments(sizes)
+    made, smallest = jax.jit(step).lower(given).compile().as_text(), given.latent_cache.size * sizes[-1] // sizes[0]
+    found = {what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= smallest}
+    assert "callback" in made
+    assert found <= {"parameter", "get-tuple-element"}  # the latter of the kernel's own outputs
+
+
+def test_columns_behind_the_latent_vector_are_those_of_the_family():
+    keys = jax.random.split(jax.random.key(0), 2)
+    record = TiledAttention(
+        query=jax.random.normal(keys[0], (2, 1, 8, 576)),
+        key=jax.random.normal(keys[1], (2, 24, 1, 576)),
+        value=jax.random.normal(keys[1], (2, 24, 1, 576)),
+        softmax_scale=0.05,
+        q_segment_ids=jnp.zeros((2, 1), jnp.int32),
+        kv_segment_ids=jnp.where(jnp.arange(24) < jnp.array([[20], [0]]), 0, -1),
+        q_positions=jnp.array([[19], [-1]]),
+        sliding_window=(9, 9),
+    )
+    want, residuals = tiled_attention.reference(record)
+    padding = record.kv_segment_ids[..., None, None] < 0
+    poisoned = dataclasses.replace(record, key=jnp.where(padding, jnp.nan, record.key))
+    pages, _ = latent_pages.as_pages(poisoned)
+    got = run._rotary_output(pages, residuals.lse[:, :, 0])
+    np.testing.assert_allclose(got, want[:, 0, :, 512:], atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_programs", 0), ("more_steps", -1)])
+def test_numbers_that_cannot_be_are_errors(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        spec.make_spec(make(), dataclasses.replace(PARAMS, **{name: value}), 512)

@@ -99,7 +99,18 @@ def test_long_calls_are_refused_by_the_argument():
     assert any(r.startswith("query: 576 tokens of 64 packed") for r in reasons(record_of(tokens=9, packed=True)))
 
 
-def test_no_call_of_its_own_accord_gets_a_step_that_no_chip_has_confirmed():
-    found = dispatch.choose(registry().ops["gated_delta_rule"], record_of("beta"), H200, "auto", "forward")
-    names = [verdict.implementation.name for verdict in found.verdicts]
-    assert names.index("xla") < names.index("triton_decode")
+def test_one_packed_sequence_may_not_have_many_tokens():
+    """Its tokens are worked on one after the other, and the lengths are traced."""
+    (reason,) = (r for r in reasons(record_of("beta", tokens=8, packed=True)) if r.startswith("query"))
+    assert reason.startswith("query: one of 64 packed sequences may have 449 of 512 tokens")
+    assert not any(r.startswith("query") for r in reasons(record_of("beta", tokens=4, packed=True)))
+
+
+@pytest.mark.parametrize(("fields", "op"), [(("gate",), "recurrent_attention"), (("beta",), "gated_delta_rule")])
+def test_steps_are_taken_before_chunks(fields, op):
+    found = registry().implementations[op]
+    order = sorted((i for i in found if i.platform in ("xla", "triton")), key=lambda i: -i.priority)
+    assert order[0].name == "triton_decode"
+    for tokens, refused in ((1, False), (8, False), (9, True)):
+        said = reasons(record_of(*fields, tokens=tokens), op)
+        assert any(reason.startswith("query") for reason in said) == refused

@@ -92,9 +92,18 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
             assert "global.v4" in took.assembly, took.kernel
 
 
-def test_no_call_of_its_own_accord_gets_kernels_that_no_chip_has_confirmed():
+def test_kernels_are_taken_before_xla():
     op, device = registry().ops["mean_pooling"], CHIPS["sm_90"]
     for direction in ("forward", "backward"):
         found = dispatch.choose(op, record_of("documents"), device, "auto", direction)
         names = [verdict.implementation.name for verdict in found.verdicts]
-        assert names.index("xla") < names.index("triton")
+        assert names.index("triton") < names.index("xla")
+
+
+def test_candidates_that_load_ahead_spill_nothing():
+    device, record = CHIPS["sm_90"], record_of("documents")
+    for tiles in (x for x in config.candidates(record, device, "forward") if x.prefetch):
+        with target_device(device), launch.collected() as calls:
+            jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles), record)
+        took = ahead.compile_for(calls[0], "sm_90")
+        assert took.spilled == 0, (tiles, took.registers)

@@ -43,6 +43,9 @@ def _delta_pair_reasons(record: Any) -> Iterable[str]:
 STEP = 8
 """Most tokens a sequence of the decode step; of packed sequences, on average."""
 
+LONGEST = 256
+"""Most tokens of packed sequences beyond one each: one of them may have all, and they are worked on in order."""
+
 
 def _decode_reasons(record: Any) -> Iterable[str]:
     tokens, sequences = record.query.shape[1], 1
@@ -51,6 +54,9 @@ def _decode_reasons(record: Any) -> Iterable[str]:
     if tokens > STEP * sequences:
         several = f" of {sequences} packed sequences" if record.cu_seqlens is not None else ""
         yield f"query: {tokens} tokens{several} are more than a step of {STEP} tokens a sequence has"
+    if record.cu_seqlens is not None and tokens - sequences > LONGEST:
+        longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
+        yield f"query: {longest} of {tokens} tokens, which a step works on one after the other"
     yield from _reasons(record)
 
 
@@ -104,7 +110,7 @@ def implementations() -> tuple[Implementation, ...]:
             priority=-10,
             tuned="ejkernel_triton:tuned",
         ),
-        # No chip has confirmed it: only platform="triton" takes it, for what the others refuse.
+        # Before the chunked kernels, which pad a step to a chunk: it refuses what is longer.
         triton_implementation(
             "linear_recurrence",
             name="triton_decode",
@@ -116,7 +122,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=decode_config.heuristic,
                 candidates=decode_config.candidates,
             ),
-            priority=-20,
+            priority=20,
             tuned="ejkernel_triton:tuned",
             cases="ejkernel_triton.linear_recurrence.decode_cases:step_cases",
         ),

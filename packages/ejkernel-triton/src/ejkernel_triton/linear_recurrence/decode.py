@@ -37,6 +37,7 @@ class DecodeSpec:
         PACKED: Whether sequences are packed.
         STATE: Whether there are states to begin with.
         SCALE: Factor on the output.
+        EVICTION: Which lines of the L2 cache the state's are: "evict_first", or "" for any.
         IN_PLACE: Whether the final states have the memory of those to begin with, and are read from there.
     """
 
@@ -62,6 +63,7 @@ class DecodeSpec:
     PACKED: bool
     STATE: bool
     SCALE: float
+    EVICTION: str
     IN_PLACE: bool = False
 
 
@@ -95,6 +97,7 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         PACKED=packed,
         STATE=(record.sequence_state if packed else record.initial_state) is not None,
         SCALE=record.softmax_scale,
+        EVICTION="evict_first" if config.streams else "",
     )
 
 

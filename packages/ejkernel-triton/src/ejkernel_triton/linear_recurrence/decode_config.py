@@ -22,10 +22,12 @@ class DecodeTile:
     Attributes:
         block_v: Value channels of a program, which has all key channels of them; a power of two.
         num_warps: Warps a program.
+        streams: Whether the state's lines are the first that leave the L2 cache: they are read once and written once.
     """
 
     block_v: int
     num_warps: int
+    streams: bool
 
     def __post_init__(self) -> None:
         if self.block_v < 1 or self.block_v & (self.block_v - 1):
@@ -53,9 +55,10 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     first = heuristic(record, device, direction)
     if interpreting():
         return (first, dataclasses.replace(first, block_v=4))
-    sizes = sorted({min(n, _padded(record.value.shape[3])) for n in (8, 16, 32, 64)})
+    sizes = sorted({min(n, _padded(record.value.shape[3])) for n in (16, 32, 64)})
     made = [_sized(record, device, n) for n in sizes]
     made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made]
+    made += [dataclasses.replace(x, streams=True) for x in made if x.block_v >= WIDEST]
     return tuple(dict.fromkeys((first, *made)))
 
 
@@ -69,7 +72,7 @@ def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int) -> Decode
     """A tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
     lanes = 64 if device.vendor == "amd" else 32
     warps = _padded(record.query.shape[3]) * block_v // (HELD * lanes)
-    return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)))
+    return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)
 
 
 def _padded(size: int) -> int:

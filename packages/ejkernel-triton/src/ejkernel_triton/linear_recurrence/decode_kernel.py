@@ -134,11 +134,11 @@ def decode_kernel(
     state_offset = tl.cast(sequence, tl.int64) * (spec.H * spec.K * spec.V)
     # The state comes first, for it is what memory is busy with; where packed tokens lie is read beside it.
     if spec.IN_PLACE:
-        state = tl.load(final + row * STATES + state_offset + at, mask=mask, other=0.0)
+        source = final + row * STATES + state_offset + at
+        state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION)
     elif spec.STATE:
-        state = tl.load(at_batch(initial, row, per.INITIAL, STATES) + state_offset + at, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        source = at_batch(initial, row, per.INITIAL, STATES) + state_offset + at
+        state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     query = at_batch(query, row, per.QUERY, spec.T * spec.HQ * spec.K) + head // (spec.H // spec.HQ) * spec.K
@@ -180,7 +180,7 @@ def decode_kernel(
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
         q, k, v, g, w, b, restart = next_q, next_k, next_v, next_g, next_w, next_b, next_restart
     # In place, the tile was read at the top by this program alone.
-    tl.store(final + row * STATES + state_offset + at, state, mask=mask)
+    tl.store(final + row * STATES + state_offset + at, state, mask=mask, eviction_policy=spec.EVICTION)
     if spec.PACKED:
         # The programs of all sequences share the tokens of none, which lie before the first and behind the last.
         before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + spec.SEQUENCES).to(tl.int64)

@@ -17,7 +17,6 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """One implementation; for the CPU too where Triton's interpreter is switched on."""
     return (
-        # No chip has confirmed it: only platform="triton" takes it.
         triton_implementation(
             "segment_pooling",
             forward="segment_pooling.passes:forward",
@@ -31,6 +30,5 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
-            priority=-10,
         ),
     )

@@ -22,12 +22,14 @@ class PoolingForward:
         block_t: Tokens that are loaded together; a power of two.
         block_c: Channels of a program; a power of two.
         num_warps: Warps a program.
+        prefetch: Whether a tile of tokens is loaded while the one before is added; it takes registers.
     """
 
     span: int
     block_t: int
     block_c: int
     num_warps: int
+    prefetch: bool
 
     def __post_init__(self) -> None:
         _check(self)
@@ -73,7 +75,7 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     # Whole chunks of equal length to a block: then no pool crosses from one to the next.
     if record.ranges is None and record.chunk_size <= span:
         span -= span % record.chunk_size
-    return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=4 if long else 2)
+    return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=4 if long else 2, prefetch=False)
 
 
 def candidates(
@@ -82,15 +84,16 @@ def candidates(
     """Tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     if interpreting():
-        return (first, dataclasses.replace(first, block_t=4))
+        other = dataclasses.replace(first, block_t=4)
+        return (first, dataclasses.replace(other, prefetch=True) if isinstance(other, PoolingForward) else other)
     found: list[Any] = [dataclasses.replace(first, num_warps=n) for n in (1, 2, 4, 8)]
     found += [dataclasses.replace(first, block_t=n) for n in (8, 16, 32)]
     found += [dataclasses.replace(first, block_c=2 * first.block_c)]
     if isinstance(first, PoolingForward):
         found += [dataclasses.replace(first, span=n * first.span) for n in (2, 4)]
-        found += [dataclasses.replace(first, block_t=32, num_warps=8)]
-        found += [dataclasses.replace(first, block_t=t, num_warps=n) for t, n in ((4, 1), (8, 2))]
-        found += [dataclasses.replace(first, block_t=32, num_warps=8, span=2 * first.span)]
+        found += [dataclasses.replace(first, span=first.span // 2)] if first.span > 32 else []
+        shapes = ((first.block_t, first.num_warps), (8, 4), (8, 2), (16, 8))
+        found += [dataclasses.replace(first, block_t=t, num_warps=n, prefetch=True) for t, n in shapes]
     else:
         found += [dataclasses.replace(first, tiles=n) for n in (1, 2, 8)]
     return tuple(dict.fromkeys((first, *found)))
@@ -99,7 +102,7 @@ def candidates(
 def _check(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value < 1 or (field.name.startswith("block_") and value & (value - 1)):
+        if field.name != "prefetch" and (value < 1 or (field.name.startswith("block_") and value & (value - 1))):
             raise ValueError(f"{field.name}: got {value}, wants at least 1, and a power of two of a block")
 
 

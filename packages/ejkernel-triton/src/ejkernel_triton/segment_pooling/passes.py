@@ -53,6 +53,9 @@ class ForwardSpec(PoolingSpec):
         AT_ONCE: Sums that the second kernel loads together.
         WIDE: Channels of its programs: most find that there is nothing to do, so they are few.
         WIDE_TILES: Programs that share the channels there.
+        WAYS: Pools that a step of the search for a block's pools looks at.
+        WIDE_LEVELS: Steps of that search.
+        PREFETCH: Whether a tile is loaded while the one before is added.
     """
 
     SPAN: int
@@ -63,6 +66,9 @@ class ForwardSpec(PoolingSpec):
     AT_ONCE: int
     WIDE: int
     WIDE_TILES: int
+    WAYS: int
+    WIDE_LEVELS: int
+    PREFETCH: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +110,7 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
     """The constants of a record's forward kernels."""
     shared = _shared(record)
     channels = shared["C"]
+    ways = 4 if interpreting() else 128  # interpreted tests have few pools, and are to take several steps
     wide = min(1 << (channels - 1).bit_length(), 64 if interpreting() else 512)
     return ForwardSpec(
         **shared,
@@ -115,6 +122,9 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
         AT_ONCE=AT_ONCE,
         WIDE=wide,
         WIDE_TILES=-(-channels // wide),
+        WAYS=ways,
+        WIDE_LEVELS=next(n for n in range(1, 33) if ways**n >= shared["M"]),
+        PREFETCH=config.prefetch,
     )
 
 

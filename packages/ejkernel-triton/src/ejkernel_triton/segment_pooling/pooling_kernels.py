@@ -38,6 +38,25 @@ def count_up_to(column, bound, spec: tl.constexpr):
 
 
 @triton.jit
+def pools_between(ranges, start, last, spec: tl.constexpr):
+    """How many pools end at or before the token `start`, and how many begin at or before the token `last`."""
+    WAYS: tl.constexpr = spec.WAYS
+    WIDE_LEVELS: tl.constexpr = spec.WIDE_LEVELS
+    ways = tl.arange(0, WAYS) + 1
+    ended, begun = tl.cast(start * 0, tl.int32), tl.cast(start * 0, tl.int32)
+    # A step of the search looks at WAYS pools at once: a program waits for memory once for up to WAYS pools, twice for
+    # WAYS * WAYS, where a binary search would wait once a bit, and for both columns together.
+    for level in tl.static_range(WIDE_LEVELS):
+        stride = WAYS ** (WIDE_LEVELS - 1 - level)
+        end_at, begin_at = ended + ways * stride - 1, begun + ways * stride - 1
+        ends = tl.load(ranges + 2 * end_at + 1, mask=end_at < spec.M, other=0)
+        begins = tl.load(ranges + 2 * begin_at, mask=begin_at < spec.M, other=0)
+        ended += stride * tl.sum(tl.where((end_at < spec.M) & (ends <= start), 1, 0), axis=0)
+        begun += stride * tl.sum(tl.where((begin_at < spec.M) & (begins <= last), 1, 0), axis=0)
+    return ended, begun
+
+
+@triton.jit
 def tokens_of(lengths, row, spec: tl.constexpr, per: tl.constexpr):
     """How many tokens of a row count."""
     if spec.LENGTHS:
@@ -57,18 +76,33 @@ def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
 
 
 @triton.jit
+def load_rows(values, token, end, channels, spec: tl.constexpr):
+    """[BLOCK_T, BLOCK_C] of the tokens from `token` on; 0 from `end` on."""
+    rows = tl.arange(0, spec.BLOCK_T)
+    # 64 bits for where the rows begin, 32 for where an element is in them.
+    start = values + tl.cast(token, tl.int64) * spec.C
+    mask = (token + rows < end)[:, None] & (channels < spec.C)[None, :]
+    return tl.load(start + (rows[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
 def sum_rows(values, first, end, channels, spec: tl.constexpr):
     """[BLOCK_C] float32, the sum of tokens from `first` up to `end`."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_C: tl.constexpr = spec.BLOCK_C
-    rows = tl.arange(0, BLOCK_T)
-    acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     # BLOCK_T rows of partial sums: their loads are independent, and one reduction follows the loop.
-    for token in tl.range(first, end, spec.BLOCK_T):
-        # 64 bits for where the rows begin, 32 for where an element is in them.
-        start = values + tl.cast(token, tl.int64) * spec.C
-        mask = (token + rows < end)[:, None] & (channels < spec.C)[None, :]
-        acc += tl.load(start + (rows[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    if spec.PREFETCH:
+        # Carried through the loop: the next tile is under way while this one is added, so that a program always has
+        # loads in flight. Behind the last tile every row is masked.
+        tile = load_rows(values, first, end, channels, spec)
+        for token in tl.range(first, end, spec.BLOCK_T):
+            next_tile = load_rows(values, token + BLOCK_T, end, channels, spec)
+            acc += tile.to(tl.float32)
+            tile = next_tile
+    else:
+        for token in tl.range(first, end, spec.BLOCK_T):
+            acc += load_rows(values, token, end, channels, spec).to(tl.float32)
     return tl.sum(acc, axis=0)
 
 
@@ -88,7 +122,7 @@ def pools_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, per:
     if spec.RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
         # From the first pool that ends behind the block's first token to the last that begins before its end.
-        pool, last = count_up_to(ranges + 1, start, spec), count_up_to(ranges, behind - 1, spec)
+        pool, last = pools_between(ranges, start, behind - 1, spec)
     else:
         # Chunks that go on from the block before, or into the next one, are among them.
         pool, last = start // spec.CHUNK, tl.minimum((behind + spec.CHUNK - 1) // spec.CHUNK, spec.M)

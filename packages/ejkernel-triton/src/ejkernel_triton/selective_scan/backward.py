@@ -31,6 +31,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         config.splits,
         prefetch=config.prefetch,
         prefetch_states=config.prefetch_states,
+        prefetched_columns=config.block_t if config.prefetch_recomputed else 0,
     )
     outputs, final = pullback.cotangent
     operands = scan_operands(record)

@@ -40,6 +40,7 @@ class ScanBackward:
         splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
         prefetch: Whether a block's tokens are loaded during the computation of the block before; it takes registers.
         prefetch_states: Whether the states before a block are, out of the program's scratch.
+        prefetch_recomputed: Whether B of a block is loaded a block ahead where states are recomputed.
     """
 
     block_e: int
@@ -47,6 +48,7 @@ class ScanBackward:
     splits: int
     prefetch: bool
     prefetch_states: bool
+    prefetch_recomputed: bool
 
 
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
@@ -66,13 +68,21 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
         # Measured on an H200 with N 16 (docs/lab/selective_scan_gpu.md): blocks of 4 tokens 4.24 ms, of 2 tokens 5.66.
         block_t = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
         return ScanBackward(
-            block_e=block_e, block_t=block_t, splits=splits, prefetch=interpreting(), prefetch_states=False
+            block_e=block_e,
+            block_t=block_t,
+            splits=splits,
+            prefetch=interpreting(),
+            prefetch_states=False,
+            prefetch_recomputed=False,
         )
-    # Left to the compiler, B and C are loaded right before their use, and a warp waits: 3.11 ms where three tokens
-    # ahead take 1.11 and four 1.16. Two warps 2.96, four 3.10; two segments 4.1 where one fills the chip.
-    ahead = 3 if size <= 16 and device.vendor == "nvidia" and not interpreting() else 0
-    block_t = _ahead_block(splits) if ahead else 4 if interpreting() or size > 16 else 16
-    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, prefetched_columns=ahead)
+    # One warp and blocks of 16 tokens 2.85 ms, two warps 2.96, four 3.10; two segments 4.1 where one fills the chip.
+    block_t, columns = 4 if interpreting() or size > 16 else 16, 0
+    # Measured on an H200 with N 16: 1.11 ms with columns 3 tokens ahead instead of 3.11, which waits for each of them.
+    # Wider columns leave no registers for that.
+    if chip_of(device).architecture == "hopper" and size <= 16 and record.write.dtype.itemsize == 2:
+        # Masked loads of a last, partial block take registers as well: longer blocks of such would spill.
+        block_t, columns = 4 if interpreting() or record.x.shape[1] % 8 else 8, 3
+    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, prefetched_columns=columns)
 
 
 def candidates(
@@ -80,34 +90,33 @@ def candidates(
 ) -> tuple[ScanForward | ScanBackward, ...]:
     """Tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
-    found: list[Any] = [first, dataclasses.replace(first, splits=2 * first.splits)]
-    half, quarter = first.block_e // 2, first.block_e // 4
-    if isinstance(first, ScanForward) and first.prefetched_columns:
-        found[1] = dataclasses.replace(found[1], block_t=_ahead_block(2 * first.splits))
-    if isinstance(first, ScanBackward):
-        shapes = ((half, 2), (half, 4), (quarter, 4), (first.block_e, 2))
-    else:
-        shapes = ((half, 16), (first.block_e, 16))
-        first = dataclasses.replace(first, prefetched_columns=0)
-    found += [dataclasses.replace(first, block_e=e, block_t=t) for e, t in shapes]
+    found: list[Any] = [dataclasses.replace(first, splits=n) for n in (first.splits, 2 * first.splits)]
     if isinstance(first, ScanForward):
-        found += _prefetched(first, record.decay.shape[1])
-    else:
-        found.append(dataclasses.replace(first, block_t=min(2, first.block_t), prefetch=True, prefetch_states=True))
+        found += _unhurried(first) + _prefetched(first, record.decay.shape[1])
+        return tuple(dict.fromkeys(found))
+    shapes = ((first.block_e // 2, 2), (first.block_e, 2))
+    found += [dataclasses.replace(first, block_e=e, block_t=t) for e, t in shapes]
+    found.append(dataclasses.replace(first, block_t=min(2, first.block_t), prefetch=True, prefetch_states=True))
+    found.append(dataclasses.replace(first, prefetch_recomputed=True))
     return tuple(dict.fromkeys(found))
 
 
+def _unhurried(first: ScanForward) -> list[ScanForward]:
+    """Forward tiles whose columns are loaded where the compiler wants."""
+    e = first.block_e
+    shapes = ((e, 16), (e // 2, 16), (e, 8))
+    return [dataclasses.replace(first, block_e=e, block_t=t, prefetched_columns=0) for e, t in shapes]
+
+
 def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
-    """Forward tiles with columns loaded ahead, as far as registers hold and less, and with two channels a lane."""
-    far = 4 if size <= 16 else 2
-    whole, half = first.block_e, first.block_e // 2
-    shapes = ((whole, 8, far), (whole, 8, far - 1), (2 * whole, 4, far // 2), (whole, 4, far - 1), (half, 8, far))
+    """Forward tiles with columns loaded ahead: as far as registers hold and less, and with two lanes a channel.
+
+    Two lanes a channel have half of its state each, so the registers of twice as many warps: 128 of N 16, 3 tokens
+    ahead, which is what 16 warps a multiprocessor have.
+    """
+    e, far = first.block_e, 4 if size <= 16 else 2
+    shapes = ((e, 8, far), (e, 8, far - 1), (e, 16, far - 1), (e, 4, far - 1), (e // 2, 8, far - 1))
     return [dataclasses.replace(first, block_e=e, block_t=t, prefetched_columns=n) for e, t, n in shapes]
-
-
-def _ahead_block(splits: int) -> int:
-    """Tokens of a block where columns are loaded ahead: the kernel of segments' ends spills with blocks of 8."""
-    return 8 if splits == 1 else 4
 
 
 def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:

@@ -122,18 +122,24 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, count, 
     """Recomputes the states of an interval, and stores those before each of its `count` blocks in the scratch."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
+    columns = load_block(write, first_token, spec)
     for block in tl.range(0, count):
         # States before blocks only: those of each token of an interval would not fit the registers.
         store_scratch(scratch, block, state, channels, spec)
         token = first_token + block * BLOCK_T
         after = token + BLOCK_T  # prefetched during the computation of this block
         next_xs, next_steps = load_tokens(x, after, channels, spec), load_tokens(step, after, channels, spec)
+        if spec.PREFETCHED_COLUMNS:
+            # B of the next block too, carried through the loop; the last block loads its own once more, unmasked.
+            next_columns = load_block(write, first_token + tl.minimum(block + 1, count - 1) * BLOCK_T, spec)
+        else:
+            columns = load_block(write, token, spec)
+            next_columns = columns
         # The barrier keeps loads from sinking to their use, where every token would wait for memory.
-        columns = load_block(write, token, spec)
         tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
             state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, columns[i])
-        xs, steps = next_xs, next_steps
+        xs, steps, columns = next_xs, next_steps, next_columns
 
 
 @triton.jit

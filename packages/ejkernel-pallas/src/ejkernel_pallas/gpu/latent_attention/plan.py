@@ -6,7 +6,8 @@ which all programs have equal shares, so that no length sets the time; lengths a
     items     |  0  |     1     |2|       3       |
     programs  |    0    |    1    |    2    |    3 |      items 1 and 3 are cut: each program writes its part
 
-A program has at most two parts of items: of the item in which it begins, and of that in which it ends.
+A program has at most two parts of items: of the item in which it begins, and of that in which it ends. Where all items
+are as long, shares may grow by a few steps so that none is cut, and nothing has to be merged.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,9 @@ import jax.numpy as jnp
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
+
+FEW_ITEMS = 1024
+"""Items whose running sums are made by comparing all pairs: one kernel of XLA, where a scan is several."""
 
 
 class LatentSchedule(NamedTuple):
@@ -52,13 +56,30 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     # Steps begin at multiples of UNIT, so that a block lies inside one page or is made of whole pages. Keys before
     # `low` are masked.
     steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
-    ends = jnp.cumsum(steps, dtype=jnp.int32)
+    ends = _sums(steps)
     total = ends[-1]
     # Lengths are arrays, so shares follow them without a new compilation.
     share = -(-total // spec.programs)
+    if spec.more_steps:
+        share = _whole(share, steps, spec.more_steps)
     begin = jnp.minimum(jnp.arange(spec.programs + 1, dtype=jnp.int32) * share, total)
     # The items that end before a share begins: comparisons that XLA fuses into one reduction, instead of a search.
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
     items = jnp.stack((owner, keys, ends - steps, steps, low), axis=1)
     # Programs that begin at the end of the line have no steps; their item only has to be one that exists.
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))
+
+
+def _sums(steps: jax.Array) -> jax.Array:
+    """Running sums."""
+    if steps.shape[0] > FEW_ITEMS:
+        return jnp.cumsum(steps, dtype=jnp.int32)
+    item = jnp.arange(steps.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(item <= item[:, None], steps, 0), axis=1, dtype=jnp.int32)
+
+
+def _whole(share: jax.Array, steps: jax.Array, more: int) -> jax.Array:
+    """The share that has whole items alone, if all items are as long and it is at most `more` steps larger."""
+    longest = jnp.max(steps)
+    whole = -(-share // longest) * longest
+    return jnp.where((jnp.min(steps) == longest) & (whole <= share + more), whole, share)

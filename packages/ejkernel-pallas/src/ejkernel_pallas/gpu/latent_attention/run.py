@@ -56,12 +56,34 @@ def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Arr
 def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
     """Output [B, 1, H, 512] and residuals of a record that `mla_decode` made.
 
-    With one cache all 576 columns are values, of which the operation reads the first 512: the others are 0 here.
+    With one cache all 576 columns are values, of which the operation reads the first 512. The others are computed
+    beside the kernel: XLA drops their products where nothing reads them, which is every call of the operation.
     """
     pages, rotary = as_pages(record)
     output, lse = attend(pages, rotary, params)
-    output = jnp.pad(output, ((0, 0), (0, 0), (0, record.value.shape[-1] - LATENT)))
-    return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])
+    output = output[:, None]
+    if record.value.shape[-1] > LATENT:
+        # In the output's own shape: XLA sees through a slice of a concatenation, not through a reshape between them.
+        output = jnp.concatenate((output, _rotary_output(pages, lse)[:, None]), axis=-1)
+    return output, SoftmaxResiduals(lse=lse[:, :, None])
+
+
+def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
+    """Output [B, H, 64] of the columns behind 512 of a dense cache: its weights are `exp(score - lse)`."""
+    cache = record.key_pages
+    token = jnp.arange(cache.shape[1], dtype=jnp.int32)
+    attends = token < record.kv_lens[:, None]
+    if record.kv_starts is not None:
+        attends = attends & (token >= record.kv_starts[:, None])
+    # Slots of no token may hold NaN, and a weight of zero times NaN is NaN.
+    cache = jnp.where(attends[:, :, None], cache, 0)
+    scores = jnp.einsum("bhd,bsd->bhs", record.query, cache, preferred_element_type=jnp.float32)
+    # A row without keys has lse -inf, and -inf - -inf is NaN.
+    finite = jnp.where(jnp.isfinite(lse), lse, 0.0)[:, :, None]
+    weights = jnp.where(attends[:, None], jnp.exp(scores * record.softmax_scale - finite), 0.0)
+    weights = weights.astype(cache.dtype)
+    output = jnp.einsum("bhs,bsd->bhd", weights, cache[..., LATENT:], preferred_element_type=jnp.float32)
+    return output.astype(record.query.dtype)
 
 
 def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +95,7 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
-        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
+        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)), spec.stored)
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
     # Without keys the kernel's lse is that of masked scores, about LOWEST.

@@ -11,7 +11,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WGMMA_M
 
 LATENT = 512
 """Columns of a latent vector."""
@@ -29,6 +29,8 @@ WARPGROUPS = 2
 """Consumer warpgroups."""
 SLACK = 8.0
 """How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256."""
+MORE_STEPS = 2
+"""Steps by which shares may grow in the candidate without cuts."""
 REGISTERS = (240, 24)
 """Registers of a thread of a consumer warpgroup, and of the producer's."""
 
@@ -40,10 +42,16 @@ class HopperLatent:
     Attributes:
         num_programs: Thread blocks over which the key blocks of a call are distributed (split-KV).
         lazy_rescaling: Whether a row's maximum moves only where scores are `SLACK` above it.
+        store_padding: Whether a tile of fewer than 64 heads is written and merged with its empty rows. False spares
+            16 heads three quarters of what the parts of cut items take.
+        more_steps: Steps of 128 keys by which a program's share may grow so that no item is cut: parts are written in
+            float32 and merged, which takes about as long as a few steps.
     """
 
     num_programs: int
     lazy_rescaling: bool = True
+    store_padding: bool = True
+    more_steps: int = 0
 
 
 FACES: dict[str, str] = {}
@@ -113,6 +121,8 @@ class LatentSpec:
         lazy: Whether a row's maximum moves only where scores are `SLACK` above it.
         dtype: Of queries, cache and output.
         value_scale: Factor on the output.
+        stored: Rows of a tile that are written and merged, 64 or the heads of the only tile.
+        more_steps: Steps by which a share may grow so that no item is cut.
     """
 
     rows: int
@@ -129,6 +139,8 @@ class LatentSpec:
     lazy: bool
     dtype: Any
     value_scale: float
+    stored: int
+    more_steps: int
 
     @property
     def blocks(self) -> int:
@@ -153,6 +165,8 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
     """
     if params.num_programs < 1:
         raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
+    if params.more_steps < 0:
+        raise ValueError(f"more_steps={params.more_steps}: wants 0 or more")
     rows, heads, _ = record.query.shape
     tiles, page_size = -(-heads // WGMMA_M), paged_cache.page_size(record)
     return LatentSpec(
@@ -170,6 +184,8 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
         lazy=params.lazy_rescaling,
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
+        stored=WGMMA_M if params.store_padding else min(heads, WGMMA_M),
+        more_steps=params.more_steps,
     )
 
 
@@ -221,6 +237,9 @@ def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLa
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
-    """What is worth measuring: lazy rescaling or none; shared memory has room for one program."""
+    """What is worth measuring: rescaling, larger shares, rows of no head; shared memory has room for one program."""
     rule = heuristic(record, device, direction)
-    return rule, dataclasses.replace(rule, lazy_rescaling=False)
+    heads = record.query.shape[-2]
+    whole = dataclasses.replace(rule, more_steps=MORE_STEPS)
+    padded = (dataclasses.replace(rule, store_padding=False),) if heads <= WGMMA_M - WARP_ROWS else ()
+    return rule, dataclasses.replace(rule, lazy_rescaling=False), whole, *padded
