@@ -104,7 +104,7 @@ def cells(quick: bool) -> Iterator[Cell]:
 
 def serving(record: LinearRecurrence) -> str:
     """The name of the Triton implementation for a record."""
-    return "triton" if record.beta is None else "triton_delta_pair"
+    return "triton" if record.beta is None else "triton_delta"
 
 
 def implementation(name: str) -> Any:
