@@ -7,7 +7,7 @@ which all programs have equal shares, so that no length sets the time; lengths a
     programs  |    0    |    1    |    2    |    3 |      items 1 and 3 are cut: each program writes its part
 
 A program has at most two parts of items: of the item in which it begins, and of that in which it ends. Where all items
-are as long, shares may grow by a few steps so that none is cut, and nothing has to be merged.
+are as long, shares may grow by a few percent so that none is cut, and nothing has to be merged.
 """
 
 from typing import NamedTuple
@@ -60,8 +60,8 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     total = ends[-1]
     # Lengths are arrays, so shares follow them without a new compilation.
     share = -(-total // spec.programs)
-    if spec.more_steps:
-        share = _whole(share, steps, spec.more_steps)
+    if spec.growth:
+        share = _whole(share, steps, spec.growth)
     begin = jnp.minimum(jnp.arange(spec.programs + 1, dtype=jnp.int32) * share, total)
     # The items that end before a share begins: comparisons that XLA fuses into one reduction, instead of a search.
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
@@ -78,8 +78,8 @@ def _sums(steps: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(item <= item[:, None], steps, 0), axis=1, dtype=jnp.int32)
 
 
-def _whole(share: jax.Array, steps: jax.Array, more: int) -> jax.Array:
-    """The share that has whole items alone, if all items are as long and it is at most `more` steps larger."""
+def _whole(share: jax.Array, steps: jax.Array, growth: int) -> jax.Array:
+    """The share that has whole items alone, if all items are as long and it is at most `growth` percent larger."""
     longest = jnp.max(steps)
     whole = -(-share // longest) * longest
-    return jnp.where((jnp.min(steps) == longest) & (whole <= share + more), whole, share)
+    return jnp.where((jnp.min(steps) == longest) & ((whole - share) * 100 <= share * growth), whole, share)

@@ -29,8 +29,6 @@ WARPGROUPS = 2
 """Consumer warpgroups."""
 SLACK = 8.0
 """How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256."""
-MORE_STEPS = 2
-"""Steps by which shares may grow in the candidate without cuts."""
 REGISTERS = (240, 24)
 """Registers of a thread of a consumer warpgroup, and of the producer's."""
 
@@ -44,14 +42,14 @@ class HopperLatent:
         lazy_rescaling: Whether a row's maximum moves only where scores are `SLACK` above it.
         store_padding: Whether a tile of fewer than 64 heads is written and merged with its empty rows. False spares
             16 heads three quarters of what the parts of cut items take.
-        more_steps: Steps of 128 keys by which a program's share may grow so that no item is cut: parts are written in
-            float32 and merged, which takes about as long as a few steps.
+        growth: Percent by which a program's share of the key blocks may grow so that no item is cut: parts of items
+            are written in float32 and merged, and whole items are not.
     """
 
     num_programs: int
     lazy_rescaling: bool = True
     store_padding: bool = True
-    more_steps: int = 0
+    growth: int = 6
 
 
 FACES: dict[str, str] = {}
@@ -122,7 +120,7 @@ class LatentSpec:
         dtype: Of queries, cache and output.
         value_scale: Factor on the output.
         stored: Rows of a tile that are written and merged, 64 or the heads of the only tile.
-        more_steps: Steps by which a share may grow so that no item is cut.
+        growth: Percent by which a share may grow so that no item is cut.
     """
 
     rows: int
@@ -140,7 +138,7 @@ class LatentSpec:
     dtype: Any
     value_scale: float
     stored: int
-    more_steps: int
+    growth: int
 
     @property
     def blocks(self) -> int:
@@ -165,8 +163,8 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
     """
     if params.num_programs < 1:
         raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
-    if params.more_steps < 0:
-        raise ValueError(f"more_steps={params.more_steps}: wants 0 or more")
+    if params.growth < 0:
+        raise ValueError(f"growth={params.growth}: wants 0 or more")
     rows, heads, _ = record.query.shape
     tiles, page_size = -(-heads // WGMMA_M), paged_cache.page_size(record)
     return LatentSpec(
@@ -185,7 +183,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
         stored=WGMMA_M if params.store_padding else min(heads, WGMMA_M),
-        more_steps=params.more_steps,
+        growth=params.growth,
     )
 
 
@@ -237,9 +235,9 @@ def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLa
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
-    """What is worth measuring: rescaling, larger shares, rows of no head; shared memory has room for one program."""
+    """What is worth measuring: rescaling, equal shares, rows of no head; shared memory has room for one program."""
     rule = heuristic(record, device, direction)
     heads = record.query.shape[-2]
-    whole = dataclasses.replace(rule, more_steps=MORE_STEPS)
+    even = dataclasses.replace(rule, growth=0)
     padded = (dataclasses.replace(rule, store_padding=False),) if heads <= WGMMA_M - WARP_ROWS else ()
-    return rule, dataclasses.replace(rule, lazy_rescaling=False), whole, *padded
+    return rule, dataclasses.replace(rule, lazy_rescaling=False), even, *padded
