@@ -217,14 +217,14 @@ def formula(
 def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, float]:
     """Relative errors of output, final state and gradients against the formula in float64."""
     names = [name for name in FIELDS if getattr(record, name) is not None]
-    shapes = jax.eval_shape(lambda record: delta.forward_with_pocket(record, chosen)[0], record)
+    shapes = jax.eval_shape(lambda record: delta.forward(record, chosen)[0], record)
     random = np.random.default_rng(1)
     cotangent = tuple(jnp.asarray(random.normal(size=x.shape), jnp.float32) for x in shapes)
     want, found = formula(record, names, tuple(map(np.asarray, cotangent)))
 
     @jax.jit
     def run(record: LinearRecurrence, cotangent: Any) -> Any:
-        output, residuals, pocket = delta.forward_with_pocket(record, chosen)
+        output, residuals, pocket = delta.forward(record, chosen)
         start = Pullback(
             record=record,
             residuals=residuals,
@@ -248,7 +248,7 @@ def _relative(got: jax.Array, want: np.ndarray) -> float:
 def lines(case: Case, runs: int, every: bool) -> Iterator[tuple[str, ...]]:
     """A line for each variant of a call, of all variants or the default."""
     record = case.record()
-    default = config.delta_pair_heuristic(record, current_device(), "both")
+    default = config.delta_heuristic(record, current_device(), "both")
     for name, changes, precision in variants(case, every):
         chosen = dataclasses.replace(default, **changes)
         chunk = config.MIN_TILE if name == SUSPECT else delta.tokens_of_chunk(record, chosen.chunk)

@@ -162,8 +162,9 @@ def dense(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side
         return
     keys, values = (x[tables].reshape(count, -1, cell.kv_heads, cell.size) for x in (keys, values))
     if cell.rows == 1:
-        call = jax.jit(ragged_decode_attention).lower(query, keys, values, lengths * 0, lengths).compile()
-        yield "ragged_decode_attention, dense", lambda: call(query, keys, values, lengths * 0, lengths)
+        given = query, keys, values, jnp.zeros_like(lengths), lengths
+        call = jax.jit(ragged_decode_attention).lower(*given).compile()
+        yield "ragged_decode_attention, dense", lambda: call(*given)
         return
     rows = query.reshape(count, cell.rows, cell.heads, cell.size)
     # The newest tokens are queries: query 0 attends to all keys but those of later queries.

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from ejkernel.families.paged_attention import PagedAttention, reference
+from ejkernel.ops import dispatch
+from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
 from ejkernel.planning import paged_cache
 from ejkernel_pallas.gpu.paged_attention import implementations, plan, prefill, producer, run, spec
@@ -15,6 +17,7 @@ from ejkernel_pallas.gpu.paged_attention import implementations, plan, prefill, 
 SHAPE = jax.ShapeDtypeStruct
 PARAMS = spec.HopperPaged(num_programs=132)
 PAGES = 24
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 
 
 def make(
@@ -161,6 +164,9 @@ def _simulated_prefill(flash, layout, *arrays):
             attends &= (int(word) >> (np.arange(128) // 8 * 2) & 1 == 1)[None]
             if full_start <= block < full_end:
                 assert attends.all()
+            if start < block < full_start and flash.masks_lower:  # masked at its lower end alone
+                assert (key < int(limits.keys)).all()
+                assert flash.right is None or (key <= row[0] + flash.right).all()
             blocks = [_copied(layout, operands, name, found, head // flash.group_size) for name in ("k", "v")]
             places.append(attends), values.append(blocks[1])
             scores.append(operands["q"][0, tile * 128 :][:128, head].astype(np.float32) @ blocks[0].T * flash.scale)
@@ -223,13 +229,19 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, word
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
-@pytest.mark.parametrize("op", ["page_attention", "unified_attention", "ragged_page_attention_v3"])
-def test_dispatch_takes_any_other_implementation_for_gpus_first(op):
-    own = {made.name for made in implementations()}
-    priorities = {made.name: made.priority for made in registry().implementations[op] if made.backend != "tpu"}
-    assert own <= set(priorities)
-    assert all(priorities[name] < priorities["triton"] for name in own)
-    assert all(priorities[name] < priorities["xla"] for name in own)
+@pytest.mark.parametrize(
+    ("q_lens", "served"), [((40, 1, 130, 0, 33), "mosaic_gpu_prefill"), ((1, 1, 8, 0, 1), "triton")]
+)
+def test_hopper_takes_prefill_and_triton_decoding(q_lens, served):
+    record = make(lens=(150, 1, 140, 0, 300), q_lens=q_lens)
+    found = dispatch.choose(registry().ops["unified_attention"], record, H200, "auto", "forward").verdicts
+    assert next(v.implementation.name for v in found if not set(v.reasons) - set(absent(v))) == served
+    assert {made.name for made in implementations()} <= {v.implementation.name for v in found}
+
+
+def absent(verdict):
+    """The reasons that speak of what this machine has not installed."""
+    return [reason for reason in verdict.reasons if "is not installed" in reason]
 
 
 @pytest.mark.parametrize("fields", [{"num_programs": 0}, {"num_programs": 4, "stages": 0}])

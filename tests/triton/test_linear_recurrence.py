@@ -37,13 +37,12 @@ def test_conformance(part):
 
 
 def test_conformance_of_the_delta_rule():
-    ops = ("gated_delta_rule", "ragged_gated_delta_rule")
-    assert_conforms(ops, f"test_capabilities or ({VALUES} and not bfloat16)", "triton_delta")
+    assert_conforms(("ragged_gated_delta_rule",), f"{VALUES} and not bfloat16", "triton_delta")
 
 
 def test_conformance_of_the_delta_rules_gradients():
     ops = ("gated_delta_rule", "kernel_delta_attention")
-    assert_conforms(ops, f"test_capabilities or ({GRADIENTS} and not bfloat16)", "triton_delta_pair")
+    assert_conforms(ops, f"test_capabilities or ({GRADIENTS} and not bfloat16)", "triton_delta")
 
 
 def record_of(gates, dtype):
@@ -119,12 +118,12 @@ DELTA_TILES = (*((chip, "heads") for chip in CHIPS), ("sm_90", "channels"), ("sm
 @pytest.mark.parametrize(("chip", "gates"), DELTA_TILES)
 def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates):
     record = delta_record(gates)
-    chosen = config.delta_pair_heuristic(record, CHIPS[chip], "both")
+    chosen = config.delta_heuristic(record, CHIPS[chip], "both")
     names = ("query", "key", "value", "decay", "beta")
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
 
     def run(record):
-        output, residuals, pocket = delta.forward_with_pocket(record, chosen)
+        output, residuals, pocket = delta.forward(record, chosen)
         start = Pullback(
             record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
         )
@@ -141,19 +140,11 @@ def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates)
     assert_fits_and_spills_nothing(calls, chip)
 
 
-def test_no_call_of_its_own_accord_gets_gradients_that_no_chip_has_confirmed():
-    found = dispatch.choose(registry().ops["gated_delta_rule"], delta_record("heads"), H200, "auto", "backward")
-    names = [verdict.implementation.name for verdict in found.verdicts]
-    assert names.index("xla") < names.index("triton_delta_pair")
-
-
-def test_gates_of_channels_in_a_delta_rule_want_to_be_asked_for():
-    record, op = delta_record("channels"), registry().ops["kernel_delta_attention"]
-    found = dispatch.choose(op, record, H200, "auto", "forward").verdicts
-    reasons = {verdict.implementation.name: verdict.reasons for verdict in found}
-    assert any("one gate a head" in reason for reason in reasons["triton_delta"])
-    names = [verdict.implementation.name for verdict in found]
-    assert names.index("xla") < names.index("triton_delta_pair")
+@pytest.mark.parametrize("gates", ["heads", "channels", "none"])
+def test_a_delta_rule_gets_both_passes_of_its_own_accord(gates):
+    found = dispatch.choose(registry().ops["kernel_delta_attention"], delta_record(gates), H200, "auto", "backward")
+    assert found.verdicts[0].implementation.name in ("triton_decode", "triton_delta")
+    assert next(v for v in found.verdicts if v.status != "refused").implementation.name == "triton_delta"
 
 
 def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
@@ -161,7 +152,7 @@ def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     query, beta, decay = shape((1, 11, 4, 8)), shape((1, 11, 4)), shape((1, 11, 4, 8))
     record = LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.3, decay=decay, beta=beta)
-    chosen = config.delta_pair_heuristic(record, H200, "forward")
+    chosen = config.delta_heuristic(record, H200, "forward")
     with target_device(H200), launch.collected() as calls:
         jax.eval_shape(lambda record: delta.forward(record, chosen), record)
     made = {call.kernel.__name__: call for call in calls}

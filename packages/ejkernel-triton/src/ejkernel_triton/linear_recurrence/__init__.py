@@ -29,14 +29,6 @@ def _reasons(record: Any) -> Iterable[str]:
 def _delta_reasons(record: Any) -> Iterable[str]:
     if record.beta is None:
         yield "beta is not given: that is served by 'triton'"
-    if record.decay is None or record.decay.shape[3] > 1:
-        yield "decay: the delta rule wants one gate a head here"
-    yield from _reasons(record)
-
-
-def _delta_pair_reasons(record: Any) -> Iterable[str]:
-    if record.beta is None:
-        yield "beta is not given: that is served by 'triton'"
     yield from _reasons(record)
 
 
@@ -83,31 +75,16 @@ def implementations() -> tuple[Implementation, ...]:
             "linear_recurrence",
             name="triton_delta",
             forward="linear_recurrence.delta:forward",
+            backward="linear_recurrence.delta:backward",
+            gradients=DELTA_GRADIENTS,
+            paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_reasons),
             config=ConfigSpace(
-                forward=config.ChunkPasses,
+                forward=config.DeltaPasses,
                 faces=config.FACES,
                 heuristic=config.delta_heuristic,
                 candidates=config.delta_candidates,
             ),
-            tuned="ejkernel_triton:tuned",
-        ),
-        # Its gradients were interpreted and compiled, and not checked on a chip: only platform="triton" takes it.
-        triton_implementation(
-            "linear_recurrence",
-            name="triton_delta_pair",
-            forward="linear_recurrence.delta:forward_with_pocket",
-            backward="linear_recurrence.delta:backward",
-            gradients=DELTA_GRADIENTS,
-            paired=True,
-            requires=triton_requires(head_dims=range(1, 257), handles=DELTA_HANDLES, extra=_delta_pair_reasons),
-            config=ConfigSpace(
-                forward=config.DeltaPasses,
-                faces=config.FACES,
-                heuristic=config.delta_pair_heuristic,
-                candidates=config.delta_pair_candidates,
-            ),
-            priority=-10,
             tuned="ejkernel_triton:tuned",
         ),
         # Before the chunked kernels, which pad a step to a chunk: it refuses what is longer.

@@ -175,8 +175,8 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     )
 
 
-def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
-    """Chunks and tiles for a record with beta on a device, not measured."""
+def _delta_forward(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
+    """Chunks and tiles of the forward pass for a record with beta on a device."""
     made = sized(record, device, 64)
     walks, block = record.query.shape[0] * head_count(record), made.state_block_v
     # A walk has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
@@ -192,9 +192,9 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     )
 
 
-def delta_pair_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
+def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
     """Chunks and tiles of both passes for a record with beta on a device, not measured."""
-    made, chip = delta_heuristic(record, device, direction), chip_of(device)
+    made, chip = _delta_forward(record, device), chip_of(device)
     channels, small = _by_channel(record), chip.shared_memory < 128 * 1024
     # Both walks hold all key channels: one or the other spills with more than 32 columns, but on Hopper.
     block = min(made.state_block_v, 32 if channels or chip.architecture != "hopper" else 64)
@@ -210,21 +210,9 @@ def delta_pair_heuristic(record: LinearRecurrence, device: DeviceInfo, direction
     return DeltaPasses(**fields, walk_block_v=block, walk_warps=8 if channels else 4, walk_stages=1 if small else 2)
 
 
-def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
-    """Configurations worth measuring for a record with beta on a device."""
-    default = delta_heuristic(record, device, direction)
-    if interpreting():
-        return (default,)
-    made = [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
-    made += [dataclasses.replace(default, state_warps=8), dataclasses.replace(default, state_stages=2)]
-    return tuple(dict.fromkeys((default, *made)))
-
-
-def delta_pair_candidates(
-    record: LinearRecurrence, device: DeviceInfo, direction: Direction
-) -> tuple[DeltaPasses, ...]:
+def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaPasses, ...]:
     """Configurations of both passes worth measuring for a record with beta on a device."""
-    default = delta_pair_heuristic(record, device, direction)
+    default = delta_heuristic(record, device, direction)
     if interpreting():
         return (default, dataclasses.replace(default, keep_states=False))
     made = [dataclasses.replace(default, keep_states=False), dataclasses.replace(default, walk_warps=8)]

@@ -64,21 +64,7 @@ class ChunkStates(NamedTuple):
     inverse: jax.Array
 
 
-def forward(record: LinearRecurrence, config: ChunkPasses) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record with beta, with nothing kept for a backward pass.
-
-    Args:
-        record: The canonical arguments.
-        config: Chunks and tiles; its fields for gradients and segments are not read.
-
-    Returns:
-        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals.
-    """
-    output, residuals, _ = forward_with_pocket(record, dataclasses.replace(config, keep_states=False))
-    return output, residuals
-
-
-def forward_with_pocket(
+def forward(
     record: LinearRecurrence, config: ChunkPasses
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaPocket]:
     """Output and final states of a record with beta, and the pocket for its gradients.

@@ -16,8 +16,15 @@ from ejkernel_pallas.gpu.latent_attention.spec import UNIT
 I32 = jnp.int32
 
 
-def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int) -> LatentSchedule:
-    """The items of a record, with two more columns: the first token's position and its query row; and the shares."""
+def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered: int = 0) -> LatentSchedule:
+    """The items of a record, with two more columns: the first token's position and its query row; and the shares.
+
+    Args:
+        record: The canonical arguments.
+        tiles: Tiles of query tokens.
+        programs: Programs that share the steps.
+        gathered: Query rows of a tile where each has as many of its own; 0 where they lie as in the record.
+    """
     owner, lens = tiles.sequence, record.kv_lens.astype(I32)
     keys = jnp.minimum(lens[owner], paged_cache.capacity(record))
     left, right = band(record)
@@ -42,5 +49,7 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int) -> Laten
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=I32)
     # Tokens of the batch before this tile's first.
     row = paged_cache.query_ranges(record)[0][owner] + tiles.skipped
+    if gathered:
+        row = jnp.arange(owner.shape[0], dtype=I32) * gathered
     items = jnp.stack((owner, keys, ends - steps, steps, low, tiles.position, row), axis=1)
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, len(owner) - 1), begin), axis=1))

@@ -106,7 +106,7 @@ class Prefill(NamedTuple):
         table: [1, W, 4] int32, ranges of key blocks, as `tile_scheduler.block_range` reads them.
         live: [1] int32, work tiles of all heads that have tokens.
         tokens: [W * 128] int32, the query row of every row.
-        rows: [T] int32, the row of every query row whose sequence has tiles.
+        rows: [T] int32, the row of every query row; behind the last one where its sequence has no tiles.
     """
 
     items: jax.Array
@@ -119,7 +119,7 @@ class Prefill(NamedTuple):
 def prefill(
     record: PagedAttention, spec: PagedSpec, lengths: paged_cache.RowLimits, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, Dv] and lse [T, H] of the sequences with so many query rows; anything in other rows.
+    """Output [T, H, Dv] and lse [T, H] of the sequences with so many query rows; 0 and -inf in other rows.
 
     Args:
         record: The canonical arguments, without new tokens.
@@ -133,7 +133,9 @@ def prefill(
     run = sequential_vmap(functools.partial(_launch, kernel_spec, spec))
     query = record.query[plan.tokens][None]
     output, lse = run(query, *cache, tables, plan.table, plan.items, plan.live)
-    return output[0][plan.rows], lse[0].T[plan.rows]
+    # Behind the last row of all tiles: tokens of sequences that have none.
+    output = output[0].at[plan.rows].get(mode="fill", fill_value=0)
+    return output, lse[0].T.at[plan.rows].get(mode="fill", fill_value=-jnp.inf)
 
 
 def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Prefill:
@@ -155,8 +157,9 @@ def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Pref
     # Full blocks: all 128 rows attend all keys, those of the first row's right end and of the last row's left one.
     begin = start_of_sequence if left is None else jnp.maximum(start_of_sequence, tiles.position + TILE - 1 - left)
     end = keys if right is None else jnp.minimum(keys, tiles.position + right + 1)
-    full_start = jnp.clip(-(-begin // UNIT), first, stop)
-    full_end = jnp.clip(end // UNIT, full_start, stop)
+    full_end = jnp.clip(end // UNIT, first, stop)
+    # No further than full blocks end: the kernel masks blocks before `full_start` at their lower end alone.
+    full_start = jnp.clip(-(-begin // UNIT), first, full_end)
     # A page that is absent masks its keys, which full blocks do not.
     holes = _has_holes(record)[owner]
     full_start, full_end = jnp.where(holes, first, full_start), jnp.where(holes, first, full_end)
@@ -170,6 +173,7 @@ def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Pref
     tokens = (begins[owner] + tiles.skipped)[order][:, None] + jnp.arange(TILE, dtype=I32)
     sequence, _ = paged_cache.token_places(record)
     owner_of = jnp.maximum(sequence, 0)
+    long = (sequence >= 0) & (paged_cache.query_ranges(record)[1][owner_of] >= lengths.least)
     offset = jnp.arange(count, dtype=I32) - begins[owner_of]
     tile_of = jnp.minimum(tiles.first[owner_of] + offset // TILE, order.shape[0] - 1)
     return Prefill(
@@ -177,7 +181,7 @@ def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Pref
         table[None],
         (tiles.total * record.query.shape[1])[None].astype(I32),
         jnp.minimum(tokens.reshape(-1), count - 1),
-        (place[tile_of] * TILE + offset % TILE).astype(I32),
+        jnp.where(long, place[tile_of] * TILE + offset % TILE, order.shape[0] * TILE).astype(I32),
     )
 
 

@@ -50,30 +50,54 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
 
     Sequences with few query tokens are the decoding kernel's, all others `prefill`'s.
     """
-    spec, cache = make_spec(record, params), _cache(record)
-    prefills = record.query_start is not None and record.query.shape[0] >= params.prefill_tokens
-    few = paged_cache.RowLimits(1, params.prefill_tokens - 1) if prefills else None
-    output, lse = _decoded(record, spec, cache, few)
-    if not prefills:
-        return output, lse
-    many = paged_cache.RowLimits(params.prefill_tokens, record.query.shape[0])
-    whole = prefill(record, spec, many, cache)
-    sequence, _ = paged_cache.token_places(record)
-    _, lengths = paged_cache.query_ranges(record)
-    long = (sequence >= 0) & (lengths[jnp.maximum(sequence, 0)] >= params.prefill_tokens)
-    return jnp.where(long[:, None, None], whole[0], output), jnp.where(long[:, None], whole[1], lse)
+    spec, cache, count = make_spec(record, params), _cache(record), record.query.shape[0]
+    if record.query_start is None or count < params.prefill_tokens:
+        tiles = paged_cache.query_tiles(record, spec.tokens)
+        spec = dataclasses.replace(spec, rows=len(tiles.sequence))
+        return _in_order(record, spec, tiles, *_items(record, spec, make_plan(record, tiles, spec.programs), cache))
+    many = paged_cache.RowLimits(params.prefill_tokens, count)
+    output, lse = prefill(record, spec, many, cache)
+    tokens, *few = _few(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
+    # The prefill's results of all tokens are in order, and are written over where a sequence has few.
+    made, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
+    return made, sums
 
 
-def _decoded(
+def _few(
     record: PagedAttention,
     spec: PagedSpec,
     cache: tuple[jax.Array, jax.Array],
-    lengths: paged_cache.RowLimits | None,
+    lengths: paged_cache.RowLimits,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query rows, output and lse of the sequences with so few, and behind-the-end rows for places without a token.
+
+    Their queries are gathered tile by tile, so that the work does not grow with the tokens of all other sequences.
+    """
+    tiles, heads = paged_cache.query_tiles(record, spec.tokens, lengths=lengths), record.query.shape[1] // spec.tiles
+    (count,), tokens = tiles.sequence.shape, spec.tokens
+    number = jnp.arange(tokens, dtype=jnp.int32)
+    row = (paged_cache.query_ranges(record)[0][tiles.sequence] + tiles.skipped)[:, None] + number
+    row = jnp.where(number < tiles.rows[:, None], row, record.query.shape[0]).reshape(-1)
+    queries = record.query.at[row].get(mode="fill", fill_value=0)
+    gathered = dataclasses.replace(record, query=queries)
+    spec = dataclasses.replace(spec, rows=count, query_rows=count * tokens * spec.group + WGMMA_M)
+    output, lse = _items(gathered, spec, make_plan(record, tiles, spec.programs, tokens), cache)
+
+    def by_token(x: jax.Array) -> jax.Array:
+        # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and rows that fill up.
+        x = x.reshape(count, spec.tiles, WGMMA_M, -1)[:, :, : tokens * spec.group]
+        x = x.reshape(count, spec.tiles, tokens, spec.group, -1)[:, :, :, :heads]
+        return x.swapaxes(1, 2).reshape(count * tokens, spec.tiles * heads, -1)
+
+    output, lse = by_token(output), by_token(lse)[..., 0]
+    attends = lse > LOWEST / 2
+    return row, jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
+
+
+def _items(
+    record: PagedAttention, spec: PagedSpec, plan: LatentSchedule, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of the sequences with so many query rows, None for all; anything in other rows."""
-    tiles = paged_cache.query_tiles(record, spec.tokens, lengths=lengths)
-    spec = dataclasses.replace(spec, rows=len(tiles.sequence))
-    plan = make_plan(record, tiles, spec.programs)
+    """The decoding kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap
@@ -82,7 +106,7 @@ def _decoded(
         return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
 
     output, lse = run(_query_rows(record, spec), *cache, tables, *plan)
-    return _in_order(record, spec, tiles, output, lse)
+    return output, lse
 
 
 def _cache(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
