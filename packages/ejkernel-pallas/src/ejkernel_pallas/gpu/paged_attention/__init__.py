@@ -30,10 +30,13 @@ def _implementation(name: str, priority: int, reasons: Callable[[Any], Iterable[
     )
 
 
+CASES = "ejkernel_pallas.gpu.paged_attention.cases:cases"
+
+
 def implementations() -> tuple[Implementation, ...]:
     """The same kernels twice: before Triton's where sequences have many query tokens, and behind all others."""
     return (
-        _implementation("mosaic_gpu_prefill", 20, spec.prefill_reasons),
+        _implementation("mosaic_gpu_prefill", 20, spec.prefill_reasons, cases=CASES),
         # Decoding is 7% slower than Triton's: `platform="pallas"` asks for it.
-        _implementation("mosaic_gpu", -1, spec.reasons, cases="ejkernel_pallas.gpu.paged_attention.cases:cases"),
+        _implementation("mosaic_gpu", -1, spec.reasons, cases=CASES),
     )
