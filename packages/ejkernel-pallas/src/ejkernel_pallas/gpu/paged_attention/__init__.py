@@ -14,7 +14,7 @@ HANDLES = frozenset({"new_keys", "new_values", "num_seqs", "sliding_window", "ca
 """Optional fields that the kernel honours."""
 
 
-def _implementation(name: str, priority: int, reasons: Callable[[Any], Iterable[str]], cases: str | None = None) -> Any:
+def _implementation(name: str, priority: int, reasons: Callable[[Any], Iterable[str]]) -> Implementation:
     return Implementation(
         family="paged_attention",
         name=name,
@@ -26,17 +26,14 @@ def _implementation(name: str, priority: int, reasons: Callable[[Any], Iterable[
             forward=spec.HopperPaged, faces=spec.FACES, heuristic=spec.heuristic, candidates=spec.candidates
         ),
         priority=priority,
-        cases=cases,
+        cases="ejkernel_pallas.gpu.paged_attention.cases:cases",
     )
-
-
-CASES = "ejkernel_pallas.gpu.paged_attention.cases:cases"
 
 
 def implementations() -> tuple[Implementation, ...]:
     """The same kernels twice: before Triton's where sequences have many query tokens, and behind all others."""
     return (
-        _implementation("mosaic_gpu_prefill", 20, spec.prefill_reasons, cases=CASES),
+        _implementation("mosaic_gpu_prefill", 20, spec.prefill_reasons),
         # Decoding is 7% slower than Triton's: `platform="pallas"` asks for it.
-        _implementation("mosaic_gpu", -1, spec.reasons, cases=CASES),
+        _implementation("mosaic_gpu", -1, spec.reasons),
     )

@@ -37,6 +37,7 @@ TILE = 128
 SEQUENCE, POSITION, LOW, KEYS = range(4)
 """Columns of an operand's `items`: `KeyLimits` of a tile behind its sequence."""
 STAGES = 2
+"""Blocks of keys, and of values, in shared memory."""
 OPERANDS = ("q", "k", "v", "tables", "table", "items", "live")
 """Operands of the kernel, in the order in which `prefill` passes them."""
 COLUMNS_OF_EIGHT = 2
@@ -141,21 +142,40 @@ def prefill(
 def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Prefill:
     """The work tiles of the sequences with so many query rows."""
     tiles = paged_cache.query_tiles(record, TILE, lengths=lengths)
-    owner, lens = tiles.sequence, record.kv_lens.astype(I32)
-    left, right = band(record)
-    keys = jnp.minimum(lens[owner], paged_cache.capacity(record))
+    low, keys, table = _key_blocks(record, tiles)
+    # The longest first, so that no block is left with a long tile at the end; those without rows come last.
+    order = jnp.argsort(jnp.where(tiles.rows > 0, table[:, 0] - table[:, 3], 1), stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    begins, rows_of = paged_cache.query_ranges(record)
+    count = record.query.shape[0]
+    tokens = (begins[tiles.sequence] + tiles.skipped)[order][:, None] + jnp.arange(TILE, dtype=I32)
+    sequence, _ = paged_cache.token_places(record)
+    owner = jnp.maximum(sequence, 0)
+    offset = jnp.arange(count, dtype=I32) - begins[owner]
+    tile_of = jnp.minimum(tiles.first[owner] + offset // TILE, order.shape[0] - 1)
+    has_tile = (sequence >= 0) & (rows_of[owner] >= lengths.least)
+    return Prefill(
+        items=jnp.stack((tiles.sequence, tiles.position, low, keys), axis=1)[order].astype(I32),
+        table=table[order][None].astype(I32),
+        live=(tiles.total * record.query.shape[1])[None].astype(I32),
+        tokens=jnp.minimum(tokens.reshape(-1), count - 1),
+        rows=jnp.where(has_tile, place[tile_of] * TILE + offset % TILE, order.shape[0] * TILE).astype(I32),
+    )
+
+
+def _key_blocks(record: PagedAttention, tiles: paged_cache.QueryTiles) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first key of each tile, one more than its last one, and [W, 4]: ranges of its blocks, as `Prefill.table` has."""
+    owner, (left, right) = tiles.sequence, band(record)
+    keys = jnp.minimum(record.kv_lens.astype(I32)[owner], paged_cache.capacity(record))
     if right is not None:
         keys = jnp.minimum(keys, tiles.position + tiles.rows + right)
-    low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(I32)[owner]
-    start_of_sequence = low
-    if left is not None:
-        low = jnp.maximum(low, tiles.position - left)
-    low = jnp.maximum(low, 0)
+    start = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(I32)[owner]
+    low = jnp.maximum(start if left is None else jnp.maximum(start, tiles.position - left), 0)
     keys = jnp.where((tiles.rows > 0) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
     first, stop = low // UNIT, jnp.maximum(-(-keys // UNIT), low // UNIT + 1)
     # Full blocks: all 128 rows attend all keys, those of the first row's right end and of the last row's left one.
-    begin = start_of_sequence if left is None else jnp.maximum(start_of_sequence, tiles.position + TILE - 1 - left)
+    begin = start if left is None else jnp.maximum(start, tiles.position + TILE - 1 - left)
     end = keys if right is None else jnp.minimum(keys, tiles.position + right + 1)
     full_end = jnp.clip(end // UNIT, first, stop)
     # No further than full blocks end: the kernel masks blocks before `full_start` at their lower end alone.
@@ -163,26 +183,7 @@ def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Pref
     # A page that is absent masks its keys, which full blocks do not.
     holes = _has_holes(record)[owner]
     full_start, full_end = jnp.where(holes, first, full_start), jnp.where(holes, first, full_end)
-    # The longest first, so that no block is left with a long tile at the end; those without rows come last.
-    order = jnp.argsort(jnp.where(tiles.rows > 0, first - stop, 1), stable=True)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
-    items = jnp.stack((owner, tiles.position, low, keys), axis=1)[order].astype(I32)
-    table = jnp.stack((first, full_start, full_end, stop), axis=1)[order].astype(I32)
-    begins, _ = paged_cache.query_ranges(record)
-    count = record.query.shape[0]
-    tokens = (begins[owner] + tiles.skipped)[order][:, None] + jnp.arange(TILE, dtype=I32)
-    sequence, _ = paged_cache.token_places(record)
-    owner_of = jnp.maximum(sequence, 0)
-    long = (sequence >= 0) & (paged_cache.query_ranges(record)[1][owner_of] >= lengths.least)
-    offset = jnp.arange(count, dtype=I32) - begins[owner_of]
-    tile_of = jnp.minimum(tiles.first[owner_of] + offset // TILE, order.shape[0] - 1)
-    return Prefill(
-        items,
-        table[None],
-        (tiles.total * record.query.shape[1])[None].astype(I32),
-        jnp.minimum(tokens.reshape(-1), count - 1),
-        jnp.where(long, place[tile_of] * TILE + offset % TILE, order.shape[0] * TILE).astype(I32),
-    )
+    return low, keys, jnp.stack((first, full_start, full_end, stop), axis=1)
 
 
 def _has_holes(record: PagedAttention) -> jax.Array:
