@@ -164,7 +164,7 @@ def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> Pref
 
 
 def _key_blocks(record: PagedAttention, tiles: paged_cache.QueryTiles) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first key of each tile, one more than its last, and the ranges of its blocks [W, 4], as `Prefill.table` has."""
+    """The first key of each tile, one more than its last, and its ranges of blocks [W, 4], as `Prefill.table` has."""
     owner, (left, right) = tiles.sequence, band(record)
     keys = jnp.minimum(record.kv_lens.astype(I32)[owner], paged_cache.capacity(record))
     if right is not None:
