@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.modules import grouped_matmul
+from ejkernel.modules import gather_reduce, grouped_matmul
 
 
 @functools.partial(
@@ -60,29 +60,15 @@ def route(layer: Experts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     return experts, weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-@jax.custom_vjp
 def permute(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     """`rows[order]`, whose gradient is a gather too; an index beyond the rows gives zeros.
-
-    JAX's own gradient of a gather is a scatter that adds, which takes longer and has no fixed order.
 
     Args:
         rows: [R, D].
         order: [S], for each row of the result its row in `rows`.
         inverse: [R], for each row of `rows` its row in the result.
     """
-    return rows.at[order].get(mode="fill", fill_value=0)
-
-
-def _permute(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return permute(rows, order, inverse), inverse
-
-
-def _permuted_back(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return cotangent.at[inverse].get(mode="fill", fill_value=0), None, None
-
-
-permute.defvjp(_permute, _permuted_back)
+    return gather_reduce(rows, order[:, None], inverse[:, None])
 
 
 def sort_by(key: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -113,32 +99,17 @@ def moe(layer: Experts, tokens: jax.Array) -> jax.Array:
     return combine(mlp(layer, dispatch(tokens, order, inverse), sizes), weights, order, inverse)
 
 
-@jax.custom_vjp
 def dispatch(tokens: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     """The rows of the experts, [R, D]: each is the token that it was made of.
 
-    Its gradient is the sum of the rows of each token, gathered as they are added: no copy in another order is made.
-
     Args:
         tokens: [T, D].
-        order: [R], for each row which of the T k pairs of a token and one of its experts it is.
-        inverse: [T, k], the row of each pair, or an index beyond the rows for none.
+        order: [R], for each row which of the T k pairs of a token and one of its experts it is, or T k for none.
+        inverse: [T, k], the row of each pair, or R for none.
     """
-    return tokens[order // inverse.shape[1]]
+    return gather_reduce(tokens, order[:, None] // inverse.shape[1], inverse)
 
 
-def _dispatch(tokens: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return dispatch(tokens, order, inverse), inverse
-
-
-def _dispatched_back(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return _sums(cotangent, inverse, jnp.ones(inverse.shape)), None, None
-
-
-dispatch.defvjp(_dispatch, _dispatched_back)
-
-
-@jax.custom_vjp
 def combine(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     """The weighted sum of the k rows of each token, [T, D], which are gathered as they are added.
 
@@ -148,32 +119,7 @@ def combine(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.
         order: As `dispatch` takes it.
         inverse: Likewise.
     """
-    return _sums(rows, inverse, weights)
-
-
-def _combine(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
-    return combine(rows, weights, order, inverse), (rows, weights, order, inverse)
-
-
-def _combined_back(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
-    rows, weights, order, inverse = saved
-    wide = cotangent.astype(jnp.float32)
-    of_rows = weights.reshape(-1)[order][:, None] * wide[order // weights.shape[1]]
-    of_weights = [jnp.sum(_rows(rows, inverse[:, n]) * wide, axis=1) for n in range(weights.shape[1])]
-    return of_rows.astype(rows.dtype), jnp.stack(of_weights, axis=1).astype(weights.dtype), None, None
-
-
-combine.defvjp(_combine, _combined_back)
-
-
-def _sums(rows: jax.Array, inverse: jax.Array, weights: jax.Array) -> jax.Array:
-    """Weighted sums of rows, in float32. One term after the other, which XLA makes one kernel of."""
-    terms = (_rows(rows, inverse[:, n]) * weights[:, n : n + 1] for n in range(inverse.shape[1]))
-    return functools.reduce(jnp.add, terms).astype(rows.dtype)
-
-
-def _rows(rows: jax.Array, index: jax.Array) -> jax.Array:
-    return rows.at[index].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return gather_reduce(rows, inverse, order[:, None], weights)
 
 
 def moe_over(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
@@ -196,7 +142,9 @@ def tokens_travel(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
     local = experts - lax.axis_index(axis) * own
     here = (local >= 0) & (local < own)
     order, inverse, sizes = sort_by(jnp.where(here, local, own).reshape(-1), own)
-    inverse = jnp.where(here, inverse.reshape(experts.shape), order.shape[0])
+    pairs = order.shape[0]
+    inverse = jnp.where(here, inverse.reshape(experts.shape), pairs)
+    order = jnp.where(jnp.arange(pairs) < jnp.sum(sizes), order, pairs)  # the others' rows are no pair's
     made = combine(mlp(layer, dispatch(tokens, order, inverse), sizes), weights, order, inverse)
     return lax.psum_scatter(made, axis, tiled=True)
 

@@ -11,6 +11,7 @@ from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_triton import (
     causal_convolution,
+    gather_reduce,
     grouped_matmul,
     linear_recurrence,
     paged_attention,
@@ -37,4 +38,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *linear_recurrence.implementations(),
         *causal_convolution.implementations(),
         *segment_pooling.implementations(),
+        *gather_reduce.implementations(),
     )

@@ -4,6 +4,7 @@ from ejkernel.ops import Implementation, hookimpl
 from ejkernel_xla import (
     attention_weights,
     causal_convolution,
+    gather_reduce,
     grouped_matmul,
     linear_recurrence,
     paged_attention,
@@ -29,6 +30,7 @@ FAMILIES = (
     selective_scan,
     recurrent_network,
     causal_convolution,
+    gather_reduce,
 )
 
 

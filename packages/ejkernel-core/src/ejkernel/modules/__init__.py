@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         FlashMLAConfig,
         FwdParams,
         GatedDeltaRuleConfig,
+        GatherReduceConfig,
         GLAttentionConfig,
         GroupedMatmulConfig,
         GRUConfig,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         gla_attention,
         recurrent_gla,
     )
+    from ejkernel.modules.operations.gather_reduce import GatherReduce, gather_reduce
     from ejkernel.modules.operations.grouped_matmul import GroupedMatmul, grouped_matmul
     from ejkernel.modules.operations.gru import GRU, gru
     from ejkernel.modules.operations.kernel_delta_attention import (
@@ -134,6 +136,8 @@ __all__ = [
     "GRUConfig",
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
+    "GatherReduce",
+    "GatherReduceConfig",
     "GroupedMatmul",
     "GroupedMatmulConfig",
     "KernelDeltaAttention",
@@ -190,6 +194,7 @@ __all__ = [
     "flash_mla_decode",
     "gated_delta_rule",
     "gated_linear_attention",
+    "gather_reduce",
     "gdr_attention",
     "gla_attention",
     "grouped_matmul",

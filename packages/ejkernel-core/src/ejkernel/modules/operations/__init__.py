@@ -28,6 +28,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "flash_mla": ("FlashMLA", "flash_mla", "mla_attention"),
     "gated_delta_rule": ("GatedDeltaRule", "gated_delta_rule", "gdr_attention"),
     "gated_linear_attention": ("GLAttention", "gated_linear_attention", "gla_attention", "recurrent_gla"),
+    "gather_reduce": ("GatherReduce", "gather_reduce"),
     "grouped_matmul": ("GroupedMatmul", "grouped_matmul"),
     "gru": ("GRU", "gru"),
     "kernel_delta_attention": ("KernelDeltaAttention", "kda_attention", "kda_decay", "kernel_delta_attention"),

@@ -37,6 +37,7 @@ from ejkernel.modules.operations.configuration.recurrence import (
 )
 from ejkernel.modules.operations.configuration.sequence import (
     CausalConv1dConfig,
+    GatherReduceConfig,
     GroupedMatmulConfig,
     GRUConfig,
     LSTMConfig,
@@ -61,6 +62,7 @@ __all__ = [
     "GLAttentionConfig",
     "GRUConfig",
     "GatedDeltaRuleConfig",
+    "GatherReduceConfig",
     "GroupedMatmulConfig",
     "KernelDeltaAttentionConfig",
     "LSTMConfig",

@@ -1,4 +1,7 @@
-"""Configurations of pooling, grouped matmul, the selective scan and recurrent networks; `configs` re-exports them."""
+"""Configurations of pooling, gathers, grouped matmul, the selective scan and recurrent networks.
+
+`configs` re-exports them.
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -76,6 +79,21 @@ class QuantizedMatmulConfig(_SequenceConfig):
     splits: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherReduceConfig(_SequenceConfig):
+    """Tiles of `gather_reduce`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_t: Tokens a tile; backward, rows.
+        block_d: Channels a tile.
+        num_warps: Warps a program.
+    """
+
+    block_t: int | None = None
+    block_d: int | None = None
+    num_warps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Inputs for `gather_reduce`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.tables import normal_like, tagged
+from ejkernel.ops.model import Case
+
+# name, rows, tokens, indices a token, pairs a row, channels, dtypes of rows and weights, whether some name none, tags
+_Row = tuple[str, int, int, int, int, int, Any, Any, bool, tuple[str, ...]]
+_TABLE: tuple[_Row, ...] = (
+    ("dispatch", 24, 72, 1, 3, 60, jnp.float32, None, False, ()),
+    ("combine", 72, 24, 3, 1, 60, jnp.float32, jnp.float32, False, ()),
+    ("dropped", 40, 24, 3, 2, 33, jnp.float32, jnp.float32, True, ("awkward",)),
+    ("one token", 1, 1, 1, 1, 1, jnp.float32, jnp.float32, False, ("awkward",)),
+    ("many pairs a row", 5, 60, 2, 40, 16, jnp.float32, None, True, ("awkward",)),
+    ("bfloat16", 96, 24, 4, 1, 128, jnp.bfloat16, jnp.float32, False, ()),
+    ("bfloat16 weights", 64, 40, 2, 4, 130, jnp.bfloat16, jnp.bfloat16, True, ()),
+    ("experts, dispatch", 8192, 65536, 1, 8, 2048, jnp.bfloat16, None, False, ("bench",)),
+    ("experts, combine", 65536, 8192, 8, 1, 2048, jnp.bfloat16, jnp.float32, False, ("bench",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """The named cases as argument records of the given type."""
+    return tuple(_case(arguments, row) for row in _TABLE)
+
+
+def _case(arguments: type, row: _Row) -> Case:
+    name, rows, tokens, count, most, channels, dtype, weight_dtype, drops, tags = row
+
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 3)
+        indices, inverse = index_pairs(keys[0], rows, tokens, count, most, drops=drops)
+        weights = None if weight_dtype is None else jax.random.normal(keys[1], (tokens, count)).astype(weight_dtype)
+        x = jax.random.normal(keys[2], (rows, channels)).astype(dtype)
+        return arguments(rows=x, indices=indices, inverse=inverse, weights=weights)
+
+    return tagged(name, make, () if weight_dtype is None else ("weights",), tags)
+
+
+def index_pairs(
+    key: jax.Array, rows: int, tokens: int, count: int, most: int, *, drops: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Indices [tokens, count] at random, and the pairs of every row, [rows, most].
+
+    Places of rows, `most` each, are dealt to pairs in a random order; with `drops`, to two thirds of them at most.
+    """
+    pairs, places = tokens * count, rows * most
+    used = min(pairs, places)
+    used -= used // 3 if drops else 0
+    pair_key, place_key = jax.random.split(key)
+    pair = jax.random.permutation(pair_key, pairs)[:used]
+    place = jax.random.permutation(place_key, places)[:used]
+    indices = jnp.full(pairs, -1, jnp.int32).at[pair].set((place // most).astype(jnp.int32))
+    inverse = jnp.full(places, pairs, jnp.int32).at[place].set(pair.astype(jnp.int32))
+    return indices.reshape(tokens, count), inverse.reshape(rows, most)
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Concrete arguments of the given shapes, valid as a call: normal floats, as many pairs as both arrays hold."""
+    keys = jax.random.split(key, 3)
+    (tokens, count), (rows, most) = args.indices.shape, args.inverse.shape
+    indices, inverse = index_pairs(keys[0], rows, tokens, count, most)
+    factor = 1 / math.sqrt(count)
+    return type(args)(
+        rows=normal_like(keys[1], args.rows),
+        indices=indices.astype(args.indices.dtype),
+        inverse=inverse.astype(args.inverse.dtype),
+        weights=None if args.weights is None else normal_like(keys[2], args.weights, factor),
+    )

@@ -1,0 +1,174 @@
+"""Gather-reduce: weighted sums of named rows, the dispatch and the combine of a mixture of experts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer
+
+from ejkernel import _compat
+from ejkernel.families import gather_reduce as family
+from ejkernel.modules.operations.cases import gather_reduce as cases
+from ejkernel.modules.operations.configs import GatherReduceConfig
+from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
+from ejkernel.ops.arguments import arguments
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.operation import operation
+
+
+@arguments
+class GatherReduceArguments:
+    """The arguments of `gather_reduce`, which documents them; canonical from the moment they are made."""
+
+    rows: jax.Array
+    indices: jax.Array
+    inverse: jax.Array
+    weights: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        # The call goes on under a trace, where no values can be seen.
+        check_inverse(self.indices, self.inverse)
+
+
+@operation(lambda: OP)
+def gather_reduce(
+    rows: Float[Array, "m d"],
+    indices: Integer[Array, "t k"],
+    inverse: Integer[Array, "m n"],
+    weights: Float[Array, "t k"] | None = None,
+    *,
+    platform: str | None = None,
+    cfg: GatherReduceConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "t d"]:
+    """The weighted sum of the rows that every token names: `sum(weights[t, n] * rows[indices[t, n]])` over n.
+
+    Shape letters: M rows, D channels, T tokens, K indices a token, N pairs a row. Sums are taken in float32, in the
+    order of n. The gradient of `rows` is gathered through `inverse`: nothing is added to memory out of order, so two
+    runs give the same bits. The formulas are in `ejkernel.families.gather_reduce`.
+
+    In a mixture of experts with k experts a token, whose T * k pairs of a token and an expert are sorted by expert into
+    `order` (a row's pair) with `places` its inverse (a pair's row):
+
+    - dispatch, the rows of the experts: `gather_reduce(tokens, order[:, None] // k, places.reshape(T, k))`;
+    - combine, the sums of their results: `gather_reduce(rows, places.reshape(T, k), order[:, None], weights)`.
+
+    Over devices, channels can be split.
+
+    Args:
+        rows: [M, D] float16, bfloat16, float32 or float64.
+        indices: [T, K] int, the rows that a token names. An index outside of 0..M-1 names none and counts nothing.
+        inverse: [M, N] int, the pairs that name a row, each `t * K + n` once; anything outside of 0..T*K-1 for none.
+            Values that are not traced are checked against `indices`, for which an eager call waits.
+        weights: [T, K] floating; None for ones.
+
+    Returns:
+        [T, D] in the rows' dtype; 0 for a token that names no row.
+
+    Raises:
+        ValueError: A shape, dtype or value is wrong; the message names the argument.
+        NoImplementationError: No backend serves the call; the message is the table of reasons.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from ejkernel.modules import gather_reduce
+
+        rows = jnp.array([[1.0], [10.0], [100.0]])
+        indices = jnp.array([[2, 0], [1, -1]])  # the second token names one row
+        inverse = jnp.array([[1], [2], [0]])  # row 0 is named by pair 1: the first token's second index
+        sums = gather_reduce(rows, indices, inverse, jnp.array([[0.5, 1.0], [2.0, 9.0]]))
+        assert sums.tolist() == [[51.0], [20.0]]
+        ```
+    """
+    ...
+
+
+def check_inverse(indices: Any, inverse: Any) -> None:
+    """Checks that two index arrays list the same pairs, where their values can be read: not under a trace.
+
+    Raises:
+        ValueError: A pair of `inverse` names another row, or `indices` has a pair that is not in `inverse`.
+    """
+    both = indices, inverse
+    if any(_compat.is_tracer(x) or not getattr(x, "is_fully_addressable", True) for x in both):
+        return
+    index, pair = (np.asarray(jax.device_get(x)) for x in both)
+    if any(x.ndim != 2 or x.dtype.kind not in "iu" for x in (index, pair)):
+        return  # the shape and the dtype are wrong, and `validate` says so
+    rows, flat = pair.shape[0], index.reshape(-1).astype(np.int64)
+    row = np.broadcast_to(np.arange(rows)[:, None], pair.shape)
+    listed = (pair >= 0) & (pair < flat.size)
+    pairs, owners = pair[listed], row[listed]
+    wrong = flat[pairs] != owners
+    if wrong.any():
+        at, owner = int(pairs[wrong][0]), int(owners[wrong][0])
+        raise ValueError(
+            f"inverse: got pair {at} for row {owner}, wants one of that row: indices names {flat[at]} there"
+        )
+    times = np.bincount(pairs, minlength=flat.size)
+    lost = (times != 1) & (flat >= 0) & (flat < rows)
+    if lost.any():
+        at = int(np.flatnonzero(lost)[0])
+        raise ValueError(f"inverse: got pair {at} {int(times[at])} times, wants it once: it names row {flat[at]}")
+
+
+def validate(args: GatherReduceArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked values."""
+    sizes: dict[str, int] = {}
+    for name, axes in (("rows", "M D"), ("indices", "T K"), ("inverse", "M N"), ("weights", "T K")):
+        array = getattr(args, name)
+        if array is not None:
+            check_shape(name, array, axes, sizes)
+    for name in ("rows", "weights"):
+        if getattr(args, name) is not None:
+            check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    for name in ("indices", "inverse"):
+        check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
+    if sizes["T"] * sizes["K"] >= 2**31:
+        raise ValueError(f"indices: got shape {tuple(args.indices.shape)}, wants fewer than 2**31 pairs")
+
+
+def lower(args: GatherReduceArguments) -> family.GatherReduce:
+    """The record of a call."""
+    return family.GatherReduce(
+        rows=args.rows,
+        indices=args.indices.astype(jnp.int32),
+        inverse=args.inverse.astype(jnp.int32),
+        weights=args.weights,
+    )
+
+
+def reference(args: GatherReduceArguments) -> jax.Array:
+    """The operation's meaning in plain jnp."""
+    return family.reference(lower(args))[0]
+
+
+class GatherReduce(Kernel[GatherReduceConfig, Array]):
+    """`gather_reduce` as an object."""
+
+
+OP = Op(
+    name="gather_reduce",
+    function=gather_reduce,
+    arguments=GatherReduceArguments,
+    family=family.FAMILY,
+    config=GatherReduceConfig,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(GatherReduceArguments),
+    tolerance={
+        "float64": Tolerance(rtol=1e-12, atol=1e-12),
+        "float32": Tolerance(rtol=2e-6, atol=4e-6),
+        "bfloat16": Tolerance(rtol=1e-2, atol=4e-3),
+        "float16": Tolerance(rtol=2e-3, atol=4e-4),
+    },
+    make_inputs=cases.make_inputs,
+    axes={"rows": "m d", "indices": "t k", "inverse": "m n", "weights": "t k", "output": "t d"},
+)
+GatherReduce.op = OP

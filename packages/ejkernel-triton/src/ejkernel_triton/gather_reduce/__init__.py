@@ -1,0 +1,34 @@
+"""Gather-reduce in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.gather_reduce import config
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not (record.rows.size and record.indices.size and record.inverse.size):
+        yield "an array is empty"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    return (
+        triton_implementation(
+            "gather_reduce",
+            forward="gather_reduce.passes:forward",
+            backward="gather_reduce.passes:backward",
+            gradients=frozenset({"rows", "weights"}),
+            requires=triton_requires(handles={"weights"}, extra=_reasons),
+            config=ConfigSpace(
+                forward=config.GatherTiles,
+                backward=config.GatherTiles,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+        ),
+    )

@@ -1,0 +1,61 @@
+"""Configurations of the gather-reduce kernels."""
+
+import dataclasses
+
+from ejkernel.families.gather_reduce import GatherReduce
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.launch import interpreting
+
+IN_FLIGHT = 8
+"""Rows that a program loads before it waits, of 16 bytes a thread."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherTiles:
+    """Configuration of a kernel.
+
+    Attributes:
+        block_t: Sums of a program: tokens forward, rows backward; a power of two.
+        block_d: Channels of a program; a power of two.
+        num_warps: Warps a program.
+    """
+
+    block_t: int
+    block_d: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{field.name}: got {value}, wants a power of two")
+
+
+FACES = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_warps"}
+"""Fields of the public configuration and what they set here."""
+
+
+def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) -> GatherTiles:
+    """Tiles for a record on a device, by rule: a thread has 16 bytes of each row that it loads."""
+    sums, terms = record.indices.shape if direction == "forward" else record.inverse.shape
+    lanes, each = 64 if device.vendor == "amd" else 32, 16 // record.rows.dtype.itemsize
+    channels = _padded(record.rows.shape[1])
+    if interpreting():
+        return GatherTiles(block_t=min(8, _padded(sums)), block_d=min(64, channels), num_warps=1)
+    num_warps = max(1, min(4, channels // (lanes * each)))
+    block_t = min(_padded(sums), max(1, IN_FLIGHT // _padded(terms)))
+    return GatherTiles(block_t=block_t, block_d=max(16, min(channels, num_warps * lanes * each)), num_warps=num_warps)
+
+
+def candidates(record: GatherReduce, device: DeviceInfo, direction: Direction) -> tuple[GatherTiles, ...]:
+    """Tiles worth measuring for a record on a device."""
+    first = heuristic(record, device, direction)
+    found = [dataclasses.replace(first, block_t=n) for n in (1, 2, 4, 8)]
+    found += [dataclasses.replace(first, block_d=2 * first.block_d, num_warps=n) for n in (first.num_warps, 8)]
+    found += [dataclasses.replace(first, block_t=max(1, first.block_t // 2), block_d=2 * first.block_d)]
+    return tuple(dict.fromkeys((first, *found[: 2 if interpreting() else None])))
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
