@@ -107,9 +107,7 @@ def check_inverse(indices: Any, inverse: Any) -> None:
     wrong = flat[pairs] != owners
     if wrong.any():
         at, owner = int(pairs[wrong][0]), int(owners[wrong][0])
-        raise ValueError(
-            f"inverse: got pair {at} for row {owner}, wants one of that row: indices names {flat[at]} there"
-        )
+        raise ValueError(f"inverse: got pair {at} for row {owner}, wants a pair of that row: this one names {flat[at]}")
     times = np.bincount(pairs, minlength=flat.size)
     lost = (times != 1) & (flat >= 0) & (flat < rows)
     if lost.any():
