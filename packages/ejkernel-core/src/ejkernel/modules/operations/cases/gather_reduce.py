@@ -47,7 +47,7 @@ def index_pairs(
 ) -> tuple[jax.Array, jax.Array]:
     """Indices [tokens, count] at random, and the pairs of every row, [rows, most].
 
-    Places of rows, `most` each, are dealt to pairs in a random order; with `drops`, to two thirds of them at most.
+    Every row has `most` places, which pairs take in a random order; with `drops`, two thirds of them at most are taken.
     """
     pairs, places = tokens * count, rows * most
     used = min(pairs, places)
