@@ -76,7 +76,8 @@ def call(platform: str) -> Callable[..., Any]:
         floats = {name: x for name, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
         def output(floats: Given) -> jax.Array:
-            return gather_reduce(**{**given, **floats}, platform=platform)
+            arrays: dict[str, Any] = {**given, **floats}
+            return gather_reduce(**arrays, platform=platform)
 
         if cotangent is None:
             return (output(floats),)
