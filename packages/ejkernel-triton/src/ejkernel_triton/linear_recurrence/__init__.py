@@ -63,7 +63,7 @@ def implementations() -> tuple[Implementation, ...]:
             paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
-                forward=config.ChunkPasses,
+                forward=config.RecurrencePasses,
                 faces=config.FACES,
                 heuristic=config.heuristic,
                 candidates=config.candidates,

@@ -10,6 +10,9 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
+WALK_STAGES = 3
+"""Pipeline stages of a walk that makes states and outputs: chunks whose copies are in flight, plus one."""
+
 MIN_TILE = 16
 """Smallest side of a tile that `tl.dot` takes, in tokens or channels."""
 
@@ -71,6 +74,24 @@ class ChunkPasses:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrencePasses(ChunkPasses):
+    """Configuration of both passes without the delta rule.
+
+    Attributes:
+        walk: Whether one kernel makes states and outputs forwards, with no state in memory, of rows that are not
+            split; else `state_*` and `output_*` count. The backward pass then makes the states again.
+        walk_block_v: Value channels of a program that walks; it has all key channels.
+        walk_warps: Warps of it.
+        walk_stages: Its pipeline stages.
+    """
+
+    walk: bool
+    walk_block_v: int
+    walk_warps: int
+    walk_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaPasses(ChunkPasses):
     """Configuration of both passes of the delta rule.
 
@@ -96,23 +117,51 @@ FACES = {
 """Fields of the public configurations and what they set here."""
 
 
-def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> ChunkPasses:
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
     """Chunks and tiles for a record on a device, not measured."""
-    return sized(record, device, 64)
+    made, block = sized(record, device, 64), walk_block_v(record, device)
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    if block is not None:
+        fields["splits"] = 1
+    return RecurrencePasses(
+        **fields, walk=block is not None, walk_block_v=block or MIN_TILE, walk_warps=4, walk_stages=WALK_STAGES
+    )
 
 
-def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[ChunkPasses, ...]:
+def walk_block_v(record: LinearRecurrence, device: DeviceInfo) -> int | None:
+    """Value channels of a program that makes states and outputs in one walk; None where two kernels are better."""
+    chip, keys, values = chip_of(device), _padded(record.query.shape[3]), _padded(record.value.shape[3])
+    wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
+    if _by_channel(record):
+        return None
+    if interpreting():
+        return None if record.cu_seqlens is None else MIN_TILE
+    # Float16 has not the range for a state, and float32 takes twice the shared memory. Only Hopper was measured.
+    if chip.architecture != "hopper" or wide or record.query.dtype.name == "float16" or keys > 128:
+        return None
+    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    block = min(values, 64)
+    # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
+    walks = record.query.shape[0] * sequences * head_count(record) * -(-record.value.shape[3] // block)
+    return block if walks >= 3 * chip.multiprocessors // 4 else None
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrencePasses, ...]:
     """Configurations worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
-        return (default, dataclasses.replace(default, chunk=MIN_TILE, keep_states=False, splits=1))
-    made = [default, dataclasses.replace(default, keep_states=False)]
+        other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False, splits=1)
+        return (default, dataclasses.replace(other, walk=record.cu_seqlens is None and not _by_channel(record)))
+    made = [dataclasses.replace(default, walk=False), dataclasses.replace(default, walk=False, keep_states=False)]
     if not _by_channel(record):
-        made += [dataclasses.replace(default, chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
-    made += [dataclasses.replace(x, gradient_block_k=64, gradient_stages=1) for x in made]
-    made += [dataclasses.replace(x, gradient_block_k=32, gradient_stages=1) for x in made]
-    made += [dataclasses.replace(default, state_block_k=32, splits=2 * default.splits)]
-    return tuple(dict.fromkeys(made))
+        made += [dataclasses.replace(made[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
+    if default.walk:
+        made += [dataclasses.replace(default, walk_stages=n) for n in (2, 3, 4)]
+        made += [dataclasses.replace(default, walk_block_v=32, walk_stages=n) for n in (2, 3)]
+    made += [dataclasses.replace(x, gradient_block_k=64, gradient_stages=1) for x in (default, *made[:3])]
+    made += [dataclasses.replace(x, gradient_block_k=32, gradient_stages=1) for x in (default, *made[:3])]
+    made += [dataclasses.replace(default, walk=False, state_block_k=32, splits=2 * default.splits)]
+    return tuple(dict.fromkeys((default, *made)))
 
 
 def kind_of_large(record: LinearRecurrence) -> str | None:

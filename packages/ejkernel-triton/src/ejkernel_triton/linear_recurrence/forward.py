@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning import packing
 from ejkernel_triton.linear_recurrence import stages
-from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence.config import RecurrencePasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, canonical, state_dtype
 
 
@@ -28,7 +28,7 @@ class RecurrencePocket(NamedTuple):
 
 
 def forward(
-    record: LinearRecurrence, config: ChunkPasses
+    record: LinearRecurrence, config: RecurrencePasses
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], RecurrencePocket]:
     """Output and final states of a record.
 
@@ -42,9 +42,14 @@ def forward(
     """
     dtype, record = record.query.dtype, canonical(record)
     call = stages.make_call(record, config, config.chunk)
-    call = dataclasses.replace(call, scores=stages.channel_scores(call))
-    states, final = boundaries(record, call)
-    output = stages.make_outputs(call, states)
+    states = None
+    if config.walk and (record.cu_seqlens is not None or call.spec.SEQUENCES == 1):
+        output, ends = stages.walk(call, initial_states(record))
+        final = _final(record, ends)
+    else:
+        call = dataclasses.replace(call, scores=stages.channel_scores(call))
+        states, final = boundaries(record, call)
+        output = stages.make_outputs(call, states)
     if record.cu_seqlens is not None:
         # No chunk has the tokens of no sequence, so no program writes their outputs.
         in_sequence = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
@@ -61,7 +66,12 @@ def boundaries(record: LinearRecurrence, call: RecurrenceCall) -> tuple[jax.Arra
     if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
         initial = segment_starts(call, record.key, record.value, initial)
     states, final, _ = stages.pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
-    return states, final[0] if record.cu_seqlens is not None else final[:, -1]
+    return states, _final(record, final)
+
+
+def _final(record: LinearRecurrence, ends: jax.Array) -> jax.Array:
+    """The final states as the record has them, from those at the end of all walks."""
+    return ends[0] if record.cu_seqlens is not None else ends[:, -1]
 
 
 def initial_states(record: LinearRecurrence) -> jax.Array | None:

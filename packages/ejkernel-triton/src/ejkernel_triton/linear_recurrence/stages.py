@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence.config import ChunkPasses, RecurrencePasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, Spans, make_spans, make_spec
 
 GATE_COLUMNS = 64
@@ -143,6 +143,43 @@ def pass_states(
         },
     )
     return made[0], made[1], made[2]
+
+
+def walk(call: RecurrenceCall, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Outputs and final states in one walk, which stores no other state; not with gates of channels.
+
+    Args:
+        call: What the stages share, with a `RecurrencePasses` as its configuration.
+        initial: [B, SEQUENCES, H, K, V], where each walk begins; None is zeros.
+
+    Returns:
+        Outputs [B, T, H, V], of which those of no packed sequence are undefined, and [B, SEQUENCES, H, K, V] float32.
+    """
+    from ejkernel_triton.linear_recurrence.walk_kernel import walk_kernel
+
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    assert isinstance(config, RecurrencePasses)  # the delta rule has walks of its own
+    arrays = (call.query, call.key, call.value, call.gates, call.dt, call.skip, initial)
+    output, final = launch(
+        walk_kernel,
+        (*arrays, call.spans.bounds, call.spans.first_chunks),
+        [
+            Shape((batch, spec.T, spec.H, spec.V), call.query.dtype),
+            Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+        ],
+        batch=batch,
+        grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.walk_block_v),
+        num_warps=config.walk_warps,
+        num_stages=config.walk_stages,
+        constants={
+            "spec": spec,
+            "VALUE_HEADS": call.value.shape[2],
+            "BLOCK_K": max(16, 1 << (spec.K - 1).bit_length()),
+            "BLOCK_V": config.walk_block_v,
+            "INITIAL": initial is not None,
+        },
+    )
+    return output, final
 
 
 def channel_scores(call: RecurrenceCall) -> jax.Array | None:

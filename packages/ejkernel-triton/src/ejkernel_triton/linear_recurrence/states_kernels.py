@@ -29,6 +29,7 @@ from ejkernel_triton.linear_recurrence.tile import (
     state_base,
     store_rows,
     store_state,
+    walk_span,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -156,16 +157,7 @@ def states_kernel(
     program = program // spec.H
     sequence = program % spec.SEQUENCES
     row = program // spec.SEQUENCES
-    if spec.PER_SEQUENCE == 0:
-        first = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence)
-        last = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence + 1)
-        sequence_start = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
-        end = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence + 1)
-    else:
-        first = sequence * spec.PER_SEQUENCE
-        last = tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS)
-        sequence_start = first * C
-        end = first * 0 + spec.T
+    first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:

@@ -24,6 +24,18 @@ def chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec: tl.const
 
 
 @triton.jit
+def walk_span(bounds, first_chunks, row, sequence, spec: tl.constexpr, per: tl.constexpr):
+    """First chunk of a sequence or segment and the one after its last, its first token and the end of its tokens."""
+    if spec.PER_SEQUENCE == 0:
+        first_chunks += (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence
+        bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence
+        return tl.load(first_chunks), tl.load(first_chunks + 1), tl.load(bounds), tl.load(bounds + 1)
+    else:
+        first = sequence * spec.PER_SEQUENCE
+        return first, tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS), first * spec.CHUNK, first * 0 + spec.T
+
+
+@triton.jit
 def masked_load(at, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile; 0 where a row or column that may be masked is."""
     # A predicate that is always true still costs: there are four loads, not one with a mask of constants.

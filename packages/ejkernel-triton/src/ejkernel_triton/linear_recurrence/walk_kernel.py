@@ -1,0 +1,114 @@
+# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
+"""States and outputs in one walk: a program makes the outputs of each chunk before it adds the chunk to its state.
+
+    tokens     |  chunk 0  |  chunk 1  | ...
+    state      S0          S1          S2 ...             [K, BLOCK_V] float32 in registers, never in memory
+    outputs    q S0, pairs q S1, pairs ...
+
+What `states_kernel` and `outputs_kernel` pass through memory is much of what they move: 0.54 of 1.34 GB with B4 S8192
+H16 and K, V of 128 in bfloat16. In return chunks wait for each other, so this needs about as many walks as there are
+multiprocessors. Gates of channels keep the two kernels: their scores come from a kernel of their own.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.linear_recurrence.tile import (
+    causal,
+    chunk_base,
+    gates_base,
+    load_dt,
+    load_rows,
+    load_state,
+    pair_weights,
+    store_rows,
+    store_state,
+    walk_span,
+)
+
+
+@triton.jit
+def walk_kernel(
+    query,
+    key,
+    value,
+    gates,
+    dt,
+    skip,
+    initial,
+    bounds,
+    first_chunks,
+    output,
+    final,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    INITIAL: tl.constexpr,
+):
+    """Outputs and final state of one head and sequence, BLOCK_V value channels; see `stages.walk`."""
+    V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    # Tiles of values are the fastest index: programs that run together read the same queries and keys out of L2.
+    v_start = (program % V_TILES) * BLOCK_V
+    program = program // V_TILES
+    head = program % spec.H
+    program = program // spec.H
+    sequence = program % spec.SEQUENCES
+    row = program // spec.SEQUENCES
+    first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
+    acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if INITIAL:
+        from_row = tl.cast(row // per.INITIAL, tl.int64) * spec.SEQUENCES + sequence
+        at = initial + (from_row * spec.H + head) * (spec.K * spec.V)
+        acc = load_state(at, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+    q_head, k_head = head // (spec.H // spec.HQ), head // (spec.H // spec.HK)
+    v_head = head // (spec.H // VALUE_HEADS)
+    factor = 0.0
+    if spec.SKIP:
+        factor = tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
+    for step in tl.range(0, last - first):
+        chunk = first + step
+        start = sequence_start + step * C
+        # No address depends on `acc`, so the pipeliner copies the next chunks' tiles under this chunk's products.
+        q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
+        k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
+        v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
+        q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
+        k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
+        v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec)
+        pairs = dot(q, tl.trans(k), spec)
+        out = dot(q, acc.to(q.dtype), spec)
+        writes = v
+        if spec.WIDTH == 1:
+            g_base = gates_base(gates, row, head, chunk, spec, per)
+            g = tl.load(g_base + tl.arange(0, C))
+            total = tl.load(g_base + (C - 1))
+            out *= tl.exp2(g)[:, None]
+            # Masks too: the weights are 0 above the diagonal.
+            pairs *= pair_weights(g)
+            acc *= tl.exp2(total)
+            # Decay from each token to the chunk's end, on values: half as many numbers as keys have.
+            weights = tl.exp2(total - g)
+        else:
+            pairs = tl.where(causal(spec), pairs, 0.0)
+        if spec.DT:
+            factors = load_dt(dt, row // per.DT, start, end, head, spec)
+            pairs *= factors[None, :]
+            weights = weights * factors if spec.WIDTH == 1 else factors
+        if spec.WIDTH == 1 or spec.DT:
+            writes = (v.to(tl.float32) * weights[:, None]).to(v.dtype)
+        # Tokens behind the end have keys and values of 0, so they add nothing; their outputs are not stored.
+        out = add_dot(out, pairs.to(v.dtype), v, spec)
+        acc = add_dot(acc, tl.trans(k), writes, spec)
+        out *= spec.SCALE
+        if spec.SKIP:
+            out += v.to(tl.float32) * factor
+        target = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(target, out, start, end, v_start, spec.H, spec.V, spec)
+    state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    store_state(final + state_offset, acc, 0, v_start, spec)
