@@ -89,8 +89,9 @@ def launches(device, gates, dtype=jnp.bfloat16):
 def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
     calls = launches(CHIPS[chip], gates)
     made = {call.kernel.__name__ for call in calls}
-    assert made >= {"gates_kernel", "states_kernel", "outputs_kernel", "value_gradients_kernel", "key_gradients_kernel"}
+    assert made >= {"gates_kernel", "states_kernel", "value_gradients_kernel", "key_gradients_kernel"}
     assert ("scores_kernel" in made) == (gates == "channels")
+    assert ("walk_kernel" in made, "outputs_kernel" in made) == (gates == "heads", gates != "heads")
     assert_fits_and_spills_nothing(calls, chip)
 
 

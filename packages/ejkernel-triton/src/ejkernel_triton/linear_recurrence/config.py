@@ -10,9 +10,6 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
-WALK_STAGES = 3
-"""Pipeline stages of a walk that makes states and outputs: chunks whose copies are in flight, plus one."""
-
 MIN_TILE = 16
 """Smallest side of a tile that `tl.dot` takes, in tokens or channels."""
 
@@ -119,31 +116,36 @@ FACES = {
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
     """Chunks and tiles for a record on a device, not measured."""
-    made, block = sized(record, device, 64), walk_block_v(record, device)
+    made = sized(record, device, 64)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    if block is not None:
-        fields["splits"] = 1
-    return RecurrencePasses(
-        **fields, walk=block is not None, walk_block_v=block or MIN_TILE, walk_warps=4, walk_stages=WALK_STAGES
-    )
+    default = RecurrencePasses(**fields, walk=False, walk_block_v=MIN_TILE, walk_warps=4, walk_stages=3)
+    # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster. With dt and
+    # skip it spills up to 56 bytes a thread, though it is faster forwards: 1.09 ms instead of 1.55 for Mamba-2.
+    few = not interpreting() and 4 * _walks(record, default) < 3 * chip_of(device).multiprocessors
+    return default if few or record.dt is not None or record.skip is not None else _walking(record, device, default)
 
 
-def walk_block_v(record: LinearRecurrence, device: DeviceInfo) -> int | None:
-    """Value channels of a program that makes states and outputs in one walk; None where two kernels are better."""
+def _walks(record: LinearRecurrence, config: ChunkPasses) -> int:
+    """Programs that make states and outputs in one walk, with as many value channels as states have there."""
+    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return record.query.shape[0] * sequences * head_count(record) * -(-record.value.shape[3] // config.state_block_v)
+
+
+def _walking(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
+    """The configuration that makes states and outputs in one walk; the default where the kernel does not fit."""
     chip, keys, values = chip_of(device), _padded(record.query.shape[3]), _padded(record.value.shape[3])
     wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     if _by_channel(record):
-        return None
+        return default
     if interpreting():
-        return None if record.cu_seqlens is None else MIN_TILE
+        return default if record.cu_seqlens is None else dataclasses.replace(default, walk=True)
     # Float16 has not the range for a state, and float32 takes twice the shared memory. Only Hopper was measured.
     if chip.architecture != "hopper" or wide or record.query.dtype.name == "float16" or keys > 128:
-        return None
-    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    block = min(values, 64)
-    # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
-    walks = record.query.shape[0] * sequences * head_count(record) * -(-record.value.shape[3] // block)
-    return block if walks >= 3 * chip.multiprocessors // 4 else None
+        return default
+    # One walk a multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several: 2 stages, of which two find room, 1.00 ms,
+    # 3 stages 1.28 (docs/lab/linear_recurrence_gpu.md).
+    stages = 3 if _walks(record, default) <= chip.multiprocessors else 2
+    return dataclasses.replace(default, splits=1, walk=True, walk_block_v=min(values, 64), walk_stages=stages)
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrencePasses, ...]:
@@ -152,14 +154,16 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     if interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False, splits=1)
         return (default, dataclasses.replace(other, walk=record.cu_seqlens is None and not _by_channel(record)))
+    walking = _walking(record, device, default)
     made = [dataclasses.replace(default, walk=False), dataclasses.replace(default, walk=False, keep_states=False)]
     if not _by_channel(record):
         made += [dataclasses.replace(made[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
-    if default.walk:
-        made += [dataclasses.replace(default, walk_stages=n) for n in (2, 3, 4)]
-        made += [dataclasses.replace(default, walk_block_v=32, walk_stages=n) for n in (2, 3)]
-    made += [dataclasses.replace(x, gradient_block_k=64, gradient_stages=1) for x in (default, *made[:3])]
-    made += [dataclasses.replace(x, gradient_block_k=32, gradient_stages=1) for x in (default, *made[:3])]
+    if walking.walk:
+        made += [dataclasses.replace(walking, walk_stages=n) for n in (2, 3)]
+        made += [dataclasses.replace(walking, walk_block_v=32, walk_stages=2)]
+    made += [
+        dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (walking, *made[:3]) for n in (64, 32)
+    ]
     made += [dataclasses.replace(default, walk=False, state_block_k=32, splits=2 * default.splits)]
     return tuple(dict.fromkeys((default, *made)))
 

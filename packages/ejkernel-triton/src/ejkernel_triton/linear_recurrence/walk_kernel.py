@@ -81,33 +81,36 @@ def walk_kernel(
         q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
         v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec)
-        pairs = dot(q, tl.trans(k), spec)
-        out = dot(q, acc.to(q.dtype), spec)
-        writes = v
+        read, writes = v, v
         if spec.WIDTH == 1:
             g_base = gates_base(gates, row, head, chunk, spec, per)
             g = tl.load(g_base + tl.arange(0, C))
             total = tl.load(g_base + (C - 1))
-            out *= tl.exp2(g)[:, None]
-            # Masks too: the weights are 0 above the diagonal.
-            pairs *= pair_weights(g)
-            acc *= tl.exp2(total)
-            # Decay from each token to the chunk's end, on values: half as many numbers as keys have.
+            # Decay from each token to the chunk's end, on values: a program has fewer of them than keys.
             weights = tl.exp2(total - g)
-        else:
-            pairs = tl.where(causal(spec), pairs, 0.0)
         if spec.DT:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
-            pairs *= factors[None, :]
             weights = weights * factors if spec.WIDTH == 1 else factors
+            read = (v.to(tl.float32) * factors[:, None]).to(v.dtype)
         if spec.WIDTH == 1 or spec.DT:
             writes = (v.to(tl.float32) * weights[:, None]).to(v.dtype)
+        # The state before the chunk answers, and takes in the chunk, before pairs are made: pairs and the state's
+        # update at the same time take more registers than there are.
+        out = dot(q, acc.to(q.dtype), spec) * spec.SCALE
+        if spec.WIDTH == 1:
+            out *= tl.exp2(g)[:, None]
+            acc *= tl.exp2(total)
         # Tokens behind the end have keys and values of 0, so they add nothing; their outputs are not stored.
-        out = add_dot(out, pairs.to(v.dtype), v, spec)
         acc = add_dot(acc, tl.trans(k), writes, spec)
-        out *= spec.SCALE
         if spec.SKIP:
             out += v.to(tl.float32) * factor
+        pairs = dot(q, tl.trans(k), spec) * spec.SCALE
+        if spec.WIDTH == 1:
+            # Masks too: the weights are 0 above the diagonal.
+            pairs *= pair_weights(g)
+        else:
+            pairs = tl.where(causal(spec), pairs, 0.0)
+        out = add_dot(out, pairs.to(v.dtype), read, spec)
         target = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
         store_rows(target, out, start, end, v_start, spec.H, spec.V, spec)
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
