@@ -9,11 +9,12 @@ import block_maps
 import experts
 import hopper_pipeline
 import recall
+import sparse
 import speed
 import terminal
 from style import HERE
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed, experts, recall, terminal):
+    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed, experts, sparse, recall, terminal):
         figures.draw(folder)
