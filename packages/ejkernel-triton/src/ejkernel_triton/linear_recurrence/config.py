@@ -75,8 +75,8 @@ class RecurrencePasses(ChunkPasses):
     """Configuration of both passes without the delta rule.
 
     Attributes:
-        walk: Whether one kernel makes states and outputs forwards, with no state in memory, of rows that are not
-            split; else `state_*` and `output_*` count. The backward pass then makes the states again.
+        walk: Whether one kernel makes states and outputs forwards, with no state in memory; else `output_*` count, and
+            `state_*` do for more than segments. The backward pass then makes the states again.
         walk_block_v: Value channels of a program that walks; it has all key channels.
         walk_warps: Warps of it.
         walk_stages: Its pipeline stages.
@@ -152,8 +152,9 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     """Configurations worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
-        other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False, splits=1)
-        return (default, dataclasses.replace(other, walk=record.cu_seqlens is None and not _by_channel(record)))
+        other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
+        walks = record.cu_seqlens is None and not _by_channel(record)
+        return (default, dataclasses.replace(other, walk=walks), dataclasses.replace(other, walk=False, splits=1))
     walking = _walking(record, device, default)
     made = [dataclasses.replace(default, walk=False), dataclasses.replace(default, walk=False, keep_states=False)]
     if not _by_channel(record):
@@ -161,6 +162,9 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     if walking.walk:
         made += [dataclasses.replace(walking, walk_stages=n) for n in (2, 3)]
         made += [dataclasses.replace(walking, walk_block_v=32, walk_stages=2)]
+        # Segments of a row that are walked at the same time, as many as give each multiprocessor a walk.
+        parts = min(chip_of(device).multiprocessors // _walks(record, walking), default.splits)
+        made += [dataclasses.replace(walking, splits=n) for n in (parts, 2 * parts) if n > 1]
     made += [
         dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (walking, *made[:3]) for n in (64, 32)
     ]

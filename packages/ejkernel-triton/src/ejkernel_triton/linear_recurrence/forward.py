@@ -42,14 +42,14 @@ def forward(
     """
     dtype, record = record.query.dtype, canonical(record)
     call = stages.make_call(record, config, config.chunk)
-    states = None
-    if config.walk and (record.cu_seqlens is not None or call.spec.SEQUENCES == 1):
-        output, ends = stages.walk(call, initial_states(record))
-        final = _final(record, ends)
+    states, initial = None, starts(record, call)
+    if config.walk:
+        output, ends = stages.walk(call, initial)
     else:
         call = dataclasses.replace(call, scores=stages.channel_scores(call))
-        states, final = boundaries(record, call)
+        states, ends, _ = stages.pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
         output = stages.make_outputs(call, states)
+    final = _final(record, ends)
     if record.cu_seqlens is not None:
         # No chunk has the tokens of no sequence, so no program writes their outputs.
         in_sequence = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
@@ -62,11 +62,16 @@ def forward(
 
 def boundaries(record: LinearRecurrence, call: RecurrenceCall) -> tuple[jax.Array, jax.Array]:
     """The states before all chunks, [B, H, CHUNKS, K, V], and the final ones, as the record has them."""
+    made = stages.pass_states(call, record.key, record.value, starts(record, call), dtype=state_dtype(record))
+    return made[0], _final(record, made[1])
+
+
+def starts(record: LinearRecurrence, call: RecurrenceCall) -> jax.Array | None:
+    """Where the walks through sequences and segments begin, [B, SEQUENCES, H, K, V]; None is zeros."""
     initial = initial_states(record)
     if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
-        initial = segment_starts(call, record.key, record.value, initial)
-    states, final, _ = stages.pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
-    return states, _final(record, final)
+        return segment_starts(call, record.key, record.value, initial)
+    return initial
 
 
 def _final(record: LinearRecurrence, ends: jax.Array) -> jax.Array:

@@ -1,0 +1,33 @@
+"""Operations of one family that mean the same are one program on Hopper: no name of an operation costs time."""
+
+import jax
+import jax.numpy as jnp
+import machine_code
+import pytest
+
+from ejkernel.modules import attention, flash_attention, scaled_dot_product_attention
+from ejkernel.ops.device import target_device
+
+ARRAY = jax.ShapeDtypeStruct((4, 8192, 16, 128), jnp.bfloat16)
+OTHERS = {
+    "scaled_dot_product_attention": lambda q, k, v: scaled_dot_product_attention(q, k, v, causal=True),
+    "attention": lambda q, k, v: attention(q, k, v, causal=True, return_weights=False)[0],
+}
+
+
+def kernels(call):
+    """The Mosaic modules of a call and its gradients on an H200, and everything around them."""
+
+    def both(arrays):
+        output, pull = jax.vjp(call, *arrays)
+        return output, pull(output)
+
+    with target_device(machine_code.CHIPS["h200"]):
+        return machine_code.mosaic_kernels(both, (ARRAY, ARRAY, ARRAY), "h200")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_they_lower_to_the_kernels_of_flash_attention(name):
+    found = kernels(lambda q, k, v: flash_attention(q, k, v, causal=True))
+    assert len(found) >= 2
+    assert kernels(OTHERS[name]) == found
