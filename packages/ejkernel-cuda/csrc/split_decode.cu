@@ -1,7 +1,6 @@
 // The XLA FFI handler of the split decoding kernels.
 #include <algorithm>
 #include <string>
-#include <type_traits>
 
 #include "split_decode.cuh"
 #include "xla/ffi/api/ffi.h"
@@ -16,27 +15,27 @@ ffi::Error failed(const char* what, cudaError_t error) {
 }
 
 template <int Size, typename T>
-ffi::Error launch(cudaStream_t stream, const Decode<T>& call) {
-  using S = Shape<Size>;
+ffi::Error launch(cudaStream_t stream, const SplitDecode& call) {
+  using S = Shape<Size, T>;
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
   // One axis of the grid: the others end at 65535 blocks.
   const int64_t blocks = int64_t(call.rows) * call.splits * call.kv_heads * parts;
   // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
   cudaError_t error =
-      cudaFuncSetAttribute(decode_kernel<Size, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+      cudaFuncSetAttribute(split_kernel<Size, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   if (error != cudaSuccess) return failed("shared memory", error);
-  decode_kernel<Size, T><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
+  split_kernel<Size, T><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
   if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
   if (call.splits > 1) {
     // The same stream: it begins when all splits have been written.
-    merge_kernel<T><<<int64_t(call.rows) * call.heads, kMergeThreads, 0, stream>>>(call);
+    merge_kernel<<<int64_t(call.rows) * call.heads, kMergeThreads, 0, stream>>>(call);
     if ((error = cudaGetLastError()) != cudaSuccess) return failed("merge", error);
   }
   return ffi::Error::Success();
 }
 
 template <typename T>
-ffi::Error launch_for_size(cudaStream_t stream, const Decode<T>& call) {
+ffi::Error launch_for_size(cudaStream_t stream, const SplitDecode& call) {
   // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
   const int size = std::max(call.size, call.value_size);
   if (size <= 64) return launch<64, T>(stream, call);
@@ -55,30 +54,39 @@ struct Arguments {
 };
 
 // The record of a call. Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows.
-template <typename T>
-Decode<T> decode_call(const Arguments& a) {
+SplitDecode decode_call(const Arguments& a) {
   const auto query = a.query.dimensions(), keys = a.keys.dimensions(), values = a.values.dimensions();
-  Decode<T> call;
-  call.query = a.query.reinterpret_data<T>();
-  call.keys = a.keys.reinterpret_data<T>();
-  call.values = a.values.reinterpret_data<T>();
+  SplitDecode call{};
+  call.query = a.query.untyped_data();
+  call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
+  call.values = static_cast<const unsigned char*>(a.values.untyped_data());
   call.starts = a.starts.typed_data();
   call.ends = a.ends.typed_data();
-  call.output = a.output.reinterpret_data<T>();
+  call.output = a.output.untyped_data();
   call.lse = a.lse.typed_data();
   call.partial = a.partial.typed_data();
   call.statistics = a.statistics.typed_data();
   call.rows = a.ends.element_count();
   call.heads = query[query.size() - 2];
   call.size = query[query.size() - 1];
-  call.capacity = keys[keys.size() - 3];
   call.kv_heads = keys[keys.size() - 2];
   call.value_size = values[values.size() - 1];
+  // A row's keys are one page, its own.
+  call.pages = 1;
+  call.page_size = keys[keys.size() - 3];
+  const auto strides = [&](int size) {
+    const uint32_t head = size / 8, slot = call.kv_heads * head;
+    return Strides{call.page_size * slot, slot, head};
+  };
+  call.key_strides = strides(call.size);
+  call.value_strides = strides(call.value_size);
   call.splits = a.splits;
   call.left = a.left;
   call.right = a.right;
   call.scale = a.scale;
   call.cap = a.cap;
+  call.value_scale = 1.f;
+  call.bfloat16 = a.query.element_type() == ffi::BF16;
   // Sinks may be batched by jax.vmap as all arrays are: each of their rows then serves the rows of one element.
   const int sink_rows = a.sinks.element_count() / call.heads;
   call.sinks = sink_rows == 0 ? nullptr : a.sinks.typed_data();
@@ -87,9 +95,8 @@ Decode<T> decode_call(const Arguments& a) {
 }
 
 // Whether the arrays are those of one call: the kernels read what the shapes promise.
-template <typename T>
-bool consistent(const Arguments& a, const Decode<T>& call) {
-  const int64_t rows = call.rows, cached = rows * call.capacity * call.kv_heads, heads = rows * call.heads;
+bool consistent(const Arguments& a, const SplitDecode& call) {
+  const int64_t rows = call.rows, cached = rows * call.page_size * call.kv_heads, heads = rows * call.heads;
   const int64_t split_heads = call.splits > 1 ? call.splits * heads : 0;
   return call.size % 8 == 0 && call.value_size % 8 == 0 && std::max(call.size, call.value_size) <= 256 &&
          call.heads % call.kv_heads == 0 && call.splits >= 1 && call.splits <= kMostSplits &&
@@ -103,11 +110,11 @@ bool consistent(const Arguments& a, const Decode<T>& call) {
 
 template <typename T>
 ffi::Error run(cudaStream_t stream, const Arguments& arguments) {
-  const Decode<T> call = decode_call<T>(arguments);
+  const SplitDecode call = decode_call(arguments);
   if (!consistent(arguments, call)) {
     return ffi::Error::InvalidArgument("ejkernel split decode: the shapes of the arrays do not belong together");
   }
-  return launch_for_size(stream, call);
+  return launch_for_size<T>(stream, call);
 }
 
 ffi::Error split_decode(
@@ -133,7 +140,7 @@ ffi::Error split_decode(
 }  // namespace
 }  // namespace ejkernel
 
-// The one symbol that the library exports.
+// A symbol that the library exports.
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_split_decode(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -1,0 +1,510 @@
+// Decoding: one query token of a row attends to a range of keys, in blocks of warps that share nothing in the main loop.
+//
+//   segment of a row's keys: tiles w0 w1 w2 w3 w0 w1 w2 w3 ..            interleaved over the block's warps
+//
+//   warp: cp.async -> ring of stages in shared memory -> MMA q K^T -> online softmax -> MMA p V -> acc in registers
+//   block: warps merged in shared memory -> the row's result, or a partial one that a combine kernel merges
+//
+// A segment has one KV head of one row and up to 16 of its query heads (the rows of an MMA tile). Each warp has its stages
+// and its softmax, so no barrier stops the block. `split_decode.cuh` and `paged_decode.cuh` say which block has which
+// segments.
+//
+// Keys lie in pages, or one behind the other: a tile's pages are looked up one tile before its copies are issued, a key a
+// lane. Caches have 16 bits a number, or 8, which become float16 between shared memory and the MMA.
+//
+// Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2023, "Flash-Decoding" (splitting the keys); Kwon et
+// al. 2023, arXiv:2309.06180 (paged attention).
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+
+#include "cache_types.cuh"
+
+namespace ejkernel {
+
+constexpr int kHeads = 16;  // query heads a block
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr uint32_t kAbsent = ~0u;
+
+// From page to page, slot to slot and KV head to KV head, in pieces of 16 bytes.
+struct Strides {
+  uint32_t page, slot, head;
+};
+
+struct Decode {
+  const void* query;            // [rows, heads, size]
+  const unsigned char* keys;    // of `size` numbers, where `key_strides` says
+  const unsigned char* values;  // of `value_size` numbers, likewise
+  const int* tables;            // [sequences, columns], pages of a sequence; null where each has the page of its number
+  const float* sinks;           // [sink rows, heads] or null
+  void* output;                 // [rows, heads, value_size]
+  float* lse;                   // [rows, heads]
+  float* partial;               // [.., value_size], numerators relative to their segment's own maximum
+  float* statistics;            // [.., 2], that maximum as a power of two, and the denominator
+  Strides key_strides, value_strides;
+  int rows, heads, kv_heads, size, value_size, rows_a_sink;
+  int columns, page_size, pages;
+  bool bfloat16;                // query and output, which otherwise are float16
+  float scale, cap;             // cap is 0 for none
+  float value_scale;
+};
+
+// What a block attends to at a time, and where its result goes.
+struct Segment {
+  int row, sequence;      // `sequence` is negative where the row belongs to none
+  int first_head, count;  // query heads, all of one KV head
+  int kv_head;
+  int first, limit;       // keys
+  float* partial;         // of the first head; null where the segment is all that the row attends to
+  float* statistics;
+};
+
+// Warps, stages and shared memory of a padded head dimension: at most 96 KiB, which every chip has.
+template <int Size, typename C>
+struct Shape {
+  // Two warps at 256 columns, where a warp's stages take 48 KiB. Warps of a block do not wait for each other, so three
+  // stages of a warp are all that hides the latency of its copies.
+  static constexpr int kWarps = Size == 256 ? 2 : 4;
+  static constexpr int kStages = 3;
+  // A tile has as many bytes whatever the cache's dtype: copies in flight are what memory bandwidth takes.
+  static constexpr int kKeys = 32 / sizeof(C);
+  static constexpr int kChunks = Size * sizeof(C) / 16;  // 16-byte pieces of a row
+  static constexpr int kTileBytes = kKeys * kChunks * 16;
+  static constexpr int kWarpBytes = kStages * 2 * kTileBytes;
+  static constexpr int kBytes = kWarps * kWarpBytes;
+  static constexpr int kRound = kWarps * kKeys;  // keys of one tile of each warp
+  // Blocks that shared memory has room for on a multiprocessor of Hopper; no more registers than that leaves.
+  static constexpr int kResident = Size == 64 ? 4 : 2;
+  static_assert(kBytes >= kWarps * kHeads * (Size + 2) * 4, "the merge fits into the buffers");
+};
+
+// Swizzle: byte offset of a 16-byte piece in a tile. Pieces are permuted in a row so that eight rows touch all banks.
+template <int Size, typename C>
+__device__ __forceinline__ uint32_t piece(int row, int chunk) {
+  // ldmatrix reads one piece of eight rows at a time. Rows are multiples of 128 bytes apart, or 64, so without the XOR
+  // all eight, or every other one, would lie in the same four banks.
+  constexpr int kChunks = Shape<Size, C>::kChunks;
+  const int turn = kChunks >= 8 ? row & 7 : row >> 1 & 3;
+  return (row * kChunks + (chunk ^ turn)) * 16;
+}
+
+// Starts copying a tile of one head. Lane l gives the offset of key l of the tile, in pieces; absent keys, and sizes past
+// `chunks` pieces, become zeros.
+template <int Size, typename C>
+__device__ __forceinline__ void copy_tile(uint32_t to, const unsigned char* head, uint32_t offset, int chunks) {
+  using S = Shape<Size, C>;
+  constexpr int kRows = 32 / S::kChunks;
+  const int lane = threadIdx.x % 32, row = lane / S::kChunks, chunk = lane % S::kChunks;
+#pragma unroll
+  for (int pass = 0; pass < S::kKeys / kRows; ++pass) {
+    const uint32_t at = __shfl_sync(~0u, offset, row + pass * kRows);
+    const bool there = chunk < chunks && at != kAbsent;
+    // Neighbouring lanes copy neighbouring pieces of a row. A copy of 0 bytes reads nothing; its address is a valid one
+    // all the same. Zeros, since an absent slot may hold NaN, and a weight of 0 times NaN would be NaN.
+    copy_async(
+        to + piece<Size, C>(row + pass * kRows, chunk), there ? head + (size_t(at) + chunk) * 16 : head,
+        there ? 16 : 0);
+  }
+}
+
+// A 16-bit number of the query, or of the output, whose dtype only eight-bit caches leave open.
+__device__ __forceinline__ float as_float(const Decode& call, uint32_t bits) {
+  return call.bfloat16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
+}
+
+__device__ __forceinline__ void store_output(const Decode& call, size_t at, float x) {
+  if (call.bfloat16) {
+    static_cast<__nv_bfloat16*>(call.output)[at] = __float2bfloat16_rn(x);
+  } else {
+    static_cast<__half*>(call.output)[at] = __float2half_rn(x);
+  }
+}
+
+// The segment's query heads as the left operand of a product, fragment by fragment, and what the scores of heads
+// lane / 4 and lane / 4 + 8 are to be multiplied with.
+template <int Size, typename C>
+__device__ __forceinline__ void load_query(
+    uint32_t (&query)[Size / 16][4], float (&factors)[2], const Decode& call, const Segment& segment) {
+  const int lane = threadIdx.x % 32;
+  const uint16_t* heads = static_cast<const uint16_t*>(call.query) +
+                          (size_t(segment.row) * call.heads + segment.first_head) * call.size;
+#pragma unroll
+  for (int step = 0; step < Size / 16; ++step) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      // The fragment of operand A of m16n8k16: two rows eight apart, two pairs of columns eight apart. Straight from
+      // HBM: the block reads its queries once and keeps them in registers. Eight-bit keys come four columns a register:
+      // both operands have the columns of a step in the same other order, which leaves the product as it is.
+      const int head = lane / 4 + part % 2 * 8;
+      const int column = step * 16 + (sizeof(C) == 1 ? lane % 4 * 4 + part / 2 * 2 : lane % 4 * 2 + part / 2 * 8);
+      const bool there = head < segment.count && column < call.size;
+      query[step][part] = there ? *reinterpret_cast<const uint32_t*>(heads + head * call.size + column) : 0;
+    }
+  }
+  factors[0] = factors[1] = call.scale;
+  if (sizeof(C) == 2 || !call.bfloat16) return;
+  // bfloat16 as float16, which has more digits and fewer exponents: each head times the power of two that brings its
+  // largest number to 2^14. Numbers 2^-28 times as large keep all their digits.
+  float largest[2] = {0.f, 0.f};
+#pragma unroll
+  for (int step = 0; step < Size / 16; ++step) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const uint32_t pair = query[step][part];
+      const float numbers = fmaxf(fabsf(as_float(call, pair & 0xffff)), fabsf(as_float(call, pair >> 16)));
+      largest[part % 2] = fmaxf(largest[part % 2], numbers);
+    }
+  }
+  float powers[2];
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    largest[part] = fmaxf(largest[part], __shfl_xor_sync(~0u, largest[part], 1));
+    largest[part] = fmaxf(largest[part], __shfl_xor_sync(~0u, largest[part], 2));
+    // The biased exponent of the power, which stays a normal number as its inverse does. Of infinity it is small enough.
+    const int exponent = min(max(127 + 14 - (int(__float_as_uint(largest[part]) >> 23) - 127), 1), 253);
+    powers[part] = __uint_as_float(exponent << 23);
+    factors[part] *= __uint_as_float((254 - exponent) << 23);
+  }
+#pragma unroll
+  for (int step = 0; step < Size / 16; ++step) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const uint32_t pair = query[step][part];
+      query[step][part] = Half<__half>::pack(
+          as_float(call, pair & 0xffff) * powers[part % 2], as_float(call, pair >> 16) * powers[part % 2]);
+    }
+  }
+}
+
+// Products of 16 heads and a tile's keys; [key / 8][(head, key), (head, key + 1), head + 8 twice].
+template <int Size, typename C, int Eights>
+__device__ __forceinline__ void multiply_keys(
+    float (&scores)[Eights][4], const uint32_t (&query)[Size / 16][4], uint32_t tile) {
+  using T = typename Cache<C>::Compute;
+  // Lanes 8 i to 8 i + 7 address matrix i: keys 0 to 7 in two pieces, then keys 8 to 15. A key is a column of operand B,
+  // whose registers run along k, so no transposition.
+  const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
+#pragma unroll
+  for (int eight = 0; eight < Eights; ++eight) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) scores[eight][n] = 0.f;
+  }
+  // Two pieces of a row: 16 columns, or 32.
+#pragma unroll
+  for (int step = 0; step < Shape<Size, C>::kChunks / 2; ++step) {
+#pragma unroll
+    for (int eight = 0; eight < Eights; eight += 2) {
+      uint32_t keys[4];
+      load_matrices(keys, tile + piece<Size, C>(eight * 8 + row, step * 2 + chunk));
+      if constexpr (sizeof(C) == 2) {
+        Half<T>::multiply(scores[eight], query[step], keys[0], keys[1]);
+        Half<T>::multiply(scores[eight + 1], query[step], keys[2], keys[3]);
+      } else {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          uint32_t wide[2];
+          Cache<C>::widen(wide, keys[n]);
+          Half<T>::multiply(scores[eight + n / 2], query[step * 2 + n % 2], wide[0], wide[1]);
+        }
+      }
+    }
+  }
+}
+
+// Scores as powers of two, from products.
+template <int Eights>
+__device__ __forceinline__ void scale_scores(float (&scores)[Eights][4], const float (&factors)[2], float cap) {
+#pragma unroll
+  for (int eight = 0; eight < Eights; ++eight) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      // The same branch in all threads. Where exp 2x overflows to infinity, the quotient is 0 and tanh is 1.
+      if (cap > 0.f) {  // tanh x = 1 - 2 / (exp 2x + 1)
+        const float power = exp2_fast(2.f * kLog2e / cap * factors[n / 2] * scores[eight][n]);
+        scores[eight][n] = kLog2e * cap * (1.f - __fdividef(2.f, power + 1.f));
+      } else {
+        scores[eight][n] *= kLog2e * factors[n / 2];
+      }
+    }
+  }
+}
+
+// The online softmax of a warp's tiles so far, for heads lane / 4 and lane / 4 + 8.
+template <int Size>
+struct Softmax {
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.f, 0.f};  // of this lane's keys alone
+  float acc[Size / 8][4] = {};
+};
+
+// One step of the online softmax: turns scores into weights, and rescales the accumulators where a row maximum rose.
+// Bit k of `present` says whether the tile has key k. With `Parts` of 1 the segment has at most eight heads, and the
+// weights of the others are zeros.
+template <int Parts, int Size, int Eights>
+__device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&scores)[Eights][4], uint32_t present) {
+  const int lane = threadIdx.x % 32;
+  // Absent keys: copied as zeros, their scores are 0 and would count. The same branch in the warp; most tiles are full.
+  if (present != ~0u >> (32 - Eights * 8)) {
+    const uint32_t own = present >> (lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < Eights * 4; ++n) {
+      if (!(own >> (n / 4 * 8 + n % 2) & 1)) scores[n / 4][n % 4] = -INFINITY;
+    }
+  }
+  float alpha[2] = {1.f, 1.f};
+  bool rose = false;
+#pragma unroll
+  for (int part = 0; part < Parts; ++part) {
+    float row_max = softmax.row_max[part];
+#pragma unroll
+    for (int n = 0; n < Eights * 2; ++n) row_max = fmaxf(row_max, scores[n / 2][part * 2 + n % 2]);
+    // The keys of a row lie in four neighbouring lanes.
+    row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
+    row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
+    // -INFINITY - -INFINITY would be NaN.
+    const float shift = row_max == -INFINITY ? 0.f : row_max;
+    alpha[part] = exp2_fast(softmax.row_max[part] - shift);
+    rose |= row_max > softmax.row_max[part];
+    softmax.row_max[part] = row_max;
+    softmax.row_sum[part] *= alpha[part];
+#pragma unroll
+    for (int n = 0; n < Eights * 2; ++n) {
+      float& score = scores[n / 2][part * 2 + n % 2];
+      score = exp2_fast(score - shift);
+      // Of this lane's keys: lanes are added once, behind the loop. Not rounded, unlike the weights that the product
+      // takes.
+      softmax.row_sum[part] += score;
+    }
+  }
+#pragma unroll
+  for (int n = 0; Parts == 1 && n < Eights * 2; ++n) scores[n / 2][2 + n % 2] = 0.f;
+  // Lazy rescaling: row maxima seldom rise after the first tiles. One branch for the warp, whose lanes have to be
+  // together at the next MMA.
+  if (__any_sync(~0u, rose)) {
+#pragma unroll
+    for (int column = 0; column < Size / 8; ++column) {
+#pragma unroll
+      for (int n = 0; n < Parts * 2; ++n) softmax.acc[column][n] *= alpha[n / 2];
+    }
+  }
+}
+
+// Adds the values of a tile, weighted.
+template <int Size, typename C, int Eights>
+__device__ __forceinline__ void sum_tile(Softmax<Size>& softmax, const float (&weights)[Eights][4], uint32_t tile) {
+  using T = typename Cache<C>::Compute;
+  // Values are transposed on the way: a row in memory is a key, and the registers of operand B run along keys.
+  const int lane = threadIdx.x % 32, row = lane % 16, chunk = lane / 16;
+#pragma unroll
+  for (int eight = 0; eight < Eights; eight += 2) {
+    // The accumulator of the scores has, lane by lane, the layout of operand A: weights stay in their registers.
+    const uint32_t left[4] = {
+        Half<T>::pack(weights[eight][0], weights[eight][1]), Half<T>::pack(weights[eight][2], weights[eight][3]),
+        Half<T>::pack(weights[eight + 1][0], weights[eight + 1][1]),
+        Half<T>::pack(weights[eight + 1][2], weights[eight + 1][3])};
+#pragma unroll
+    for (int step = 0; step < Shape<Size, C>::kChunks / 2; ++step) {
+      uint32_t values[4];
+      load_matrices_transposed(values, tile + piece<Size, C>(eight * 8 + row, step * 2 + chunk));
+      if constexpr (sizeof(C) == 2) {
+        Half<T>::multiply(softmax.acc[step * 2], left, values[0], values[1]);
+        Half<T>::multiply(softmax.acc[step * 2 + 1], left, values[2], values[3]);
+      } else {
+        // ldmatrix moves two columns at a time: a register has columns 2n and 2n + 1 of one key, then of the next. As
+        // pairs of keys they are operands for the even and for the odd columns of the piece.
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          uint32_t first[2], second[2];
+          Cache<C>::widen(first, __byte_perm(values[n * 2], 0, 0x3120));
+          Cache<C>::widen(second, __byte_perm(values[n * 2 + 1], 0, 0x3120));
+          float(&even)[4] = softmax.acc[(step * 2 + n) * 2];
+          float(&odd)[4] = softmax.acc[(step * 2 + n) * 2 + 1];
+          Half<T>::multiply(even, left, first[0], second[0]);
+          Half<T>::multiply(odd, left, first[1], second[1]);
+        }
+      }
+    }
+  }
+}
+
+// The column of the output that number n of accumulator `index` belongs to, n being 0 or 1.
+template <typename C>
+__device__ __forceinline__ int column_of(int index, int n) {
+  const int lane = threadIdx.x % 32;
+  return sizeof(C) == 2 ? index * 8 + lane % 4 * 2 + n : index / 2 * 16 + (lane % 4 * 2 + n) * 2 + index % 2;
+}
+
+// Output and lse of one head from its numerators, maximum and denominator; the sink joins the denominator.
+struct Finish {
+  float factor, lse;
+  __device__ Finish(const Decode& call, int row, int head, float row_max, float row_sum, bool in_sequence = true) {
+    // The sink may exceed every score, so it joins the maximum too. `whole` is 0 for a row with neither key nor sink,
+    // which gets output 0 and lse -INFINITY. exp2f, not exp2_fast: here it is called once a head.
+    const float sink = call.sinks == nullptr || !in_sequence
+                           ? -INFINITY
+                           : kLog2e * call.sinks[size_t(row / call.rows_a_sink) * call.heads + head];
+    const float shift = fmaxf(row_max, sink);
+    const float whole = shift == -INFINITY ? 0.f : row_sum * exp2f(row_max - shift) + exp2f(sink - shift);
+    factor = whole > 0.f ? call.value_scale * exp2f(row_max - shift) / whole : 0.f;
+    lse = whole > 0.f ? kLn2 * (shift + log2f(whole)) : -INFINITY;
+  }
+};
+
+// Merges the softmaxes of a block's warps through shared memory, and stores the segment's result.
+template <int Size, typename C>
+__device__ __forceinline__ void merge_warps(
+    const Decode& call, const Segment& segment, Softmax<Size>& softmax, float* shared) {
+  constexpr int kWarps = Shape<Size, C>::kWarps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Over the ring of stages: the caller has waited until no warp reads it and no copy is under way.
+  float* accs = shared + warp * kHeads * Size;
+  float* statistics = shared + kWarps * kHeads * Size;  // [heads][warps][2]
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const int head = lane / 4 + part * 8;
+    softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 1);
+    softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 2);
+    if (lane % 4 == 0) {
+      statistics[(head * kWarps + warp) * 2] = softmax.row_max[part];
+      statistics[(head * kWarps + warp) * 2 + 1] = softmax.row_sum[part];
+    }
+#pragma unroll
+    for (int index = 0; index < Size / 8; ++index) {
+      accs[head * Size + column_of<C>(index, 0)] = softmax.acc[index][part * 2];
+      accs[head * Size + column_of<C>(index, 1)] = softmax.acc[index][part * 2 + 1];
+    }
+  }
+  __syncthreads();
+  // Warps are added in their order: two runs give the same bits.
+  for (int head = warp; head < segment.count; head += kWarps) {
+    float row_max = -INFINITY, row_sum = 0.f, alphas[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, statistics[(head * kWarps + w) * 2]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      // A warp without tiles has the maximum -INFINITY, and so alpha 0.
+      alphas[w] = row_max == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - row_max);
+      row_sum += alphas[w] * statistics[(head * kWarps + w) * 2 + 1];
+    }
+    const size_t place = size_t(segment.row) * call.heads + segment.first_head + head;
+    const bool whole = segment.partial == nullptr;
+    const Finish finish(call, segment.row, segment.first_head + head, row_max, row_sum, segment.sequence >= 0);
+    for (int column = lane; column < call.value_size; column += 32) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += alphas[w] * shared[(w * kHeads + head) * Size + column];
+      if (whole) {
+        store_output(call, place * call.value_size + column, sum * finish.factor);
+      } else {
+        // Not normalised: the combine kernel divides by the denominator of all segments, which the sink joins once.
+        segment.partial[size_t(head) * call.value_size + column] = sum;
+      }
+    }
+    if (lane == 0 && whole) call.lse[place] = finish.lse;
+    if (lane == 0 && !whole) {
+      segment.statistics[head * 2] = row_max;
+      segment.statistics[head * 2 + 1] = row_sum;
+    }
+  }
+}
+
+// One warp's copies of a segment's tiles, and which of their keys are present.
+template <int Size, typename C>
+struct Copies {
+  using S = Shape<Size, C>;
+  const Decode& call;
+  const Segment& segment;
+  const unsigned char *keys, *values;
+  uint32_t ring;
+  int first, tiles, page, slot;
+
+  __device__ __forceinline__ Copies(const Decode& call, const Segment& segment, const void* shared)
+      : call(call), segment(segment) {
+    const int warp = threadIdx.x / 32;
+    first = segment.first + warp * S::kKeys;
+    tiles = max(segment.limit - first + S::kRound - 1, 0) / S::kRound;
+    ring = shared_address(shared) + warp * S::kWarpBytes;
+    // Offsets in a head are 32 bits of pieces; without pages, a sequence's own start is not part of them.
+    const size_t row = call.tables == nullptr ? max(segment.sequence, 0) : 0;
+    keys = call.keys + (row * call.key_strides.page + size_t(segment.kv_head) * call.key_strides.head) * 16;
+    values = call.values + (row * call.value_strides.page + size_t(segment.kv_head) * call.value_strides.head) * 16;
+    look_up(0);
+  }
+
+  // Page and slot of this lane's key of a tile.
+  __device__ __forceinline__ void look_up(int tile) {
+    const int key = first + tile * S::kRound + threadIdx.x % S::kKeys;
+    page = -1;
+    slot = key;
+    if (key >= segment.limit) return;
+    if (call.tables == nullptr) {
+      page = 0;
+    } else {
+      const int column = key / call.page_size;
+      slot = key - column * call.page_size;
+      page = call.tables[size_t(segment.sequence) * call.columns + column];
+    }
+  }
+
+  // Starts copying a tile; a bit for each of its keys that is present.
+  __device__ __forceinline__ uint32_t fetch(int tile) {
+    uint32_t present = 0;
+    if (tile < tiles) {
+      // A table entry that is no page of the cache is padding.
+      const bool there = page >= 0 && page < call.pages;
+      present = __ballot_sync(~0u, there) & ~0u >> (32 - S::kKeys);
+      const uint32_t to = ring + tile % S::kStages * 2 * S::kTileBytes;
+      const Strides &k = call.key_strides, &v = call.value_strides;
+      const uint32_t key = there ? page * k.page + slot * k.slot : kAbsent;
+      const uint32_t value = there ? page * v.page + slot * v.slot : kAbsent;
+      copy_tile<Size, C>(to, keys, key, call.size * sizeof(C) / 16);
+      copy_tile<Size, C>(to + S::kTileBytes, values, value, call.value_size * sizeof(C) / 16);
+      // One tile ahead, so that no copy waits for a page's number.
+      look_up(tile + 1);
+    }
+    // A group is committed even where nothing is copied: the wait counts groups, one a tile.
+    commit_copies();
+    return present;
+  }
+};
+
+// Attends to a segment and stores its result. All threads of the block call it; the next call needs a barrier between.
+template <int Size, typename C>
+__device__ __forceinline__ void attend(const Decode& call, const Segment& segment, unsigned char* shared) {
+  using S = Shape<Size, C>;
+  Copies<Size, C> copies(call, segment, shared);
+  uint32_t present[S::kStages];
+#pragma unroll
+  for (int tile = 0; tile < S::kStages - 1; ++tile) present[tile] = copies.fetch(tile);
+  // Behind the first copies: both latencies pass together.
+  uint32_t query[Size / 16][4];
+  float factors[2];
+  load_query<Size, C>(query, factors, call, segment);
+  Softmax<Size> softmax;
+  for (int tile = 0; tile < copies.tiles; ++tile) {
+    wait_for_copies<S::kStages - 2>();
+    __syncwarp();  // hazard: all copies must have arrived, and all lanes have read the stage that is refilled next
+    present[S::kStages - 1] = copies.fetch(tile + S::kStages - 1);
+    const uint32_t at = copies.ring + tile % S::kStages * 2 * S::kTileBytes;
+    float scores[S::kKeys / 8][4];
+    multiply_keys<Size, C>(scores, query, at);
+    scale_scores(scores, factors, call.cap);
+    // The same branch in the whole block. With eight heads at most, the other eight rows need no exponentials.
+    if (segment.count <= 8) {
+      weigh_tile<1>(softmax, scores, present[0]);
+    } else {
+      weigh_tile<2>(softmax, scores, present[0]);
+    }
+    sum_tile<Size, C>(softmax, scores, at + S::kTileBytes);
+#pragma unroll
+    for (int stage = 0; stage < S::kStages - 1; ++stage) present[stage] = present[stage + 1];
+  }
+  // Barrier: the merge overwrites the stages, which other warps still read.
+  wait_for_copies<0>();
+  __syncthreads();
+  merge_warps<Size, C>(call, segment, softmax, reinterpret_cast<float*>(shared));
+}
+
+}  // namespace ejkernel

@@ -1,0 +1,220 @@
+// The XLA FFI handler of the paged decoding kernels.
+#include <algorithm>
+#include <string>
+
+#include "paged_decode.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace ejkernel {
+namespace {
+
+ffi::Error failed(const char* what, cudaError_t error) {
+  return ffi::Error::Internal(std::string("ejkernel paged decode: ") + what + ": " + cudaGetErrorString(error));
+}
+
+template <int Size, typename C>
+ffi::Error launch(cudaStream_t stream, const PagedDecode& call, int blocks) {
+  using S = Shape<Size, C>;
+  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  cudaError_t error =
+      cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+  if (error != cudaSuccess) return failed("shared memory", error);
+  paged_kernel<Size, C><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
+  if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
+  // Which items were cut follows from lengths: a grid for all that can be. The same stream: it begins when all
+  // segments have been written.
+  const int heads = std::min(kHeads, call.heads / call.kv_heads);
+  combine_kernel<<<dim3(blocks, heads), kCombineWarps * 32, 0, stream>>>(call);
+  if ((error = cudaGetLastError()) != cudaSuccess) return failed("combine", error);
+  return ffi::Error::Success();
+}
+
+template <typename C>
+ffi::Error launch_for_size(cudaStream_t stream, const PagedDecode& call, int blocks) {
+  // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
+  const int size = std::max(call.size, call.value_size);
+  if (size <= 64) return launch<64, C>(stream, call, blocks);
+  if (size <= 128) return launch<128, C>(stream, call, blocks);
+  return launch<256, C>(stream, call, blocks);
+}
+
+struct Arguments {
+  ffi::AnyBuffer query, keys, values;
+  ffi::Buffer<ffi::S32> tables, lengths, starts, query_start, live;
+  ffi::Buffer<ffi::F32> sinks;
+  ffi::AnyBuffer output;
+  ffi::Buffer<ffi::F32> lse, partial, statistics;
+  ffi::Buffer<ffi::S32> cuts;
+  ffi::Span<const int64_t> strides;
+  int32_t kv_heads, pages, page_size, lines, left, right;
+  float scale, cap, value_scale;
+};
+
+const int* given(const ffi::Buffer<ffi::S32>& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+}
+
+// The record of a call. Absent arrays have no elements.
+PagedDecode paged_call(const Arguments& a) {
+  const auto query = a.query.dimensions(), output = a.output.dimensions();
+  PagedDecode call{};
+  call.query = a.query.untyped_data();
+  call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
+  // Elements from the array's start: keys and values may be in one array.
+  call.values =
+      static_cast<const unsigned char*>(a.values.untyped_data()) + a.strides[6] * ffi::ByteWidth(a.values.element_type());
+  call.tables = given(a.tables);
+  call.lengths = a.lengths.typed_data();
+  call.starts = given(a.starts);
+  call.query_start = given(a.query_start);
+  call.live = given(a.live);
+  call.sinks = a.sinks.element_count() == 0 ? nullptr : a.sinks.typed_data();
+  call.output = a.output.untyped_data();
+  call.lse = a.lse.typed_data();
+  call.partial = a.partial.typed_data();
+  call.statistics = a.statistics.typed_data();
+  call.cuts = a.cuts.typed_data();
+  const auto pieces = [&](int first) {
+    const int64_t bytes = ffi::ByteWidth(a.keys.element_type());
+    return Strides{
+        uint32_t(a.strides[first] * bytes / 16), uint32_t(a.strides[first + 1] * bytes / 16),
+        uint32_t(a.strides[first + 2] * bytes / 16)};
+  };
+  call.key_strides = pieces(0);
+  call.value_strides = pieces(3);
+  call.rows = query[0];
+  call.rows_a_sink = std::max(call.rows, 1);
+  call.heads = query[1];
+  call.size = query[2];
+  call.value_size = output[2];
+  call.kv_heads = a.kv_heads;
+  call.sequences = a.lengths.element_count();
+  call.columns = call.tables == nullptr ? 1 : a.tables.element_count() / std::max(call.sequences, 1);
+  call.pages = a.pages;
+  call.page_size = a.page_size;
+  call.lines = a.lines;
+  call.left = a.left;
+  call.right = a.right;
+  call.scale = a.scale;
+  call.cap = a.cap;
+  call.value_scale = a.value_scale;
+  call.bfloat16 = a.query.element_type() == ffi::BF16;
+  return call;
+}
+
+// Whether an array of the cache ends behind all that its strides lead to, and copies of 16 bytes are aligned.
+bool holds(const PagedDecode& call, const ffi::AnyBuffer& array, ffi::Span<const int64_t> strides, int first, int size) {
+  const int64_t bytes = ffi::ByteWidth(array.element_type()), offset = first == 3 ? strides[6] : 0;
+  bool aligned = size * bytes % 16 == 0 && offset * bytes % 16 == 0;
+  for (int n = 0; n < 3; ++n) aligned &= strides[first + n] >= 0 && strides[first + n] * bytes % 16 == 0;
+  const int64_t last = offset + (call.pages - 1) * strides[first] + (call.page_size - 1) * strides[first + 1] +
+                       (call.kv_heads - 1) * strides[first + 2] + size;
+  // Offsets are 32 bits of pieces, of which one value is for absent keys.
+  return aligned && last <= int64_t(array.element_count()) && last * bytes / 16 < int64_t(kAbsent);
+}
+
+// Whether the arrays are those of one call: the kernels read what the shapes promise.
+bool consistent(const Arguments& a, const PagedDecode& call, int64_t blocks) {
+  const int64_t heads = int64_t(call.rows) * call.heads;
+  const auto or_none = [](const auto& buffer, int64_t count) {
+    return buffer.element_count() == 0 || int64_t(buffer.element_count()) == count;
+  };
+  if (call.kv_heads < 1 || call.heads % call.kv_heads != 0 || call.lines < 1 || blocks < 1) return false;
+  const int items = call.kv_heads * ((call.heads / call.kv_heads + kHeads - 1) / kHeads);
+  return call.size % 8 == 0 && std::max(call.size, call.value_size) <= kMostValues && items % call.lines == 0 &&
+         blocks % call.lines == 0 && call.pages >= 1 && call.page_size >= 1 && call.columns >= 1 &&
+         (call.query_start != nullptr || call.rows == call.sequences) &&
+         (call.tables != nullptr || call.pages >= call.sequences) &&
+         int64_t(a.query.element_count()) == heads * call.size && or_none(a.starts, call.sequences) &&
+         or_none(a.query_start, call.sequences + 1) && or_none(a.sinks, call.heads) && or_none(a.live, 1) &&
+         holds(call, a.keys, a.strides, 0, call.size) && holds(call, a.values, a.strides, 3, call.value_size) &&
+         int64_t(a.lse.element_count()) == heads &&
+         int64_t(a.partial.element_count()) == blocks * 2 * kHeads * call.value_size &&
+         int64_t(a.statistics.element_count()) == blocks * 2 * kHeads * 2 &&
+         int64_t(a.cuts.element_count()) == blocks * 4;
+}
+
+ffi::Error run(cudaStream_t stream, const Arguments& arguments) {
+  const auto wrong = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("ejkernel paged decode: ") + what);
+  };
+  if (arguments.strides.size() != 7 || arguments.query.dimensions().size() != 3 ||
+      arguments.output.dimensions().size() != 3) {
+    return wrong("wants seven strides, and queries and outputs of three axes");
+  }
+  const auto query = arguments.query.element_type(), cache = arguments.keys.element_type();
+  if ((query != ffi::BF16 && query != ffi::F16) || arguments.output.element_type() != query) {
+    return wrong("query and output are not both bfloat16 or both float16");
+  }
+  if (arguments.values.element_type() != cache) return wrong("keys and values differ in dtype");
+  const PagedDecode call = paged_call(arguments);
+  const int64_t blocks = arguments.cuts.element_count() / 4;
+  if (!consistent(arguments, call, blocks)) return wrong("the shapes of the arrays do not belong together");
+  switch (cache) {
+    case ffi::F8E4M3FN: return launch_for_size<E4m3>(stream, call, blocks);
+    case ffi::F8E5M2: return launch_for_size<E5m2>(stream, call, blocks);
+    case ffi::S8: return launch_for_size<Int8>(stream, call, blocks);
+    case ffi::BF16:
+      if (query == cache) return launch_for_size<__nv_bfloat16>(stream, call, blocks);
+      break;
+    case ffi::F16:
+      if (query == cache) return launch_for_size<__half>(stream, call, blocks);
+      break;
+    default: break;
+  }
+  return wrong("a cache of this dtype is not served");
+}
+
+ffi::Error paged_decode(
+    cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+    ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
+    ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> sinks,
+    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+    ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> statistics,
+    ffi::Result<ffi::Buffer<ffi::S32>> cuts, ffi::Span<const int64_t> strides, int32_t kv_heads, int32_t pages,
+    int32_t page_size, int32_t lines, int32_t left, int32_t right, float scale, float cap, float value_scale) {
+  if (output->element_count() == 0) return ffi::Error::Success();
+  return run(
+      stream, Arguments{query,   keys,     values,    tables, lengths, starts, query_start, live,  sinks,
+                        *output, *lse,     *partial,  *statistics, *cuts, strides, kv_heads, pages, page_size,
+                        lines,   left,     right,     scale,  cap,     value_scale});
+}
+
+}  // namespace
+}  // namespace ejkernel
+
+// A symbol that the library exports.
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_paged_decode(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ejkernel_paged_decode, ejkernel::paged_decode,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::S32>>()
+        .Attr<ffi::Span<const int64_t>>("strides")
+        .Attr<int32_t>("kv_heads")
+        .Attr<int32_t>("pages")
+        .Attr<int32_t>("page_size")
+        .Attr<int32_t>("lines")
+        .Attr<int32_t>("left")
+        .Attr<int32_t>("right")
+        .Attr<float>("scale")
+        .Attr<float>("cap")
+        .Attr<float>("value_scale"),
+    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    {ffi::Traits::kCmdBufferCompatible});

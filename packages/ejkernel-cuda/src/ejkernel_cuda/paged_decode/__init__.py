@@ -1,0 +1,77 @@
+"""Decoding over a paged cache in CUDA C++, of 16 or 8 bits a number: persistent blocks with equal shares of all keys."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.planning import paged_cache
+from ejkernel_cuda import library
+from ejkernel_cuda.paged_decode import blocks
+
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
+"""Caches that the kernels take beside those of the query's dtype."""
+
+HANDLES = frozenset(
+    {
+        "kv_starts",
+        "num_seqs",
+        "softmax_aux",
+        "new_keys",
+        "new_values",
+        "causal",
+        "sliding_window",
+        "logits_soft_cap",
+        "value_scale",
+    }
+)
+"""Optional fields that the kernels honour; new tokens are written by XLA, in place where the cache is donated."""
+
+PIECE = 16
+"""Bytes of a copy into shared memory: rows of the cache begin and end at multiples of it."""
+
+MOST_BYTES = 2**36
+"""Bytes of an array of the cache: offsets in it are 32 bits of pieces."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    query, keys = record.query, record.key_pages
+    values = keys if record.value_pages is None else record.value_pages
+    if record.kv_layout == paged_cache.LATENT:
+        yield "a cache of latent vectors"
+        return
+    if not (query.size and keys.size and values.size and record.kv_lens.size):
+        yield "an array is empty"
+    if keys.dtype != values.dtype or str(keys.dtype) not in (str(query.dtype), *EIGHT_BITS):
+        yield f"a cache of {keys.dtype} and {values.dtype} is neither of the query's {query.dtype} nor of 8 bits"
+    rows, sequences = query.shape[0], record.kv_lens.shape[0]
+    if record.query_start is not None and rows > sequences:
+        yield f"{rows} query rows of {sequences} sequences are more than one each"
+    sizes = query.shape[-1], paged_cache.value_size(record), keys.shape[-1], values.shape[-1]
+    if any(size * keys.dtype.itemsize % PIECE for size in sizes):
+        yield f"rows of {sizes[0]} and {sizes[1]} numbers of {keys.dtype} are no multiples of {PIECE} bytes"
+    if max(keys.size, values.size) * keys.dtype.itemsize >= MOST_BYTES:
+        yield "an array of the cache has 64 GiB or more"
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        family="paged_attention",
+        name="cuda_paged",
+        platform="cuda",
+        backend="gpu",
+        forward="ejkernel_cuda.paged_decode.forward:forward",
+        requires=Requires(
+            devices=frozenset({"nvidia"}),
+            modules=(library.MODULE,),
+            min_compute_capability=8.0,
+            dtypes=frozenset({"float16", "bfloat16"}),
+            head_dims=range(8, 257),
+            handles=HANDLES,
+            extra=_reasons,
+        ),
+        config=ConfigSpace(heuristic=blocks.heuristic, candidates=blocks.candidates, forward=blocks.PagedBlocks),
+        priority=25,
+        cases="ejkernel_cuda.paged_decode.cases:cases",
+    ),
+)

@@ -1,0 +1,127 @@
+"""Conformance cases of paged decoding in CUDA C++: one query row a sequence, in 16 bits, caches of 16 and of 8."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.paged_inputs import (
+    PagedSizes,
+    chunked_inputs,
+    dense_inputs,
+    packed_inputs,
+    page_inputs,
+    prefill_inputs,
+    v2_inputs,
+    v3_eight_bits,
+    v3_inputs,
+    v3_integers,
+)
+from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.chunked_prefill_paged_decode import ChunkedPrefillPagedDecodeArguments
+from ejkernel.modules.operations.page_attention import PageAttentionArguments
+from ejkernel.modules.operations.prefill_page_attention import PrefillPageAttentionArguments
+from ejkernel.modules.operations.ragged_decode_attention import RaggedDecodeAttentionArguments
+from ejkernel.modules.operations.ragged_page_attention_v2 import RaggedPageAttentionv2Arguments
+from ejkernel.modules.operations.ragged_page_attention_v3 import RaggedPageAttentionv3Arguments
+from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
+from ejkernel.ops.model import Case
+
+DECODE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+"""Lengths that blocks share and lengths that they do not."""
+SMALL = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
+WIDE = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
+"""More query heads than one block has, and pages that end within tiles."""
+PACKED = PagedSizes(
+    lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
+)
+UNEVEN = dataclasses.replace(PACKED, q_lens=(0, 3, 0, 1))
+"""As many query rows as sequences, and not one each."""
+STRIPPED = dataclasses.replace(PACKED, q_lens=(1, 1, 1, 0), rows=3)
+PROMPT = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+DENSE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
+WINDOW = {"sliding_window": 30}
+BAND: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
+CAP: dict[str, Any] = {"logits_soft_cap": 1.5}
+EVERYTHING: dict[str, Any] = {"sliding_window": (300, None), "logits_soft_cap": 1.5}
+SCALES: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
+INTEGERS: dict[str, Any] = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": None}
+
+
+def _nothing(key: jax.Array) -> dict[str, Any]:
+    return {}
+
+
+def _sinks(key: jax.Array) -> dict[str, Any]:
+    """Sinks, which are part of the lse that is returned."""
+    return {"softmax_aux": jax.random.normal(key, (8,), jnp.float32), "return_lse": True}
+
+
+def _quantised(inputs: Any, dtype: Any, names: tuple[str, ...] = ("key_cache", "value_cache")) -> Any:
+    """Inputs whose caches are of another dtype; of `page_attention` with integers, numbers and scale that fit them."""
+    integers = jnp.issubdtype(dtype, jnp.integer)
+
+    def make(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
+        given = inputs(key, sizes)
+        # Slots without a token are NaN, which integers have not.
+        cast = lambda x: jnp.round(jnp.nan_to_num(x.astype(jnp.float32)) * 30) if integers else x  # noqa: E731
+        given |= {name: cast(given[name]).astype(dtype) for name in names}
+        return given | ({"attn_scale": 0.002} if integers else {})
+
+    return make
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """The conformance cases of each operation, by its name."""
+    page: tuple[Row[PagedSizes], ...] = (
+        ("decode, bfloat16", DECODE, _nothing, (), ()),
+        ("decode, head sizes 64 and 48, float16", SMALL, _nothing, (), ()),
+        ("decode, 20 heads of 160 and 256", WIDE, _nothing, (), ("awkward",)),
+        ("decode, sinks, lse", DECODE, _sinks, ("softmax_aux",), ()),
+    )
+    quantised: tuple[Row[PagedSizes], ...] = (
+        ("decode, float8", DECODE, _nothing, (), ()),
+        ("decode, float8, window", DECODE, lambda key: WINDOW, ("sliding_window",), ()),
+        ("decode, float8, head sizes 64 and 48", SMALL, _nothing, (), ()),
+        ("decode, float8, 20 heads of 160 and 256", WIDE, _nothing, (), ("awkward",)),
+    )
+    other: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE, _nothing, (), ()),)
+    integers: tuple[Row[PagedSizes], ...] = (("decode, int8", DECODE, _sinks, ("softmax_aux",), ()),)
+    unified: tuple[Row[PagedSizes], ...] = (
+        ("decode, lse", PACKED, lambda key: {"return_lse": True}, (), ()),
+        ("decode, rows of few sequences", UNEVEN, lambda key: WINDOW, ("sliding_window",), ()),
+        ("decode, not causal", UNEVEN, lambda key: BAND, ("causal",), ()),
+        ("decode, soft cap", PACKED, lambda key: CAP, ("logits_soft_cap",), ()),
+    )
+    v2: tuple[Row[PagedSizes], ...] = (("decode, sequences", STRIPPED, _nothing, ("num_seqs",), ()),)
+    written = ("new_keys", "new_values", "value_scale")
+    v3: tuple[Row[PagedSizes], ...] = (("decode, written", PACKED, lambda key: SCALES, written, ()),)
+    eight: tuple[Row[PagedSizes], ...] = (("decode, float8, written", PACKED, lambda key: SCALES, written, ()),)
+    whole: tuple[Row[PagedSizes], ...] = (("decode, int8, written", PACKED, lambda key: INTEGERS, written, ()),)
+    dense: tuple[Row[PagedSizes], ...] = (
+        ("decode, float8", DENSE, lambda key: EVERYTHING, ("kv_starts", "sliding_window", "logits_soft_cap"), ()),
+    )
+    plain: tuple[Row[PagedSizes], ...] = (("decode, bfloat16", PACKED, _nothing, ("new_keys",), ()),)
+    prompt: tuple[Row[PagedSizes], ...] = (("decode, float8", PROMPT, _nothing, (), ()),)
+    float8 = jnp.float8_e4m3fn
+    return {
+        "page_attention": (
+            *table(PageAttentionArguments, page_inputs, page),
+            *table(PageAttentionArguments, _quantised(page_inputs, float8), quantised),
+            *table(PageAttentionArguments, _quantised(page_inputs, jnp.float8_e5m2), other),
+            *table(PageAttentionArguments, _quantised(page_inputs, jnp.int8), integers),
+        ),
+        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, unified),
+        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, v2),
+        "ragged_page_attention_v3": (
+            *table(RaggedPageAttentionv3Arguments, v3_inputs, v3),
+            *table(RaggedPageAttentionv3Arguments, v3_eight_bits, eight),
+            *table(RaggedPageAttentionv3Arguments, v3_integers, whole),
+        ),
+        "chunked_prefill_paged_decode": table(ChunkedPrefillPagedDecodeArguments, chunked_inputs, plain),
+        "ragged_decode_attention": table(
+            RaggedDecodeAttentionArguments, _quantised(dense_inputs, float8, ("key", "value")), dense
+        ),
+        "prefill_page_attention": table(PrefillPageAttentionArguments, _quantised(prefill_inputs, float8), prompt),
+    }

@@ -1,0 +1,74 @@
+"""The call of the paged decoding kernels (csrc/paged_decode.cu)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.planning import paged_cache
+from ejkernel_cuda.dense_decode.forward import FAR
+from ejkernel_cuda.dense_decode.splits import HEADS_PER_BLOCK
+from ejkernel_cuda.library import registered
+from ejkernel_cuda.paged_decode.blocks import PagedBlocks, launched
+
+
+def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Array, ...], None]:
+    """Output [T, H, Dv], lse [T, H] and the pages that were written, if any.
+
+    The blocks leave partial results of the items that several of them share in further outputs of the call, so that XLA
+    owns all of its memory: two a block, whatever the lengths.
+    """
+    record, pages = paged_cache.write(record)
+    (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
+    blocks, lines = launched(record, config)
+    call = jax.ffi.ffi_call(
+        registered("ejkernel_paged_decode"),
+        (
+            jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),
+            jax.ShapeDtypeStruct((rows, heads), jnp.float32),
+            jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, size), jnp.float32),
+            jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, 2), jnp.float32),
+            jax.ShapeDtypeStruct((blocks, 4), jnp.int32),
+        ),
+        # Each element has a cache of its own, which would be copied to be broadcast.
+        vmap_method="sequential",
+    )
+    values = record.key_pages if record.value_pages is None else record.value_pages
+    left, right = band(record)
+    output, lse, *_ = call(
+        record.query,
+        record.key_pages,
+        values,
+        *(_integers(x) for x in (record.block_tables, record.kv_lens, record.kv_starts)),
+        *(_integers(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs[None])),
+        jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
+        strides=np.array(strides(record), np.int64),
+        kv_heads=np.int32(paged_cache.kv_heads(record)),
+        pages=np.int32(paged_cache.page_count(record)),
+        page_size=np.int32(paged_cache.page_size(record)),
+        lines=np.int32(lines),
+        left=np.int32(FAR if left is None else min(left, FAR)),
+        right=np.int32(FAR if right is None else max(min(right, FAR), -FAR)),
+        scale=np.float32(record.softmax_scale),
+        cap=np.float32(record.logits_soft_cap or 0.0),
+        value_scale=np.float32(record.value_scale),
+    )
+    return (output, lse, *pages), None
+
+
+def _integers(x: jax.Array | None) -> jax.Array:
+    """int32, without elements where there is no array."""
+    return jnp.zeros(0, jnp.int32) if x is None else x.astype(jnp.int32)
+
+
+def strides(record: PagedAttention) -> tuple[int, ...]:
+    """Elements from page to page, slot to slot and head to head of the keys, then of the values, and the first value's."""
+    values = record.key_pages if record.value_pages is None else record.value_pages
+    first = record.key_pages.shape[-1] if record.value_pages is None else 0
+    return (*_strides(record.key_pages, record.kv_layout), *_strides(values, record.kv_layout), first)
+
+
+def _strides(pages: jax.Array, layout: str) -> tuple[int, ...]:
+    return tuple(math.prod(pages.shape[layout.index(axis) + 1 :]) for axis in "psh")

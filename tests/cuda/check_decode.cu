@@ -1,0 +1,293 @@
+// Runs the decoding kernels on small random calls and compares them with float64 on the host. Needs a GPU, and no JAX, so
+// that it is quick under compute-sanitizer:
+//
+//   nvcc -std=c++17 -O3 -arch=native -I packages/ejkernel-cuda/csrc tests/cuda/check_decode.cu -o check_decode
+//   ./check_decode
+//   compute-sanitizer --tool memcheck ./check_decode
+//   compute-sanitizer --tool racecheck ./check_decode
+//
+// Prints a line for each call, and fails if an output is off. Slots that no row attends to hold NaN, where a cache's
+// dtype has one, and outputs are NaN before each call.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#include <cuda_fp8.h>
+
+#include "paged_decode.cuh"
+#include "split_decode.cuh"
+
+using namespace ejkernel;
+
+namespace {
+
+void expect_success(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+
+template <typename T>
+T* on_device(const std::vector<T>& host) {
+  T* device;
+  expect_success(cudaMalloc(&device, host.size() * sizeof(T)), "cudaMalloc");
+  expect_success(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  return device;
+}
+
+template <typename T>
+std::vector<T> on_host(const T* device, size_t count) {
+  std::vector<T> host(count);
+  expect_success(cudaMemcpy(host.data(), device, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return host;
+}
+
+// A number as a cache's bits, and back.
+template <typename C>
+C encoded(float x) {
+  C made;
+  if constexpr (std::is_same_v<C, Int8>) made.number = x != x ? 127 : std::lround(x * 30);
+  if constexpr (std::is_same_v<C, E4m3>) made.bits = __nv_fp8_e4m3(x).__x;
+  if constexpr (std::is_same_v<C, E5m2>) made.bits = __nv_fp8_e5m2(x).__x;
+  if constexpr (std::is_same_v<C, __half>) made = __float2half(x);
+  if constexpr (std::is_same_v<C, __nv_bfloat16>) made = __float2bfloat16(x);
+  return made;
+}
+
+template <typename C>
+double decoded(C x) {
+  if constexpr (std::is_same_v<C, Int8>) return x.number;
+  if constexpr (std::is_same_v<C, E4m3>) {
+    __nv_fp8_e4m3 number;
+    number.__x = x.bits;
+    return float(number);
+  }
+  if constexpr (std::is_same_v<C, E5m2>) {
+    __nv_fp8_e5m2 number;
+    number.__x = x.bits;
+    return float(number);
+  }
+  if constexpr (std::is_same_v<C, __half>) return __half2float(x);
+  if constexpr (std::is_same_v<C, __nv_bfloat16>) return __bfloat162float(x);
+}
+
+struct Call {
+  const char* name;
+  std::vector<int> lengths;
+  int heads = 8, kv_heads = 2, size = 128, value_size = 128, page_size = 16;
+  std::vector<int> query_start = {};  // empty for one row a sequence
+  int left = 1 << 30, right = 0, blocks = 12, lines = 2;
+  float cap = 0.f;
+  bool sinks = false, starts = false, absent = false, dense = false, half = false;
+  int splits = 0;  // of the kernel of dense caches; 0 for the persistent one
+};
+
+template <typename C>
+bool check(const Call& z, const char* dtype) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const bool bfloat16 = sizeof(C) == 1 ? !z.half : std::is_same_v<C, __nv_bfloat16>;
+  const int sequences = z.lengths.size(), rows = z.query_start.empty() ? sequences : z.query_start.back() + 1;
+  int longest = 1;
+  for (int length : z.lengths) longest = std::max(longest, length);
+  const int columns = z.dense ? 1 : (longest + z.page_size - 1) / z.page_size;
+  const int page_size = z.dense ? longest + 3 : z.page_size, pages = sequences * columns + (z.dense ? 0 : 3);
+  // Page n of a sequence, in another order than it has in memory; beyond a sequence's end, and where `absent`, padding.
+  std::vector<int> tables(sequences * columns);
+  for (int n = 0; n < sequences; ++n) {
+    for (int column = 0; column < columns; ++column) {
+      const int page = n * columns + (columns - 1 - column);
+      const bool used = column * page_size < z.lengths[n] && !(z.absent && column % 5 == 2);
+      tables[n * columns + column] = used || z.dense ? page : column % 2 ? -1 : pages + 7;
+    }
+  }
+  const auto page_of = [&](int n, int key) { return tables[n * columns + key / page_size]; };
+  const auto random_cache = [&](int size) {
+    std::vector<C> cache(size_t(pages) * page_size * z.kv_heads * size, encoded<C>(NAN));
+    for (int n = 0; n < sequences; ++n) {
+      for (int key = 0; key < z.lengths[n]; ++key) {
+        const int page = page_of(n, key);
+        if (page < 0 || page >= pages) continue;
+        const size_t at = (size_t(page) * page_size + key % page_size) * z.kv_heads * size;
+        for (int i = 0; i < z.kv_heads * size; ++i) cache[at + i] = encoded<C>(normal(random));
+      }
+    }
+    return cache;
+  };
+  const auto keys = random_cache(z.size), values = random_cache(z.value_size);
+  std::vector<uint16_t> query(size_t(rows) * z.heads * z.size);
+  std::vector<double> query_numbers(query.size());
+  for (size_t i = 0; i < query.size(); ++i) {
+    const __nv_bfloat16 b = __float2bfloat16(normal(random));
+    const __half h = __float2half(normal(random));
+    query[i] = bfloat16 ? __bfloat16_as_ushort(b) : __half_as_ushort(h);
+    query_numbers[i] = bfloat16 ? __bfloat162float(b) : __half2float(h);
+  }
+  std::vector<float> sinks(z.heads);
+  std::vector<int> starts(sequences, 0);
+  for (float& sink : sinks) sink = normal(random);
+  for (int n = 0; z.starts && n < sequences; ++n) starts[n] = z.lengths[n] / 4;
+
+  const auto strides = [&](int size) {
+    const uint32_t head = size * sizeof(C) / 16, slot = z.kv_heads * head;
+    return Strides{page_size * slot, slot, head};
+  };
+  const auto fill = [&](auto& call) {
+    call.query = on_device(query);
+    call.keys = reinterpret_cast<const unsigned char*>(on_device(keys));
+    call.values = reinterpret_cast<const unsigned char*>(on_device(values));
+    call.starts = on_device(starts);
+    call.sinks = z.sinks ? on_device(sinks) : nullptr;
+    call.output = on_device(std::vector<uint16_t>(size_t(rows) * z.heads * z.value_size, 0xffff));
+    call.lse = on_device(std::vector<float>(rows * z.heads, NAN));
+    call.key_strides = strides(z.size);
+    call.value_strides = strides(z.value_size);
+    call.rows = call.rows_a_sink = rows;
+    call.heads = z.heads;
+    call.kv_heads = z.kv_heads;
+    call.size = z.size;
+    call.value_size = z.value_size;
+    call.columns = columns;
+    call.page_size = page_size;
+    call.bfloat16 = bfloat16;
+    call.scale = (sizeof(C) == 1 && std::is_same_v<C, Int8> ? 1.f / 30 : 1.f) / std::sqrt(float(z.size));
+    call.cap = z.cap;
+    call.value_scale = 1.5f;
+    call.left = z.left;
+    call.right = z.right;
+  };
+  const auto launch = [&](auto size) {
+    constexpr int kSize = decltype(size)::value;
+    using S = Shape<kSize, C>;
+    if constexpr (sizeof(C) == 2) {
+      if (z.splits > 0) {
+        SplitDecode call{};
+        fill(call);
+        call.ends = on_device(z.lengths);
+        call.pages = 1;
+        call.splits = z.splits;
+        const size_t parts = size_t(z.splits) * rows * z.heads;
+        call.partial = on_device(std::vector<float>(parts * z.value_size, NAN));
+        call.statistics = on_device(std::vector<float>(parts * 2, NAN));
+        cudaFuncSetAttribute(split_kernel<kSize, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+        const int groups = (z.heads / z.kv_heads + kHeads - 1) / kHeads;
+        split_kernel<kSize, C><<<rows * z.splits * z.kv_heads * groups, S::kWarps * 32, S::kBytes>>>(call);
+        if (z.splits > 1) merge_kernel<<<rows * z.heads, kMergeThreads>>>(call);
+        return std::pair{call.output, call.lse};
+      }
+    }
+    PagedDecode call{};
+    fill(call);
+    call.lengths = on_device(z.lengths);
+    call.tables = z.dense ? nullptr : on_device(tables);
+    call.query_start = z.query_start.empty() ? nullptr : on_device(z.query_start);
+    call.pages = pages;
+    call.sequences = sequences;
+    call.lines = z.lines;
+    call.partial = on_device(std::vector<float>(size_t(z.blocks) * 2 * kHeads * z.value_size, NAN));
+    call.statistics = on_device(std::vector<float>(z.blocks * 2 * kHeads * 2, NAN));
+    call.cuts = on_device(std::vector<int>(z.blocks * 4, 99));
+    cudaFuncSetAttribute(paged_kernel<kSize, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+    paged_kernel<kSize, C><<<z.blocks, S::kWarps * 32, S::kBytes>>>(call);
+    combine_kernel<<<dim3(z.blocks, kHeads), kCombineWarps * 32>>>(call);
+    return std::pair{call.output, call.lse};
+  };
+  const int padded = std::max(z.size, z.value_size);
+  const auto [output, lse] = padded <= 64    ? launch(std::integral_constant<int, 64>())
+                             : padded <= 128 ? launch(std::integral_constant<int, 128>())
+                                             : launch(std::integral_constant<int, 256>());
+  expect_success(cudaGetLastError(), "launch");
+  expect_success(cudaDeviceSynchronize(), "kernels");
+  const auto got = on_host(static_cast<const uint16_t*>(output), size_t(rows) * z.heads * z.value_size);
+  const auto got_lse = on_host(lse, rows * z.heads);
+
+  double difference = 0, norm = 0, lse_difference = 0;
+  for (int row = 0; row < rows; ++row) {
+    int sequence = z.query_start.empty() ? row : -1, position = 0;
+    for (int n = 0; n + 1 < int(z.query_start.size()); ++n) {
+      if (z.query_start[n] <= row && row < z.query_start[n + 1]) sequence = n;
+    }
+    if (sequence >= 0) {
+      position = z.lengths[sequence] - 1;
+      if (!z.query_start.empty()) position -= z.query_start[sequence + 1] - 1 - row;
+    }
+    for (int head = 0; head < z.heads; ++head) {
+      const int kv_head = head / (z.heads / z.kv_heads);
+      std::vector<double> sums(z.value_size, 0);
+      double whole = z.sinks && sequence >= 0 ? std::exp(double(sinks[head])) : 0;
+      for (int key = 0; sequence >= 0 && key < z.lengths[sequence]; ++key) {
+        const int page = page_of(sequence, key);
+        if (page < 0 || page >= pages || key < starts[sequence]) continue;
+        if (key < position - z.left || key > position + z.right) continue;
+        const size_t at = (size_t(page) * page_size + key % page_size) * z.kv_heads + kv_head;
+        double score = 0;
+        for (int i = 0; i < z.size; ++i) {
+          score += query_numbers[(size_t(row) * z.heads + head) * z.size + i] * decoded(keys[at * z.size + i]);
+        }
+        score *= (std::is_same_v<C, Int8> ? 1. / 30 : 1.) / std::sqrt(double(z.size));
+        if (z.cap > 0) score = z.cap * std::tanh(score / z.cap);
+        whole += std::exp(score);
+        for (int i = 0; i < z.value_size; ++i) sums[i] += std::exp(score) * decoded(values[at * z.value_size + i]);
+      }
+      const size_t place = size_t(row) * z.heads + head;
+      for (int i = 0; i < z.value_size; ++i) {
+        const double want = whole > 0 ? 1.5 * sums[i] / whole : 0;
+        const uint16_t bits = got[place * z.value_size + i];
+        const double have = bfloat16 ? __bfloat162float(__ushort_as_bfloat16(bits)) : __half2float(__ushort_as_half(bits));
+        difference += (have - want) * (have - want);
+        norm += want * want;
+      }
+      if (whole > 0) {
+        lse_difference = std::fmax(lse_difference, std::fabs(got_lse[place] - std::log(whole)));
+        if (std::isnan(got_lse[place])) lse_difference = INFINITY;
+      } else if (got_lse[place] != -INFINITY) {
+        lse_difference = INFINITY;
+      }
+    }
+  }
+  const double error = std::sqrt(difference / (norm > 0 ? norm : 1));
+  const bool right = error < (bfloat16 ? 5e-3 : 1e-3) && lse_difference < 5e-3;
+  std::printf("%-8s %-32s relative error %.1e, lse %.1e%s\n", dtype, z.name, error, lse_difference, right ? "" : "  WRONG");
+  return right;
+}
+
+}  // namespace
+
+int main() {
+  bool right = true;
+  const std::vector<int> uneven = {537, 1, 0, 64, 300};
+  std::vector<Call> calls(10);
+  calls[0] = {"pages of 16", uneven};
+  calls[1] = {"pages of 1, sinks, cap", uneven, 6, 3, 64, 48, 1};
+  calls[1].lines = 3;
+  calls[1].sinks = true;
+  calls[1].cap = 1.5f;
+  calls[2] = {"20 heads, pages of 24", uneven, 20, 1, 160, 256, 24};
+  calls[3] = {"window, starts, absent pages", uneven};
+  calls[3].left = 200;
+  calls[3].starts = calls[3].absent = true;
+  calls[4] = {"query rows of some sequences", uneven, 8, 2, 128, 128, 64, {0, 2, 2, 2, 3, 4}};
+  calls[5] = {"not causal", uneven, 8, 2, 128, 128, 64, {0, 2, 2, 2, 3, 4}};
+  calls[5].left = 40;
+  calls[5].right = 3;
+  calls[6] = {"no pages", uneven};
+  calls[6].dense = calls[6].sinks = calls[6].half = true;
+  calls[7] = {"one sequence, one line", {2000}, 8, 2, 128, 128, 64};
+  calls[7].lines = 1;
+  calls[7].blocks = 33;
+  for (const int splits : {1, 3}) {
+    Call& z = calls[7 + (splits + 1) / 2] = {splits == 1 ? "dense, whole" : "dense, 3 splits", uneven, 40, 2, 128, 96};
+    z.dense = z.sinks = true;
+    z.splits = splits;
+  }
+  for (const Call& z : calls) {
+    right &= check<__nv_bfloat16>(z, "bfloat16") & check<__half>(z, "float16");
+    if (z.splits > 0) continue;
+    right &= check<E4m3>(z, "e4m3") & check<E5m2>(z, "e5m2") & check<Int8>(z, "int8");
+  }
+  std::printf(right ? "all right\n" : "WRONG\n");
+  return right ? 0 : 1;
+}
