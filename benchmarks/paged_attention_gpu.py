@@ -50,6 +50,8 @@ class Cell:
     prefix: int = 0
     tree: bool = False
     cache: str = "bfloat16"
+    others: int = 0
+    """Tokens of all sequences but one, where they are fewer."""
 
     def __str__(self) -> str:
         shape = f"B{self.batch} ctx {self.context} H{self.heads}/{self.kv_heads} D{self.size} page {self.page}"
@@ -58,6 +60,7 @@ class Cell:
         shape += f", {self.prefix} shared" if self.prefix else ""
         shape += " of a tree" if self.tree else ""
         shape += f", {self.cache} cache" if self.cache != "bfloat16" else ""
+        shape += f", the others {self.others}" if self.others else ""
         return f"{shape}, lengths 1 to {self.context}" if self.ragged else shape
 
     @functools.cached_property
@@ -65,7 +68,9 @@ class Cell:
         """Tokens of each sequence."""
         if self.ragged:
             return np.random.default_rng(0).integers(1, self.context + 1, self.batch, dtype=np.int32)
-        return np.full(self.batch + self.decoding, self.context, np.int32)
+        lengths = np.full(self.batch + self.decoding, self.others or self.context, np.int32)
+        lengths[self.batch // 2] = self.context
+        return lengths
 
     @functools.cached_property
     def queries(self) -> np.ndarray:
@@ -145,6 +150,12 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(rows=8)
     yield Cell(rows=8, tree=True)
     yield Cell(cache="float8_e4m3fn")
+    yield Cell(cache="float8_e4m3fn", page=16)
+    yield Cell(cache="float8_e4m3fn", context=2048)
+    yield Cell(cache="float8_e4m3fn", context=16384, ragged=True)
+    yield Cell(cache="float8_e5m2")
+    yield Cell(context=32768, others=1024)
+    yield Cell(cache="float8_e4m3fn", context=32768, others=1024)
 
 
 def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any]) -> Side:

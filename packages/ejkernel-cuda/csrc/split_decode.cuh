@@ -47,7 +47,14 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32) split_kernel(cons
   const size_t place = (size_t(split) * call.rows + row) * call.heads + segment.first_head;
   segment.partial = call.splits == 1 ? nullptr : call.partial + place * call.value_size;
   segment.statistics = call.statistics + place * 2;
-  attend<Size, C>(call, segment, shared);
+
+  Copies<Size, C> copies;
+  copies.begin(call, segment, shared);
+  Softmax<Size> softmax;
+  attend<Size, C>(call, segment, copies, softmax);
+  // Over the ring: its barriers wait until no warp reads a stage, and no copy is under way.
+  wait_for_copies<0>();
+  merge_warps<Size, C>(call, segment, softmax, reinterpret_cast<float*>(shared));
 }
 
 // The combine of split-KV: merges the splits, one block for each head of a row.

@@ -1,4 +1,4 @@
-"""Decoding over a paged cache in CUDA C++, of 16 or 8 bits a number: persistent blocks with equal shares of all keys."""
+"""Decoding over paged caches of 16 or 8 bits a number in CUDA C++: persistent blocks with equal shares of all keys."""
 
 from collections.abc import Iterable
 from typing import Any

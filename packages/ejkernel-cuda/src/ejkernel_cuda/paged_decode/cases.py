@@ -33,12 +33,9 @@ DECODE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jn
 SMALL = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
 WIDE = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
 """More query heads than one block has, and pages that end within tiles."""
-PACKED = PagedSizes(
-    lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
-)
+PACKED = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 UNEVEN = dataclasses.replace(PACKED, q_lens=(0, 3, 0, 1))
 """As many query rows as sequences, and not one each."""
-STRIPPED = dataclasses.replace(PACKED, q_lens=(1, 1, 1, 0), rows=3)
 PROMPT = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 DENSE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
 WINDOW = {"sliding_window": 30}
@@ -59,15 +56,11 @@ def _sinks(key: jax.Array) -> dict[str, Any]:
 
 
 def _quantised(inputs: Any, dtype: Any, names: tuple[str, ...] = ("key_cache", "value_cache")) -> Any:
-    """Inputs whose caches are of another dtype; of `page_attention` with integers, numbers and scale that fit them."""
-    integers = jnp.issubdtype(dtype, jnp.integer)
+    """Inputs whose caches are of another floating dtype."""
 
     def make(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
         given = inputs(key, sizes)
-        # Slots without a token are NaN, which integers have not.
-        cast = lambda x: jnp.round(jnp.nan_to_num(x.astype(jnp.float32)) * 30) if integers else x  # noqa: E731
-        given |= {name: cast(given[name]).astype(dtype) for name in names}
-        return given | ({"attn_scale": 0.002} if integers else {})
+        return given | {name: given[name].astype(dtype) for name in names}
 
     return make
 
@@ -87,15 +80,14 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ("decode, float8, 20 heads of 160 and 256", WIDE, _nothing, (), ("awkward",)),
     )
     other: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE, _nothing, (), ()),)
-    integers: tuple[Row[PagedSizes], ...] = (("decode, int8", DECODE, _sinks, ("softmax_aux",), ()),)
     unified: tuple[Row[PagedSizes], ...] = (
         ("decode, lse", PACKED, lambda key: {"return_lse": True}, (), ()),
         ("decode, rows of few sequences", UNEVEN, lambda key: WINDOW, ("sliding_window",), ()),
         ("decode, not causal", UNEVEN, lambda key: BAND, ("causal",), ()),
         ("decode, soft cap", PACKED, lambda key: CAP, ("logits_soft_cap",), ()),
     )
-    v2: tuple[Row[PagedSizes], ...] = (("decode, sequences", STRIPPED, _nothing, ("num_seqs",), ()),)
-    written = ("new_keys", "new_values", "value_scale")
+    v2: tuple[Row[PagedSizes], ...] = (("decode, sequences", PACKED, _nothing, ("num_seqs",), ()),)
+    written = ("new_keys", "new_values", "value_scale", "num_seqs")
     v3: tuple[Row[PagedSizes], ...] = (("decode, written", PACKED, lambda key: SCALES, written, ()),)
     eight: tuple[Row[PagedSizes], ...] = (("decode, float8, written", PACKED, lambda key: SCALES, written, ()),)
     whole: tuple[Row[PagedSizes], ...] = (("decode, int8, written", PACKED, lambda key: INTEGERS, written, ()),)
@@ -110,7 +102,6 @@ def cases() -> dict[str, tuple[Case, ...]]:
             *table(PageAttentionArguments, page_inputs, page),
             *table(PageAttentionArguments, _quantised(page_inputs, float8), quantised),
             *table(PageAttentionArguments, _quantised(page_inputs, jnp.float8_e5m2), other),
-            *table(PageAttentionArguments, _quantised(page_inputs, jnp.int8), integers),
         ),
         "unified_attention": table(UnifiedAttentionArguments, packed_inputs, unified),
         "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, v2),

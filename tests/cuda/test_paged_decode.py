@@ -1,0 +1,163 @@
+"""The paged decoding kernels without a GPU: what is refused, how blocks are dealt, and how caches are described."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_decode import build
+
+import ejkernel_cuda
+from ejkernel import explain
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules import unified_attention
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_cuda import library
+from ejkernel_cuda.paged_decode import IMPLEMENTATIONS, blocks
+from ejkernel_cuda.paged_decode.forward import forward, strides
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+A100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0)
+
+
+def array(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def record(rows=64, heads=32, kv_heads=8, size=128, value_size=None, cache=jnp.float8_e4m3fn, **fields):
+    pages = array(256, 64, kv_heads, size, dtype=cache)
+    given = {
+        "query": array(rows, heads, size, dtype=jnp.bfloat16),
+        "key_pages": pages,
+        "value_pages": array(*pages.shape[:3], value_size or size, dtype=cache),
+        "block_tables": array(rows, 4),
+        "kv_lens": array(rows),
+        "query_start": None,
+        "softmax_scale": 0.1,
+        "kv_layout": "pshd",
+        "kv_heads": None,
+    }
+    return PagedAttention(**{**given, **fields})
+
+
+def reasons(**changes):
+    [implementation] = IMPLEMENTATIONS
+    return list(implementation.requires.extra(record(**changes)))
+
+
+def refusals(device=H200, rows=4, **options):
+    """What the implementation has against a call of `unified_attention`."""
+    cache = array(32, 16, 2, 128, dtype=jnp.float8_e4m3fn)
+    query = array(rows, 8, 128, dtype=jnp.bfloat16)
+    with target_device(device):
+        decision = explain(unified_attention, query, cache, cache, array(4), array(4, 8), array(5), **options)
+    [verdict] = [v for v in decision.forward.verdicts if v.implementation.name == "cuda_paged"]
+    return [reason for reason in verdict.reasons if library.MODULE not in reason]
+
+
+def test_it_serves_what_it_is_made_for():
+    assert refusals(sliding_window=9, logits_soft_cap=5.0, softmax_aux=array(8, dtype=jnp.float32)) == []
+    assert refusals(causal=False, sliding_window=(9, 3), rows=3) == []
+    for cache in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
+        assert reasons(cache=cache) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rows": 5}, "5 query rows of 4 sequences are more than one each"),
+        ({"alibi_slopes": array(8, dtype=jnp.float32)}, "alibi_slopes is not handled"),
+        ({"qq_bias": array(4, 4, dtype=jnp.float32)}, "qq_bias is not handled"),
+        ({"shared_prefix": array()}, "shared_prefix is not handled"),
+        ({"device": dataclasses.replace(H200, compute_capability=7.5)}, "needs compute capability 8.0, this is 7.5"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_it_refuses_calls_by_name(changes, sentence):
+    assert refusals(**changes) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"cache": jnp.float16},
+            "a cache of float16 and float16 is neither of the query's bfloat16 nor of 8 bits",
+        ),
+        ({"size": 72}, "rows of 72 and 72 numbers of float8_e4m3fn are no multiples of 16 bytes"),
+        ({"size": 60, "cache": jnp.bfloat16}, "rows of 60 and 60 numbers of bfloat16 are no multiples of 16 bytes"),
+        ({"value_size": 24}, "rows of 128 and 24 numbers of float8_e4m3fn are no multiples of 16 bytes"),
+        ({"kv_lens": array(0)}, "an array is empty"),
+        (
+            {"key_pages": array(2**20, 64, 8, 128, dtype=jnp.float8_e4m3fn)},
+            "an array of the cache has 64 GiB or more",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_it_refuses_records_by_name(changes, sentence):
+    assert reasons(**changes) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "expected"),
+    [
+        ({}, H200, (264, 8)),
+        ({"heads": 256, "size": 64}, H200, (396, 16)),
+        ({"heads": 200, "kv_heads": 200}, H200, (264, 20)),  # 200 lines would leave 64 blocks idle
+        ({"kv_heads": 1}, H200, (264, 2)),
+        ({}, A100, (108, 8)),  # 4 idle blocks are less than 5%
+    ],
+    ids=str,
+)
+def test_blocks_fill_the_chip(shape, device, expected):
+    given = record(**shape)
+    rule = blocks.heuristic(given, device, "forward")
+    assert (rule.num_blocks, rule.num_lines) == expected
+    count, lines = blocks.launched(given, rule)
+    assert lines == rule.num_lines
+    assert count % lines == 0
+    assert count >= blocks.ENOUGH_BLOCKS * rule.num_blocks
+
+
+def test_configurations_fit_the_record():
+    given = record(kv_heads=8)
+    assert blocks.launched(given, blocks.PagedBlocks(num_blocks=30, num_lines=5)) == (28, 4)
+    assert blocks.launched(given, blocks.PagedBlocks(num_blocks=1, num_lines=8)) == (8, 8)
+    with pytest.raises(ValueError, match="want at least 1"):
+        blocks.launched(given, blocks.PagedBlocks(num_blocks=0, num_lines=1))
+    rule = blocks.heuristic(given, H200, "forward")
+    assert blocks.candidates(given, H200, "forward")[0] == rule
+
+
+def test_layouts_are_strides():
+    assert strides(record()) == (64 * 8 * 128, 8 * 128, 128, 64 * 8 * 128, 8 * 128, 128, 0)
+    first = array(8, 256, 64, 128, dtype=jnp.int8)
+    assert strides(record(key_pages=first, value_pages=first, kv_layout="hpsd")) == (
+        *(64 * 128, 128, 256 * 64 * 128) * 2,
+        0,
+    )
+    combined = array(256, 64, 8, 2, 256, dtype=jnp.int8)
+    assert strides(record(key_pages=combined, value_pages=None, kv_layout="pshcd")) == (
+        *(64 * 8 * 512, 8 * 512, 512) * 2,
+        256,
+    )
+
+
+@pytest.mark.slow
+def test_the_call_lowers(tmp_path, monkeypatch):
+    build(tmp_path)
+    monkeypatch.setattr(ejkernel_cuda, "__path__", [str(tmp_path)])
+    library.registered.cache_clear()
+    given = record(softmax_aux=array(32, dtype=jnp.float32), sliding_window=(99, None))
+    call = functools.partial(forward, config=blocks.PagedBlocks(num_blocks=264, num_lines=8))
+    text = jax.jit(call).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@ejkernel_paged_decode" in text
+    assert "left = 99 : i32, lines = 8 : i32" in text
+    assert "tensor<528x16x128xf32>" in text
+    written = dataclasses.replace(
+        given, new_keys=array(64, 8, 128, dtype=jnp.bfloat16), new_values=array(64, 8, 128, dtype=jnp.bfloat16)
+    )
+    outputs = jax.eval_shape(call, written)[0]
+    assert [x.shape for x in outputs] == [(64, 32, 128), (64, 32), given.key_pages.shape, given.key_pages.shape]
