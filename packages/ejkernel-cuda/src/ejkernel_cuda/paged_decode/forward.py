@@ -64,7 +64,7 @@ def _integers(x: jax.Array | None) -> jax.Array:
 
 
 def strides(record: PagedAttention) -> tuple[int, ...]:
-    """Elements from page to page, slot to slot and head to head: of keys, then of values; and before the first value."""
+    """Elements from page to page, slot to slot and head to head, of keys and of values, and before the first value."""
     values = record.key_pages if record.value_pages is None else record.value_pages
     first = record.key_pages.shape[-1] if record.value_pages is None else 0
     return (*_strides(record.key_pages, record.kv_layout), *_strides(values, record.kv_layout), first)
