@@ -81,7 +81,7 @@ struct Call {
   std::vector<int> query_start = {};  // empty for one row a sequence
   int left = 1 << 30, right = 0, blocks = 12, lines = 2;
   float cap = 0.f;
-  bool sinks = false, starts = false, absent = false, dense = false, half = false, ahead = false;
+  bool sinks = false, starts = false, absent = false, dense = false, half = false;
   int splits = 0;  // of the kernel of dense caches; 0 for the persistent one
 };
 
@@ -190,10 +190,8 @@ bool check(const Call& z, const char* dtype) {
     call.partial = on_device(std::vector<float>(size_t(z.blocks) * 2 * kHeads * z.value_size, NAN));
     call.statistics = on_device(std::vector<float>(z.blocks * 2 * kHeads * 2, NAN));
     call.cuts = on_device(std::vector<int>(z.blocks * 4, 99));
-    call.ahead = z.ahead;
-    const int bytes = S::kBytes + (z.ahead ? S::kMergeBytes : 0);
-    cudaFuncSetAttribute(paged_kernel<kSize, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    paged_kernel<kSize, C><<<z.blocks, S::kWarps * 32, bytes>>>(call);
+    cudaFuncSetAttribute(paged_kernel<kSize, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+    paged_kernel<kSize, C><<<z.blocks, S::kWarps * 32, S::kBytes>>>(call);
     combine_kernel<<<dim3(z.blocks, kHeads), kCombineWarps * 32>>>(call);
     return std::pair{call.output, call.lse};
   };
@@ -284,15 +282,6 @@ int main() {
     Call& z = calls[7 + (splits + 1) / 2] = {splits == 1 ? "dense, whole" : "dense, 3 splits", uneven, 40, 2, 128, 96};
     z.dense = z.sinks = true;
     z.splits = splits;
-  }
-  int memory = 0;
-  cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
-  const size_t count = calls.size();
-  for (size_t n = 0; memory >= 160 << 10 && n < count; ++n) {
-    // Again with the merge in shared memory of its own, which small chips have no room for.
-    calls.push_back(calls[n]);
-    calls.back().ahead = true;
-    if (calls[n].splits > 0) calls.pop_back();
   }
   for (const Call& z : calls) {
     right &= check<__nv_bfloat16>(z, "bfloat16") & check<__half>(z, "float16");

@@ -104,7 +104,7 @@ def test_it_refuses_records_by_name(changes, sentence):
     ("shape", "device", "expected"),
     [
         ({}, H200, (264, 8)),
-        ({"heads": 256, "size": 64}, H200, (396, 16)),
+        ({"heads": 256, "size": 64}, H200, (528, 16)),
         ({"heads": 200, "kv_heads": 200}, H200, (264, 20)),  # 200 lines would leave 64 blocks idle
         ({"kv_heads": 1}, H200, (264, 2)),
         ({}, A100, (108, 8)),  # 4 idle blocks are less than 5%

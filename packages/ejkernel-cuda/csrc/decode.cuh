@@ -75,9 +75,10 @@ struct Shape {
   static constexpr int kWarpBytes = kStages * 2 * kTileBytes;
   static constexpr int kBytes = kWarps * kWarpBytes;
   static constexpr int kRound = kWarps * kKeys;  // keys of one tile of each warp
-  static constexpr int kMergeHeads = 8;
-  static constexpr int kMergeBytes = kWarps * kMergeHeads * (Size + 2) * 4;
-  static_assert(kBytes >= kMergeBytes, "the merge fits into the ring");
+  // Blocks that shared memory has room for on a multiprocessor of Hopper. The compiler may use all registers that they
+  // leave: without the number it chose 168 where it takes 213 to 228 now, and kernels took 2.5% longer.
+  static constexpr int kResident = Size == 64 ? 4 : 2;
+  static_assert(kBytes >= kWarps * kHeads * (Size + 2) * 4, "the merge fits into the buffers");
 };
 
 // Swizzle: byte offset of a 16-byte piece in a tile. Pieces are permuted in a row so that eight rows touch all banks.
@@ -205,7 +206,7 @@ __device__ __forceinline__ void multiply_keys(
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           uint32_t wide[2];
-          Cache<C>::widen(wide, keys[n]);
+          Cache<C>::template widen<false>(wide, keys[n]);
           Half<T>::multiply(scores[eight + n / 2], query[step * 2 + n % 2], wide[0], wide[1]);
         }
       }
@@ -317,8 +318,8 @@ __device__ __forceinline__ void sum_tile(Softmax<Size>& softmax, const float (&w
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           uint32_t first[2], second[2];
-          Cache<C>::widen(first, __byte_perm(values[n * 2], 0, 0x3120));
-          Cache<C>::widen(second, __byte_perm(values[n * 2 + 1], 0, 0x3120));
+          Cache<C>::template widen<true>(first, values[n * 2]);
+          Cache<C>::template widen<true>(second, values[n * 2 + 1]);
           float(&even)[4] = softmax.acc[(step * 2 + n) * 2];
           float(&odd)[4] = softmax.acc[(step * 2 + n) * 2 + 1];
           Half<T>::multiply(even, left, first[0], second[0]);
@@ -352,118 +353,109 @@ struct Finish {
   }
 };
 
-// Merges the softmaxes of a block's warps through shared memory, eight heads at a time, and stores the segment's result.
-// `shared` has `kMergeBytes`. All threads of the block call it; it begins and ends with a barrier.
+// Merges the softmaxes of a block's warps through shared memory, and stores the segment's result.
 template <int Size, typename C>
 __device__ __forceinline__ void merge_warps(
     const Decode& call, const Segment& segment, Softmax<Size>& softmax, float* shared) {
-  using S = Shape<Size, C>;
+  constexpr int kWarps = Shape<Size, C>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float* accs = shared + warp * S::kMergeHeads * Size;
-  float* statistics = shared + S::kWarps * S::kMergeHeads * Size;  // [heads][warps][2]
+  // Over the ring of stages: the caller has waited until no warp reads it and no copy is under way.
+  float* accs = shared + warp * kHeads * Size;
+  float* statistics = shared + kWarps * kHeads * Size;  // [heads][warps][2]
 #pragma unroll
-  for (int part = 0; part < kHeads / S::kMergeHeads; ++part) {
-    __syncthreads();  // hazard: others may still read what is overwritten now
-    // The same branch in the whole block.
-    if (part * S::kMergeHeads >= segment.count) return;
-    const int own = lane / 4;  // head of this part
+  for (int part = 0; part < 2; ++part) {
+    const int head = lane / 4 + part * 8;
     softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 1);
     softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 2);
     if (lane % 4 == 0) {
-      statistics[(own * S::kWarps + warp) * 2] = softmax.row_max[part];
-      statistics[(own * S::kWarps + warp) * 2 + 1] = softmax.row_sum[part];
+      statistics[(head * kWarps + warp) * 2] = softmax.row_max[part];
+      statistics[(head * kWarps + warp) * 2 + 1] = softmax.row_sum[part];
     }
 #pragma unroll
     for (int index = 0; index < Size / 8; ++index) {
-      accs[own * Size + column_of<C>(index, 0)] = softmax.acc[index][part * 2];
-      accs[own * Size + column_of<C>(index, 1)] = softmax.acc[index][part * 2 + 1];
-    }
-    __syncthreads();
-    const int first = part * S::kMergeHeads, heads = min(S::kMergeHeads, segment.count - first);
-    // Warps are added in their order: two runs give the same bits.
-    for (int head = warp; head < heads; head += S::kWarps) {
-      float row_max = -INFINITY, row_sum = 0.f, alphas[S::kWarps];
-#pragma unroll
-      for (int w = 0; w < S::kWarps; ++w) row_max = fmaxf(row_max, statistics[(head * S::kWarps + w) * 2]);
-#pragma unroll
-      for (int w = 0; w < S::kWarps; ++w) {
-        // A warp without tiles has the maximum -INFINITY, and so alpha 0.
-        alphas[w] = row_max == -INFINITY ? 0.f : exp2f(statistics[(head * S::kWarps + w) * 2] - row_max);
-        row_sum += alphas[w] * statistics[(head * S::kWarps + w) * 2 + 1];
-      }
-      const size_t place = size_t(segment.row) * call.heads + segment.first_head + first + head;
-      const bool whole = segment.partial == nullptr;
-      const Finish finish(
-          call, segment.row, segment.first_head + first + head, row_max, row_sum, segment.sequence >= 0);
-      for (int column = lane; column < call.value_size; column += 32) {
-        float sum = 0.f;
-#pragma unroll
-        for (int w = 0; w < S::kWarps; ++w) sum += alphas[w] * shared[(w * S::kMergeHeads + head) * Size + column];
-        if (whole) {
-          store_output(call, place * call.value_size + column, sum * finish.factor);
-        } else {
-          // Not normalised: the combine kernel divides by the denominator of all segments, which the sink joins once.
-          segment.partial[size_t(first + head) * call.value_size + column] = sum;
-        }
-      }
-      if (lane == 0 && whole) call.lse[place] = finish.lse;
-      if (lane == 0 && !whole) {
-        segment.statistics[(first + head) * 2] = row_max;
-        segment.statistics[(first + head) * 2 + 1] = row_sum;
-      }
+      accs[head * Size + column_of<C>(index, 0)] = softmax.acc[index][part * 2];
+      accs[head * Size + column_of<C>(index, 1)] = softmax.acc[index][part * 2 + 1];
     }
   }
   __syncthreads();
+  // Warps are added in their order: two runs give the same bits.
+  for (int head = warp; head < segment.count; head += kWarps) {
+    float row_max = -INFINITY, row_sum = 0.f, alphas[kWarps];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, statistics[(head * kWarps + w) * 2]);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      // A warp without tiles has the maximum -INFINITY, and so alpha 0.
+      alphas[w] = row_max == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - row_max);
+      row_sum += alphas[w] * statistics[(head * kWarps + w) * 2 + 1];
+    }
+    const size_t place = size_t(segment.row) * call.heads + segment.first_head + head;
+    const bool whole = segment.partial == nullptr;
+    const Finish finish(call, segment.row, segment.first_head + head, row_max, row_sum, segment.sequence >= 0);
+    for (int column = lane; column < call.value_size; column += 32) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += alphas[w] * shared[(w * kHeads + head) * Size + column];
+      if (whole) {
+        store_output(call, place * call.value_size + column, sum * finish.factor);
+      } else {
+        // Not normalised: the combine kernel divides by the denominator of all segments, which the sink joins once.
+        segment.partial[size_t(head) * call.value_size + column] = sum;
+      }
+    }
+    if (lane == 0 && whole) call.lse[place] = finish.lse;
+    if (lane == 0 && !whole) {
+      segment.statistics[head * 2] = row_max;
+      segment.statistics[head * 2 + 1] = row_sum;
+    }
+  }
 }
 
-// One warp's copies of a segment's tiles into its ring, and which keys of the tiles under way are present.
+// One warp's copies of a segment's tiles, and which of their keys are present.
 template <int Size, typename C>
 struct Copies {
   using S = Shape<Size, C>;
+  const Decode& call;
+  const Segment& segment;
   const unsigned char *keys, *values;
   uint32_t ring;
-  int sequence, first, limit, tiles, page, slot;
-  uint32_t present[S::kStages];
+  int first, tiles, page, slot;
 
-  // Starts copying the first tiles. The ring must be free: a warp's own reads of the segment before are behind it.
-  __device__ __forceinline__ void begin(const Decode& call, const Segment& segment, const void* shared) {
+  __device__ __forceinline__ Copies(const Decode& call, const Segment& segment, const void* shared)
+      : call(call), segment(segment) {
     const int warp = threadIdx.x / 32;
-    sequence = segment.sequence;
     first = segment.first + warp * S::kKeys;
-    limit = segment.limit;
-    tiles = max(limit - first + S::kRound - 1, 0) / S::kRound;
+    tiles = max(segment.limit - first + S::kRound - 1, 0) / S::kRound;
     ring = shared_address(shared) + warp * S::kWarpBytes;
     // Offsets in a head are 32 bits of pieces; without pages, a sequence's own start is not part of them.
-    const size_t row = call.tables == nullptr ? max(sequence, 0) : 0;
+    const size_t row = call.tables == nullptr ? max(segment.sequence, 0) : 0;
     keys = call.keys + (row * call.key_strides.page + size_t(segment.kv_head) * call.key_strides.head) * 16;
     values = call.values + (row * call.value_strides.page + size_t(segment.kv_head) * call.value_strides.head) * 16;
-    look_up(call, 0);
-#pragma unroll
-    for (int tile = 0; tile < S::kStages - 1; ++tile) present[tile] = fetch(call, tile);
+    look_up(0);
   }
 
   // Page and slot of this lane's key of a tile.
-  __device__ __forceinline__ void look_up(const Decode& call, int tile) {
+  __device__ __forceinline__ void look_up(int tile) {
     const int key = first + tile * S::kRound + threadIdx.x % S::kKeys;
     page = -1;
     slot = key;
-    if (key >= limit) return;
+    if (key >= segment.limit) return;
     if (call.tables == nullptr) {
       page = 0;
     } else {
       const int column = key / call.page_size;
       slot = key - column * call.page_size;
-      page = call.tables[size_t(sequence) * call.columns + column];
+      page = call.tables[size_t(segment.sequence) * call.columns + column];
     }
   }
 
   // Starts copying a tile; a bit for each of its keys that is present.
-  __device__ __forceinline__ uint32_t fetch(const Decode& call, int tile) {
-    uint32_t keys_present = 0;
+  __device__ __forceinline__ uint32_t fetch(int tile) {
+    uint32_t present = 0;
     if (tile < tiles) {
       // A table entry that is no page of the cache is padding.
       const bool there = page >= 0 && page < call.pages;
-      keys_present = __ballot_sync(~0u, there) & ~0u >> (32 - S::kKeys);
+      present = __ballot_sync(~0u, there) & ~0u >> (32 - S::kKeys);
       const uint32_t to = ring + tile % S::kStages * 2 * S::kTileBytes;
       const Strides &k = call.key_strides, &v = call.value_strides;
       const uint32_t key = there ? page * k.page + slot * k.slot : kAbsent;
@@ -471,41 +463,49 @@ struct Copies {
       copy_tile<Size, C>(to, keys, key, call.size * sizeof(C) / 16);
       copy_tile<Size, C>(to + S::kTileBytes, values, value, call.value_size * sizeof(C) / 16);
       // One tile ahead, so that no copy waits for a page's number.
-      look_up(call, tile + 1);
+      look_up(tile + 1);
     }
     // A group is committed even where nothing is copied: the wait counts groups, one a tile.
     commit_copies();
-    return keys_present;
+    return present;
   }
 };
 
-// The main loop of a warp over a segment whose copies have begun.
+// Attends to a segment and stores its result. All threads of the block call it; the next call needs a barrier between.
 template <int Size, typename C>
-__device__ __forceinline__ void attend(
-    const Decode& call, const Segment& segment, Copies<Size, C>& copies, Softmax<Size>& softmax) {
+__device__ __forceinline__ void attend(const Decode& call, const Segment& segment, unsigned char* shared) {
   using S = Shape<Size, C>;
+  Copies<Size, C> copies(call, segment, shared);
+  uint32_t present[S::kStages];
+#pragma unroll
+  for (int tile = 0; tile < S::kStages - 1; ++tile) present[tile] = copies.fetch(tile);
   // Behind the first copies: both latencies pass together.
   uint32_t query[Size / 16][4];
   float factors[2];
   load_query<Size, C>(query, factors, call, segment);
+  Softmax<Size> softmax;
   for (int tile = 0; tile < copies.tiles; ++tile) {
     wait_for_copies<S::kStages - 2>();
     __syncwarp();  // hazard: all copies must have arrived, and all lanes have read the stage that is refilled next
-    copies.present[S::kStages - 1] = copies.fetch(call, tile + S::kStages - 1);
+    present[S::kStages - 1] = copies.fetch(tile + S::kStages - 1);
     const uint32_t at = copies.ring + tile % S::kStages * 2 * S::kTileBytes;
     float scores[S::kKeys / 8][4];
     multiply_keys<Size, C>(scores, query, at);
     scale_scores(scores, factors, call.cap);
     // The same branch in the whole block. With eight heads at most, the other eight rows need no exponentials.
     if (segment.count <= 8) {
-      weigh_tile<1>(softmax, scores, copies.present[0]);
+      weigh_tile<1>(softmax, scores, present[0]);
     } else {
-      weigh_tile<2>(softmax, scores, copies.present[0]);
+      weigh_tile<2>(softmax, scores, present[0]);
     }
     sum_tile<Size, C>(softmax, scores, at + S::kTileBytes);
 #pragma unroll
-    for (int stage = 0; stage < S::kStages - 1; ++stage) copies.present[stage] = copies.present[stage + 1];
+    for (int stage = 0; stage < S::kStages - 1; ++stage) present[stage] = present[stage + 1];
   }
+  // Barrier: the merge overwrites the stages, which other warps still read.
+  wait_for_copies<0>();
+  __syncthreads();
+  merge_warps<Size, C>(call, segment, softmax, reinterpret_cast<float*>(shared));
 }
 
 }  // namespace ejkernel

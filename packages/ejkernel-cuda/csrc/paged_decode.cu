@@ -10,28 +10,18 @@ namespace ffi = xla::ffi;
 namespace ejkernel {
 namespace {
 
-constexpr int kAheadBytes = 160 << 10;  // shared memory of a multiprocessor from which on merges have their own
-
 ffi::Error failed(const char* what, cudaError_t error) {
   return ffi::Error::Internal(std::string("ejkernel paged decode: ") + what + ": " + cudaGetErrorString(error));
 }
 
 template <int Size, typename C>
-ffi::Error launch(cudaStream_t stream, PagedDecode call, int blocks) {
+ffi::Error launch(cudaStream_t stream, const PagedDecode& call, int blocks) {
   using S = Shape<Size, C>;
-  int device = 0, memory = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  }
-  if (error != cudaSuccess) return failed("device", error);
-  // Chips with less keep more blocks, or have no room for any, with a merge in the ring.
-  call.ahead = memory >= kAheadBytes;
-  const int bytes = S::kBytes + (call.ahead ? S::kMergeBytes : 0);
   // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
-  error = cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t error =
+      cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   if (error != cudaSuccess) return failed("shared memory", error);
-  paged_kernel<Size, C><<<blocks, S::kWarps * 32, bytes, stream>>>(call);
+  paged_kernel<Size, C><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
   if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
   // Which items were cut follows from lengths: a grid for all that can be. The same stream: it begins when all
   // segments have been written.

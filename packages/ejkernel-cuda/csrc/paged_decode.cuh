@@ -8,8 +8,7 @@
 // most its first segment continues what the block before began, and at most its last one is continued: two partial
 // results a block, which the combine kernel merges.
 //
-// A block finds its share by itself, from the lengths of all rows: no other launch has to run first. Where shared memory
-// suffices, the first tiles of a block's next segment are on their way while its warps merge the last one.
+// A block finds its share by itself, from the lengths of all rows: no other launch has to run first.
 //
 // Source: Osama et al. 2023, arXiv:2301.03598 (Stream-K: equal shares of a line of tiles).
 #pragma once
@@ -30,7 +29,6 @@ struct PagedDecode : Decode {
   int* cuts;               // [blocks, 4], what the combine kernel merges: row, first head, heads, pieces
   int sequences, lines;
   int left, right;         // window around the query's own position; 2^30 for no end
-  bool ahead;              // the merge has shared memory of its own, `kMergeBytes` behind the ring
 };
 
 // The sequence of a row and the keys it attends to.
@@ -117,90 +115,50 @@ __device__ __forceinline__ int block_of(const Share& share, long long round) {
   return int(((round + 1) * share.blocks + share.total - 1) / share.total) - 1;
 }
 
-// Where a block is in its share. One thread walks; it is in shared memory, as registers are for the main loop.
-struct Walk {
-  Share share;
-  RowKeys keys;
-  long long at, row_begin;
-  int row, rounds;
-  int4 cut;
-};
-
-// The next segment; its row is negative where there is none.
-template <int Round>
-__device__ __noinline__ void next_segment(const PagedDecode& call, Walk& walk, Segment& segment) {
-  segment.row = -1;
-  if (walk.at >= walk.share.end) return;
-  const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
-  if (walk.at == walk.row_begin + (long long)(call.kv_heads * parts / call.lines) * walk.rounds) {
-    walk.row_begin = walk.at;
-    walk.keys = keys_of_row(call, ++walk.row);
-    walk.rounds = walk.keys.rounds(Round);
-  }
-  const int number = int((walk.at - walk.row_begin) / walk.rounds);
-  const int item = number * call.lines + blockIdx.x % call.lines;
-  const long long begin = walk.row_begin + (long long)number * walk.rounds, end = begin + walk.rounds;
-  const long long stop = min(walk.share.end, end);
-  segment.row = walk.row;
-  segment.sequence = walk.keys.sequence;
-  segment.kv_head = item / parts;
-  segment.first_head = segment.kv_head * group + item % parts * kHeads;
-  segment.count = min(kHeads, group - item % parts * kHeads);
-  segment.first = walk.keys.start + int(walk.at - begin) * Round;
-  segment.limit = min(walk.keys.start + int(stop - begin) * Round, walk.keys.end);
-  // The first of a block's two slots is for an item that the block before began, the other for one that it begins.
-  const size_t slot = (size_t(blockIdx.x) * 2 + (walk.at == begin)) * kHeads;
-  segment.partial = walk.at == begin && stop == end ? nullptr : call.partial + slot * call.value_size;
-  segment.statistics = call.statistics + slot * 2;
-  if (walk.at > begin && block_of(walk.share, begin) == block_of(walk.share, walk.at) - 1) {
-    // The second block of an item says what is to be merged.
-    const int pieces = block_of(walk.share, end - 1) - block_of(walk.share, begin) + 1;
-    walk.cut = {walk.row, segment.first_head, segment.count, pieces};
-  }
-  walk.at = stop;
-}
-
 template <int Size, typename C>
-__global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32) paged_kernel(const __grid_constant__ PagedDecode call) {
+__global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::kResident)
+    paged_kernel(const __grid_constant__ PagedDecode call) {
   using S = Shape<Size, C>;
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ Walk walk;
-  // This one, the one whose copies begin while this one is merged, and the one that is found in between.
-  __shared__ Segment segments[3];
-  float* buffer = reinterpret_cast<float*>(shared + (call.ahead ? S::kBytes : 0));
-  const int parts = (call.heads / call.kv_heads + kHeads - 1) / kHeads;
-  const Share share = find_share<S::kWarps * 32>(
-      call, blockIdx.x / call.lines, gridDim.x / call.lines, call.kv_heads * parts / call.lines, S::kRound);
-  if (threadIdx.x == 0) {
-    const RowKeys keys = keys_of_row(call, share.row);
-    walk = {share, keys, share.begin, share.row_begin, share.row, keys.rounds(S::kRound), {0, 0, 0, 0}};
-    next_segment<S::kRound>(call, walk, segments[0]);
-    next_segment<S::kRound>(call, walk, segments[1]);
-  }
-  __syncthreads();
-  Copies<Size, C> copies;
-  if (segments[0].row >= 0) copies.begin(call, segments[0], shared);
-  for (int now = 0; segments[now].row >= 0;) {
-    const Segment& segment = segments[now];
-    const int after = now == 2 ? 0 : now + 1, free = after == 2 ? 0 : after + 1;
-    // Now, while the first copies are under way. All have read the free one, as the merge ends with a barrier; and all
-    // see what is written behind the next merge's barriers.
-    if (threadIdx.x == 0) next_segment<S::kRound>(call, walk, segments[free]);
-    __syncwarp();
-    Softmax<Size> softmax;
-    attend<Size, C>(call, segment, copies, softmax);
-    if (call.ahead) {
-      __syncwarp();  // hazard: all lanes have read the stages that are refilled next
-      if (segments[after].row >= 0) copies.begin(call, segments[after], shared);
-      merge_warps<Size, C>(call, segment, softmax, buffer);
-    } else {
-      wait_for_copies<0>();
-      merge_warps<Size, C>(call, segment, softmax, buffer);
-      if (segments[after].row >= 0) copies.begin(call, segments[after], shared);
+  const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
+  const int line = blockIdx.x % call.lines, items = call.kv_heads * parts / call.lines;
+  const Share share =
+      find_share<S::kWarps * 32>(call, blockIdx.x / call.lines, gridDim.x / call.lines, items, S::kRound);
+  int row = share.row;
+  long long row_begin = share.row_begin;
+  RowKeys keys = keys_of_row(call, row);
+  int rounds = keys.rounds(S::kRound);
+  int4 cut = {0, 0, 0, 0};
+  for (long long at = share.begin; at < share.end;) {
+    if (at == row_begin + (long long)items * rounds) {
+      row_begin = at;
+      keys = keys_of_row(call, ++row);
+      rounds = keys.rounds(S::kRound);
     }
-    now = after;
+    const int number = int((at - row_begin) / rounds), item = number * call.lines + line;
+    const long long item_begin = row_begin + (long long)number * rounds, item_end = item_begin + rounds;
+    const long long end = min(share.end, item_end);
+    Segment segment;
+    segment.row = row;
+    segment.sequence = keys.sequence;
+    segment.kv_head = item / parts;
+    segment.first_head = segment.kv_head * group + item % parts * kHeads;
+    segment.count = min(kHeads, group - item % parts * kHeads);
+    segment.first = keys.start + int(at - item_begin) * S::kRound;
+    segment.limit = min(keys.start + int(end - item_begin) * S::kRound, keys.end);
+    // The first of a block's two slots is for an item that the block before began, the other for one that it begins.
+    const size_t slot = (size_t(blockIdx.x) * 2 + (at == item_begin)) * kHeads;
+    segment.partial = at == item_begin && end == item_end ? nullptr : call.partial + slot * call.value_size;
+    segment.statistics = call.statistics + slot * 2;
+    if (at > item_begin && block_of(share, item_begin) == block_of(share, at) - 1) {
+      // The second block of an item says what is to be merged.
+      cut = {row, segment.first_head, segment.count, block_of(share, item_end - 1) - block_of(share, item_begin) + 1};
+    }
+    attend<Size, C>(call, segment, shared);
+    __syncthreads();  // hazard: the next segment's copies overwrite what the merge reads
+    at = end;
   }
-  if (threadIdx.x == 0) reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = walk.cut;
+  if (threadIdx.x == 0) reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = cut;
 }
 
 // The combine: one block for each head of an item that was cut, of which warps have every fourth piece each.

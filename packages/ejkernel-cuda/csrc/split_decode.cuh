@@ -20,7 +20,8 @@ struct SplitDecode : Decode {
 };
 
 template <int Size, typename C>
-__global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32) split_kernel(const SplitDecode call) {
+__global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::kResident)
+    split_kernel(const SplitDecode call) {
   using S = Shape<Size, C>;
   extern __shared__ __align__(128) unsigned char shared[];
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
@@ -47,14 +48,7 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32) split_kernel(cons
   const size_t place = (size_t(split) * call.rows + row) * call.heads + segment.first_head;
   segment.partial = call.splits == 1 ? nullptr : call.partial + place * call.value_size;
   segment.statistics = call.statistics + place * 2;
-
-  Copies<Size, C> copies;
-  copies.begin(call, segment, shared);
-  Softmax<Size> softmax;
-  attend<Size, C>(call, segment, copies, softmax);
-  // Over the ring: its barriers wait until no warp reads a stage, and no copy is under way.
-  wait_for_copies<0>();
-  merge_warps<Size, C>(call, segment, softmax, reinterpret_cast<float*>(shared));
+  attend<Size, C>(call, segment, shared);
 }
 
 // The combine of split-KV: merges the splits, one block for each head of a row.

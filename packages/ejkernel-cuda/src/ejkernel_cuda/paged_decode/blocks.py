@@ -11,9 +11,6 @@ from ejkernel_cuda.dense_decode.splits import CHIPS, HEADS_PER_BLOCK
 ENOUGH_BLOCKS = 0.95
 """Part of the blocks that the chip can run below which lines of heads are joined."""
 
-AHEAD_SHARED = 160
-"""KiB of shared memory of a multiprocessor from which on blocks merge outside of the ring."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedBlocks:
@@ -64,10 +61,8 @@ def _items(record: PagedAttention) -> int:
 def _resident(record: PagedAttention, device: DeviceInfo) -> int:
     """Blocks that the chip runs at a time."""
     multiprocessors, shared = CHIPS.get(device.compute_capability or 9.0, CHIPS[9.0])
-    # As `Shape` in csrc/decode.cuh: the ring, and what merging takes where there is room for it.
-    ring, merge = (48, 9) if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else (96, 17)
-    block = ring + (merge if shared >= AHEAD_SHARED else 0)
-    # Of each block's, the driver keeps 1 KiB.
+    # As `Shape` in csrc/decode.cuh; of each block's shared memory, the driver keeps 1 KiB.
+    block = 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
     return multiprocessors * max(1, shared // (block + 1))
 
 
