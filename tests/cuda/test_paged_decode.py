@@ -11,7 +11,7 @@ from test_decode import build
 import ejkernel_cuda
 from ejkernel import explain
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules import unified_attention
+from ejkernel.modules import chunked_prefill_paged_decode, unified_attention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_cuda import library
 from ejkernel_cuda.paged_decode import IMPLEMENTATIONS, blocks
@@ -42,7 +42,7 @@ def record(rows=64, heads=32, kv_heads=8, size=128, value_size=None, cache=jnp.f
 
 
 def reasons(**changes):
-    [implementation] = IMPLEMENTATIONS
+    implementation, _ = IMPLEMENTATIONS
     return list(implementation.requires.extra(record(**changes)))
 
 
@@ -129,6 +129,20 @@ def test_configurations_fit_the_record():
         blocks.launched(given, blocks.PagedBlocks(num_blocks=0, num_lines=1))
     rule = blocks.heuristic(given, H200, "forward")
     assert blocks.candidates(given, H200, "forward")[0] == rule
+
+
+def test_calls_that_write_are_behind_triton():
+    tokens = array(4, 2, 128, dtype=jnp.bfloat16)
+    cache = array(32, 16, 2, 128, dtype=jnp.bfloat16)
+    query = array(4, 8, 128, dtype=jnp.bfloat16)
+    with target_device(H200):
+        call = (query, tokens, tokens, cache, cache, array(4), array(4, 8), array(5))
+        verdicts = explain(chunked_prefill_paged_decode, *call).forward.verdicts
+    found = {v.implementation.name: [r for r in v.reasons if library.MODULE not in r] for v in verdicts}
+    names = list(found)
+    assert found["cuda_paged"] == ["new_keys is not handled", "new_values is not handled"]
+    assert found["cuda_paged_write"] == []
+    assert names.index("cuda_paged") < names.index("triton") < names.index("cuda_paged_write")
 
 
 def test_layouts_are_strides():

@@ -9,7 +9,7 @@ COLUMNS = {
     "XLA": r"xla$",
     "Triton": r"triton",
     "Mosaic GPU": r"mosaic_gpu",
-    "CUDA, cuDNN": r"cuda$|cudnn$",
+    "CUDA, cuDNN": r"cuda|cudnn$",
     "TPU": r"pallas_tpu",
 }
 ROW = re.compile(r"^\| \[`?(\w+)`?\]\([^)]*\) \| ([\w, ]+) \|", re.MULTILINE)

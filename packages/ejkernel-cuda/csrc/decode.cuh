@@ -75,8 +75,7 @@ struct Shape {
   static constexpr int kWarpBytes = kStages * 2 * kTileBytes;
   static constexpr int kBytes = kWarps * kWarpBytes;
   static constexpr int kRound = kWarps * kKeys;  // keys of one tile of each warp
-  // Blocks that shared memory has room for on a multiprocessor of Hopper. The compiler may use all registers that they
-  // leave: without the number it chose 168 where it takes 213 to 228 now, and kernels took 2.5% longer.
+  // Blocks that shared memory has room for on a multiprocessor of Hopper: registers must not leave room for fewer.
   static constexpr int kResident = Size == 64 ? 4 : 2;
   static_assert(kBytes >= kWarps * kHeads * (Size + 2) * 4, "the merge fits into the buffers");
 };

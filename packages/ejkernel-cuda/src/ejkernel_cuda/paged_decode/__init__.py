@@ -11,20 +11,11 @@ from ejkernel_cuda.paged_decode import blocks
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Caches that the kernels take beside those of the query's dtype."""
 
-HANDLES = frozenset(
-    {
-        "kv_starts",
-        "num_seqs",
-        "softmax_aux",
-        "new_keys",
-        "new_values",
-        "causal",
-        "sliding_window",
-        "logits_soft_cap",
-        "value_scale",
-    }
-)
-"""Optional fields that the kernels honour; new tokens are written by XLA, in place where the cache is donated."""
+HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_window", "logits_soft_cap"})
+"""Optional fields that the kernels honour."""
+
+WRITE_HANDLES = HANDLES | {"new_keys", "new_values", "value_scale"}
+"""Those of calls whose new tokens XLA writes first, in place where the cache is donated."""
 
 PIECE = 16
 """Bytes of a copy into shared memory: rows of the cache begin and end at multiples of it."""
@@ -54,10 +45,10 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array of the cache has 64 GiB or more"
 
 
-IMPLEMENTATIONS = (
-    Implementation(
+def _implementation(name: str, priority: int, handles: frozenset[str]) -> Implementation:
+    return Implementation(
         family="paged_attention",
-        name="cuda_paged",
+        name=name,
         platform="cuda",
         backend="gpu",
         forward="ejkernel_cuda.paged_decode.forward:forward",
@@ -67,11 +58,17 @@ IMPLEMENTATIONS = (
             min_compute_capability=8.0,
             dtypes=frozenset({"float16", "bfloat16"}),
             head_dims=range(8, 257),
-            handles=HANDLES,
+            handles=handles,
             extra=_reasons,
         ),
         config=ConfigSpace(heuristic=blocks.heuristic, candidates=blocks.candidates, forward=blocks.PagedBlocks),
-        priority=25,
+        priority=priority,
         cases="ejkernel_cuda.paged_decode.cases:cases",
-    ),
+    )
+
+
+IMPLEMENTATIONS = (
+    _implementation("cuda_paged", 25, HANDLES),
+    # XLA's scatter in front of the kernels has not been compared with Triton's kernel that writes: behind Triton.
+    _implementation("cuda_paged_write", 5, WRITE_HANDLES),
 )
