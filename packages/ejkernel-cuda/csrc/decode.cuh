@@ -26,7 +26,7 @@ namespace ejkernel {
 constexpr int kHeads = 16;  // query heads a block
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr uint32_t kAbsent = ~0u;
+constexpr uint32_t kAbsent = ~0u;  // the offset of a key that is in no page
 
 // From page to page, slot to slot and KV head to KV head, in pieces of 16 bytes.
 struct Strides {
