@@ -9,6 +9,7 @@ import block_maps
 import experts
 import hopper_pipeline
 import recall
+import serving
 import sparse
 import speed
 import terminal
@@ -16,5 +17,5 @@ from style import HERE
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed, experts, sparse, recall, terminal):
+    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed, experts, sparse, serving, recall, terminal):
         figures.draw(folder)
