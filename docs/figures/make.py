@@ -17,5 +17,16 @@ from style import HERE
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
-    for figures in (architecture, block_maps, hopper_pipeline, algorithms, speed, experts, sparse, serving, recall, terminal):
+    for figures in (
+        architecture,
+        block_maps,
+        hopper_pipeline,
+        algorithms,
+        speed,
+        experts,
+        sparse,
+        serving,
+        recall,
+        terminal,
+    ):
         figures.draw(folder)
