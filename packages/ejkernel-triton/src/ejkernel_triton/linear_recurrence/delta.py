@@ -36,7 +36,8 @@ class DeltaPocket(NamedTuple):
     """What the backward pass need not make again; None where it has other chunks, or memory is to be spared.
 
     Attributes:
-        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates; None without gates.
+        gates: [B|1, H, CHUNKS * CHUNK, 1] float32, cumulative gates; None without gates, and with gates of channels,
+            which the backward pass sums up faster than the forward pass stores the sums.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels; None with others.
         chunk_states: What state passing left.
     """
@@ -77,12 +78,14 @@ def forward(
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
         spared.
     """
-    call = _call(record, config, config.chunk)
+    call = _call(record, config, config.chunk, cumulative=not _by_channel(record))
     kept = config.keep_states and config.backward_chunk == config.chunk
-    made = _chunk_states(record, call, keep=kept)
+    made, call = _chunk_states(record, call, keep=kept)
     # What tokens write takes the place of their values: behind that, outputs are those of a plain recurrence.
     output = stages.make_outputs(dataclasses.replace(call, value=made.value), made.states)
-    pocket = DeltaPocket(call.gates, call.scores, made) if kept else DeltaPocket(None, None, None)
+    pocket = DeltaPocket(None, None, None)
+    if kept:
+        pocket = DeltaPocket(None if _by_channel(record) else call.gates, call.scores, made)
     if record.cu_seqlens is None:
         return (output, made.final[:, -1]), (), pocket
     real = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
@@ -102,8 +105,11 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     """
     record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
     call = _call(record, config, config.backward_chunk, pocket)
-    # States, corrections and the inverse again, where memory was spared.
-    made = pocket.chunk_states or _chunk_states(record, call, keep=True)
+    made = pocket.chunk_states
+    if made is None:
+        # States, corrections and the inverse again, since memory was spared.
+        made, again = _chunk_states(record, call, keep=True)
+        call = dataclasses.replace(call, scores=again.scores)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     gates = gate_dtype(record, wanted)
     gradients = _gradients(record, call, made, cotangent, pullback.cotangent[1], gates)
@@ -155,39 +161,50 @@ def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
     NVIDIA's chips (see `ahead.mixed_lanes`): the four warps hold copies of one tile, the copies differ, and whichever
     warp stores last wins. With 32 tokens no such instruction is in the code.
     """
-    by_channel = record.decay is not None and record.decay.shape[3] > 1
-    return max(2 * MIN_TILE, chunk) if by_channel and not interpreting() else chunk
+    return max(2 * MIN_TILE, chunk) if _by_channel(record) and not interpreting() else chunk
+
+
+def _by_channel(record: LinearRecurrence) -> bool:
+    return record.decay is not None and record.decay.shape[3] > 1
 
 
 def _call(
-    record: LinearRecurrence, config: ChunkPasses, chunk: int, pocket: DeltaPocket | None = None
+    record: LinearRecurrence,
+    config: ChunkPasses,
+    chunk: int,
+    pocket: DeltaPocket | None = None,
+    *,
+    cumulative: bool = True,
 ) -> RecurrenceCall:
     # A correction is no decay: what a segment does to its first state is a matrix, so rows are not split.
     config = dataclasses.replace(config, splits=1)
     gates, scores = (None, None) if pocket is None else (pocket.gates, pocket.scores)
-    call = stages.make_call(record, config, tokens_of_chunk(record, chunk), gates, scores)
-    return call if scores is not None else dataclasses.replace(call, scores=stages.channel_scores(call))
+    return stages.make_call(record, config, tokens_of_chunk(record, chunk), gates, scores, cumulative=cumulative)
 
 
-def _chunk_states(record: LinearRecurrence, call: RecurrenceCall, *, keep: bool) -> ChunkStates:
+def _chunk_states(record: LinearRecurrence, call: RecurrenceCall, *, keep: bool) -> tuple[ChunkStates, RecurrenceCall]:
+    """What state passing leaves, and the call for outputs: with gates of channels, of decayed queries and keys."""
     assert record.beta is not None
-    inside = corrections(call, record.beta, keep=keep)
+    if record.decay is not None and _by_channel(record):
+        inside, call = channel_corrections(call, record.decay, record.beta, keep=keep)
+    else:
+        inside = corrections(call, record.beta, keep=keep)
     states, final, value = stages.pass_states(
         call,
-        record.key,
+        call.key,
         inside.written,
         initial_states(record),
         dtype=state_dtype(record),
         correction=inside.correction,
     )
-    return ChunkStates(states, final, value, inside.correction, inside.inverse)
+    return ChunkStates(states, final, value, inside.correction, inside.inverse), call
 
 
 def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Corrections:
     """What tokens write apart from what the state before their chunk answers, and what takes that from it.
 
     Args:
-        call: What the stages share.
+        call: What the stages share; with a gate a head, or none.
         beta: [B, T, H].
         keep: Whether the inverse is kept for the backward pass.
     """
@@ -210,3 +227,60 @@ def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Correct
         constants={"spec": spec, "BLOCK_K": config.score_block_k, "BLOCK_V": config.output_block_v, "KEEP": keep},
     )
     return Corrections(*made)
+
+
+def channel_corrections(
+    call: RecurrenceCall, decay: jax.Array, beta: jax.Array, *, keep: bool
+) -> tuple[Corrections, RecurrenceCall]:
+    """`corrections` with gates of channels, and the call whose queries and keys have their decay.
+
+    Args:
+        call: What the stages share; its cumulative gates are not read.
+        decay: [B|1, T|1, H, K], log gates.
+        beta: [B, T, H].
+        keep: Whether the inverse is kept for the backward pass.
+
+    Returns:
+        The corrections, and the call for state passing and outputs: queries times exp2(G), keys times exp2(G_T - G),
+        both [B, T, H, K], the gates [B, H, CHUNKS, K] of whole chunks, and scores.
+    """
+    from ejkernel_triton.linear_recurrence.delta_channels_kernel import channel_corrections_kernel
+
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
+    dtype = call.query.dtype
+    # The last one is of no use: cumulative gates, where the kernel needs them in memory.
+    written, correction, inverse, scores, query, key, totals, _ = launch(
+        channel_corrections_kernel,
+        (call.query, call.key, call.value, decay, beta, *call.spans),
+        [
+            Shape((*tokens, spec.V), call.value.dtype),
+            Shape((*tokens, spec.K), call.key.dtype),
+            Shape(pairs if keep else (batch,), call.key.dtype),
+            Shape(pairs, dtype),
+            Shape((*tokens, spec.K), dtype),
+            Shape((*tokens, spec.K), dtype),
+            Shape((batch, spec.H, spec.CHUNKS, spec.K), jnp.float32),
+            Shape((*pairs[:3], spec.K), jnp.float32),
+        ],
+        batch=batch,
+        grid=batch * spec.CHUNKS * spec.H,
+        num_warps=config.score_warps,
+        num_stages=config.score_stages,
+        constants={
+            "spec": spec,
+            "T": decay.shape[1],
+            "BLOCK_K": config.score_block_k,
+            "BLOCK_V": config.output_block_v,
+            "KEEP": keep,
+        },
+    )
+    decayed = dataclasses.replace(
+        call,
+        spec=dataclasses.replace(spec, DECAYED=True, HQ=spec.H, HK=spec.H),
+        query=query,
+        key=key,
+        gates=totals,
+        scores=scores,
+    )
+    return Corrections(written, correction, inverse), decayed

@@ -119,7 +119,9 @@ def outputs_kernel(
     for k_start in tl.range(0, spec.K, BLOCK_K):
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
         s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
-        if spec.WIDTH > 1:
+        if spec.DECAYED:
+            acc = add_dot(acc, q.to(s.dtype), s, spec)
+        elif spec.WIDTH > 1:
             acc = add_dot(
                 acc, (q.to(tl.float32) * tl.exp2(load_gates(g_base, k_start, BLOCK_K, spec))).to(s.dtype), s, spec
             )

@@ -32,6 +32,8 @@ class RecurrenceSpec:
         K: Key channels.
         V: Value channels.
         WIDTH: Gates a head and token: 0 without gates, 1 or K.
+        DECAYED: Whether queries and keys have the factors of their gates of channels already, exp2(G_i) and
+            exp2(G_T - G_j), and gates are [B, H, CHUNKS, K], those of whole chunks.
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
@@ -55,6 +57,7 @@ class RecurrenceSpec:
     K: int
     V: int
     WIDTH: int
+    DECAYED: bool
     DT: bool
     SKIP: bool
     SCALE: float
@@ -110,6 +113,7 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         K=record.query.shape[3],
         V=record.value.shape[3],
         WIDTH=0 if record.decay is None else record.decay.shape[3],
+        DECAYED=False,
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
@@ -165,7 +169,8 @@ class RecurrenceCall:
         query: [B, T, HQ, K].
         key: [B, T, HK, K].
         value: [B, T, HV, V].
-        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; None without gates.
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; [B, H, CHUNKS, K] where
+            queries and keys are decayed already; None without gates.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], from `stages.channel_scores`; None without gates of channels.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.

@@ -23,6 +23,8 @@ def make_call(
     chunk: int,
     gates: jax.Array | None = None,
     scores: jax.Array | None = None,
+    *,
+    cumulative: bool = True,
 ) -> RecurrenceCall:
     """The call of a record.
 
@@ -32,16 +34,19 @@ def make_call(
         chunk: Tokens a chunk, which of the two lengths.
         gates: Cumulative gates, where the forward pass kept them.
         scores: Scores of pairs of tokens with gates of channels, where the forward pass kept them.
+        cumulative: Whether cumulative gates are made where they were not kept.
     """
     spec = make_spec(record, chunk, config.splits)
     spans = make_spans(record, spec)
+    if cumulative and gates is None:
+        gates = cumulative_gates(record.decay, spec, spans)
     return RecurrenceCall(
         spec=spec,
         config=config,
         query=record.query,
         key=record.key,
         value=record.value,
-        gates=cumulative_gates(record.decay, spec, spans) if gates is None else gates,
+        gates=gates,
         scores=scores,
         dt=record.dt,
         skip=record.skip,

@@ -26,15 +26,13 @@ from ejkernel_triton.linear_recurrence.tile import (
     load_dt,
     load_rows,
     load_state,
+    load_totals,
+    powers_of_two,
     state_base,
     store_rows,
     store_state,
     walk_span,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
-MIN_LOG2_GATE = tl.constexpr(-58.0)
-
 
 @triton.jit
 def gates_kernel(
@@ -71,8 +69,7 @@ def gates_kernel(
     valid = (start + rows < end)[:, None] & (columns < COLUMNS)[None, :]
     # A log gate of 0 for tokens behind the end: the sum of the last token is repeated to the end of the chunk.
     gates = tl.load(decay + first + (rows[:, None] * step + columns[None, :]), mask=valid, other=0.0)
-    gates = tl.maximum(gates.to(tl.float32) * LOG2E, MIN_LOG2_GATE)
-    sums = tl.cumsum(gates, 0)
+    sums = tl.cumsum(powers_of_two(gates), 0)
     head = columns // spec.WIDTH
     if spec.CHUNKS * spec.CHUNK * COLUMNS > 2**31:
         # A tile spans heads, which lie a sequence apart: only here does the offset of an element take 64 bits.
@@ -95,7 +92,9 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
         total: The last of them, a number or [BLOCK_K].
         factors: [CHUNK] dt.
     """
-    if spec.WIDTH > 0:
+    if spec.DECAYED:
+        acc *= tl.exp2(total)[:, None]
+    elif spec.WIDTH > 0:
         if REVERSE:
             # Decay from the chunk's first token to each query.
             weights = tl.exp2(gates)
@@ -195,7 +194,9 @@ def states_kernel(
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
         total = 0.0
         g = 0.0
-        if spec.WIDTH > 0:
+        if spec.DECAYED:
+            total = load_totals(gates, row // per.GATES, head, chunk, k_start, BLOCK_K, spec)
+        elif spec.WIDTH > 0:
             g_base = gates_base(gates, row, head, chunk, spec, per)
             rows = tl.arange(0, C)
             if spec.WIDTH == 1:

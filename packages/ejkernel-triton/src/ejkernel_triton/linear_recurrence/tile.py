@@ -5,7 +5,9 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import dot
+from ejkernel_triton.blocks import LOG2E, dot
+
+MIN_LOG2_GATE = tl.constexpr(-58.0)
 
 
 @triton.jit
@@ -179,6 +181,20 @@ def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     columns = column + tl.arange(0, COLUMNS)
     # The last row is the sum up to the last token in a partial chunk too, since the rows behind that token repeat it.
     return tl.load(base + (spec.CHUNK - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
+
+
+@triton.jit
+def load_totals(totals, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[COLUMNS] gates of a whole chunk out of [rows, H, CHUNKS, K]."""
+    columns = column + tl.arange(0, COLUMNS)
+    at = totals + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * spec.K
+    return tl.load(at + columns, mask=columns < spec.K, other=0.0)
+
+
+@triton.jit
+def powers_of_two(gates):
+    """Log gates as float32 powers of two, none below 2 ** -58."""
+    return tl.maximum(gates.to(tl.float32) * LOG2E, MIN_LOG2_GATE)
 
 
 @triton.jit
