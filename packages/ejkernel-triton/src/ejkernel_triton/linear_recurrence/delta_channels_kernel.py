@@ -38,10 +38,21 @@ from ejkernel_triton.linear_recurrence.tile import (
 
 
 @triton.jit
-def row_of(tile, row, spec: tl.constexpr):
-    """[COLUMNS], a row of a tile of a chunk's tokens in registers, which have no index: of the sum one term is not 0."""
-    rows = tl.arange(0, spec.CHUNK)
-    return tl.sum(tl.where((rows == row)[:, None], tile, 0.0), 0)
+def sums_from_middle(gates, dtype: tl.constexpr, spec: tl.constexpr):
+    """Sums of gates from the chunk's middle to each token, with a minus before it: [CHUNK, COLUMNS] float32.
+
+    They are a product with a matrix of 0, 1 and -1. A scan along tokens takes several times as many instructions.
+    """
+    token, summed = tl.arange(0, spec.CHUNK)[:, None], tl.arange(0, spec.CHUNK)[None, :]
+    later = summed >= spec.CHUNK // 2
+    signs = ((summed <= token) & later).to(tl.float32) - ((summed > token) & (summed < spec.CHUNK // 2)).to(tl.float32)
+    if dtype == tl.float32:
+        return dot(signs, gates, spec)
+    else:
+        # 16 bits of each gate: more than its factors of 16 bits keep, and every sum has the same rounded gates.
+        signs = signs.to(tl.bfloat16)
+        high = gates.to(tl.bfloat16)
+        return add_dot(dot(signs, high, spec), signs, (gates - high.to(tl.float32)).to(tl.bfloat16), spec)
 
 
 @triton.jit
@@ -140,14 +151,14 @@ def channel_corrections_kernel(
     seen = tl.zeros([C, C], tl.float32)
     for k_start in tl.range(0, spec.K, BLOCK_K):
         columns = k_start + tl.arange(0, BLOCK_K)
-        g = tl.cumsum(load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec), 0)
+        gates = load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec)
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
-        total, middle = row_of(g, C - 1, spec), row_of(g, C // 2 - 1, spec)
+        relative = sums_from_middle(gates, k.dtype, spec)
+        middle, total = tl.sum(tl.where((rows < C // 2)[:, None], gates, 0.0), 0), tl.sum(gates, 0)
         tl.store(totals + chunk_of_head * spec.K + columns, total, mask=columns < spec.K)
         # As in `tile.from_middle`, with the branch that it leads to in `tile.channel_scores`.
-        relative = g - middle[None, :]
-        if tl.max(tl.max(tl.abs(relative), 1), 0) < spec.MAX_EXPONENT:
+        if tl.max(tl.abs(relative)) < spec.MAX_EXPONENT:
             since, until = tl.exp2(relative), tl.exp2(-relative)
             left, right = (q.to(tl.float32) * since).to(q.dtype), tl.trans((k.to(tl.float32) * until).to(k.dtype))
             # Not masked yet: what is above the diagonal is finite, and dropped behind the loop.
@@ -158,8 +169,9 @@ def channel_corrections_kernel(
             store_decayed(q, k, since_start, until_end, bases, start, end, k_start, spec)
         else:
             # Where cuts lie differs by level, and registers have no index: halvings read the gates from memory.
-            tl.store(g_base + (rows[:, None] * spec.K + columns[None, :]), g, mask=(columns < spec.K)[None, :])
-            store_decayed(q, k, tl.exp2(g), tl.exp2(total[None, :] - g), bases, start, end, k_start, spec)
+            tl.store(g_base + (rows[:, None] * spec.K + columns[None, :]), relative, mask=(columns < spec.K)[None, :])
+            since_start, until_end = tl.exp2(relative + middle[None, :]), tl.exp2((total - middle)[None, :] - relative)
+            store_decayed(q, k, since_start, until_end, bases, start, end, k_start, spec)
             tl.debug_barrier()  # other threads wrote what a thread reads
             read, seen = halved_pairs(read, seen, q, k, g_base, k_start, BLOCK_K, spec)
     tl.store(scores_at(scores, row, head, chunk, spec), tl.where(causal(spec), read, 0.0).to(scores.dtype.element_ty))

@@ -119,6 +119,22 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
 
 
 @triton.jit
+def chunk_gates(gates, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
+    """The gates of a whole chunk, a number or [COLUMNS], and a gate a head's sums [CHUNK]; 0 where they are not read.
+
+    A chunk that the row does not have gives those of the nearest one.
+    """
+    chunk = tl.maximum(0, tl.minimum(chunk, spec.CHUNKS - 1))
+    if spec.DECAYED:
+        return load_totals(gates, row // per.GATES, head, chunk, column, COLUMNS, spec), 0.0
+    elif spec.WIDTH == 1:
+        base = gates_base(gates, row, head, chunk, spec, per)
+        return tl.load(base + (spec.CHUNK - 1)), tl.load(base + tl.arange(0, spec.CHUNK))
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
 def states_kernel(
     left,
     right,
@@ -165,9 +181,16 @@ def states_kernel(
         acc = load_state(at, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
+    total_ahead, g_ahead = chunk_gates(gates, row, head, last - 1 if REVERSE else first, k_start, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
         start = sequence_start + (chunk - first) * C
+        # Gates of the next chunk are on their way during this one. The pipeliner copies the operands of products alone,
+        # and waiting for gates in every chunk took a fifth of the walk (docs/lab/linear_recurrence_gpu.md).
+        total, g = total_ahead, g_ahead
+        total_ahead, g_ahead = chunk_gates(
+            gates, row, head, chunk - 1 if REVERSE else chunk + 1, k_start, BLOCK_K, spec, per
+        )
         # Before the chunk's tokens are added: forwards what `outputs_kernel` reads, in reverse the gradient of the
         # state behind the chunk.
         if WRITE:
@@ -192,21 +215,12 @@ def states_kernel(
         factors = 0.0
         if spec.DT and not REVERSE:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
-        total = 0.0
-        g = 0.0
-        if spec.DECAYED:
-            total = load_totals(gates, row // per.GATES, head, chunk, k_start, BLOCK_K, spec)
-        elif spec.WIDTH > 0:
+        if spec.WIDTH > 1 and not spec.DECAYED:
             g_base = gates_base(gates, row, head, chunk, spec, per)
-            rows = tl.arange(0, C)
-            if spec.WIDTH == 1:
-                g = tl.load(g_base + rows)
-                total = tl.load(g_base + (C - 1))
-            else:
-                columns = k_start + tl.arange(0, BLOCK_K)
-                valid = columns < spec.K
-                g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
-                total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
+            rows, columns = tl.arange(0, C), k_start + tl.arange(0, BLOCK_K)
+            valid = columns < spec.K
+            g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
+            total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
         # The decay multiplies `acc` before the product adds to it: what this chunk writes has its decay already.
         acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:
