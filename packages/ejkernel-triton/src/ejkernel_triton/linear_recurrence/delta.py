@@ -241,8 +241,8 @@ def channel_corrections(
         keep: Whether the inverse is kept for the backward pass.
 
     Returns:
-        The corrections, and the call for state passing and outputs: queries times exp2(G), keys times exp2(G_T - G),
-        both [B, T, H, K], the gates [B, H, CHUNKS, K] of whole chunks, and scores.
+        The corrections, and the call for state passing and outputs: queries and keys with their decay, both
+        [B, T, H, K], the factors of chunks in place of gates, and scores.
     """
     from ejkernel_triton.linear_recurrence.delta_channels_kernel import channel_corrections_kernel
 
@@ -250,7 +250,7 @@ def channel_corrections(
     tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
     dtype = call.query.dtype
     # The last one is of no use: cumulative gates, where the kernel needs them in memory.
-    written, correction, inverse, scores, query, key, totals, _ = launch(
+    written, correction, inverse, scores, query, key, factors, _ = launch(
         channel_corrections_kernel,
         (call.query, call.key, call.value, decay, beta, *call.spans),
         [
@@ -260,7 +260,7 @@ def channel_corrections(
             Shape(pairs, dtype),
             Shape((*tokens, spec.K), dtype),
             Shape((*tokens, spec.K), dtype),
-            Shape((batch, spec.H, spec.CHUNKS, spec.K), jnp.float32),
+            Shape((batch, spec.H, spec.CHUNKS, 3, spec.K), jnp.float32),
             Shape((*pairs[:3], spec.K), jnp.float32),
         ],
         batch=batch,
@@ -280,7 +280,7 @@ def channel_corrections(
         spec=dataclasses.replace(spec, DECAYED=True, HQ=spec.H, HK=spec.H),
         query=query,
         key=key,
-        gates=totals,
+        gates=factors,
         scores=scores,
     )
     return Corrections(written, correction, inverse), decayed

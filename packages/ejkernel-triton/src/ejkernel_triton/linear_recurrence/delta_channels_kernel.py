@@ -3,16 +3,21 @@
 """All that the delta rule with gates of channels makes inside of a chunk, in one kernel that reads its gates once.
 
 Cumulative gates take as many bytes as queries and keys together. So no array of them goes to other kernels: what reads
-the state or is written to it leaves this one with its decay.
+the state or is written to it leaves this one with its decay, relative to the chunk's middle M:
 
     in a loop over key channels
-        decay      -> G, cumulative gates
-        q, k, G    -> q exp2(G), k exp2(G_T - G)       for the outputs, and for state passing
-                   -> exp2(G_T)                        the decay of the state, as powers of two
-                   -> y = k exp2(G)                    what W is made of, kept in W's place
+        decay      -> G - G_M
+        q, k       -> q exp2(G - G_M), k exp2(G - G_M), k exp2(G_M - G)     stored, and operands of the pairs
                    -> pairs of queries and keys, pairs of keys and keys
-    pairs          -> scores, and L -> (I + L)^-1      see `delta_kernel`
-    V              -> U,  y -> W
+    pairs          -> scores, and L -> (I + L)^-1                           see `delta_kernel`
+    V              -> U
+    k exp2(G - G_M), which waited in W's place  -> W
+
+The state is taken to the middle by its own decay, in registers of the kernels that read it: exp2(G_M) before a chunk's
+keys are added to it, exp2(G_T - G_M) behind that. Where gates are so strong that those factors have no numbers, queries
+have exp2(G) and keys exp2(G_T - G) instead, the pairs are made by halvings, and the state has exp2(G_T) before. Which
+it is each tile of channels decides, and says by the three powers of two `factors` a channel: since a chunk's start for
+queries, before and after its keys for the state.
 """
 
 import triton
@@ -67,13 +72,9 @@ def load_log_gates(base, start, end, column, STRIDE: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def store_decayed(query, key, since_start, until_end, bases, start, end, column, spec: tl.constexpr):
-    """Writes queries and keys with the decay since the chunk's start, and keys with the decay until its end."""
-    q_to, k_to, y_to = bases
-    q, k = query.to(tl.float32), key.to(tl.float32)
-    store_rows(q_to, q * since_start, start, end, column, spec.H, spec.K, spec)
-    store_rows(k_to, k * until_end, start, end, column, spec.H, spec.K, spec)
-    store_rows(y_to, k * since_start, start, end, column, spec.H, spec.K, spec)
+def decayed(tile, decay):
+    """A tile times its decay, rounded to its dtype: an operand of products."""
+    return (tile.to(tl.float32) * decay).to(tile.dtype)
 
 
 @triton.jit
@@ -111,7 +112,7 @@ def channel_corrections_kernel(
     scores,
     decayed_query,
     decayed_key,
-    totals,
+    factors,
     cumulative,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -142,11 +143,9 @@ def channel_corrections_kernel(
     g_base = cumulative + chunk_of_head * (C * spec.K)
     u_to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
     w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
-    bases = (
-        chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K),
-        chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K),
-        w_to,
-    )
+    q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
+    k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)
+    f_base = factors + chunk_of_head * (3 * spec.K)
     read = tl.zeros([C, C], tl.float32)
     seen = tl.zeros([C, C], tl.float32)
     for k_start in tl.range(0, spec.K, BLOCK_K):
@@ -156,24 +155,31 @@ def channel_corrections_kernel(
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
         relative = sums_from_middle(gates, k.dtype, spec)
         middle, total = tl.sum(tl.where((rows < C // 2)[:, None], gates, 0.0), 0), tl.sum(gates, 0)
-        tl.store(totals + chunk_of_head * spec.K + columns, total, mask=columns < spec.K)
         # As in `tile.from_middle`, with the branch that it leads to in `tile.channel_scores`.
         if tl.max(tl.abs(relative)) < spec.MAX_EXPONENT:
-            since, until = tl.exp2(relative), tl.exp2(-relative)
-            left, right = (q.to(tl.float32) * since).to(q.dtype), tl.trans((k.to(tl.float32) * until).to(k.dtype))
+            since, before, after = middle, middle, total - middle
+            factor = tl.exp2(relative)
+            q_read, k_read, k_write = decayed(q, factor), decayed(k, factor), decayed(k, tl.exp2(-relative))
             # Not masked yet: what is above the diagonal is finite, and dropped behind the loop.
-            read = add_dot(read, left, right, spec)
-            seen = add_dot(seen, (k.to(tl.float32) * since).to(k.dtype), right, spec)
-            # Two exponentials an element and not four: the unit that makes them is slower than memory.
-            since_start, until_end = since * tl.exp2(middle)[None, :], until * tl.exp2(total - middle)[None, :]
-            store_decayed(q, k, since_start, until_end, bases, start, end, k_start, spec)
+            read = add_dot(read, q_read, tl.trans(k_write), spec)
+            seen = add_dot(seen, k_read, tl.trans(k_write), spec)
         else:
+            since, before, after = tl.zeros_like(total), total, tl.zeros_like(total)
+            factor = tl.exp2(relative + middle[None, :])
+            q_read, k_read = decayed(q, factor), decayed(k, factor)
+            k_write = decayed(k, tl.exp2((total - middle)[None, :] - relative))
             # Where cuts lie differs by level, and registers have no index: halvings read the gates from memory.
-            tl.store(g_base + (rows[:, None] * spec.K + columns[None, :]), relative, mask=(columns < spec.K)[None, :])
-            since_start, until_end = tl.exp2(relative + middle[None, :]), tl.exp2((total - middle)[None, :] - relative)
-            store_decayed(q, k, since_start, until_end, bases, start, end, k_start, spec)
+            at = g_base + (rows[:, None] * spec.K + columns[None, :])
+            tl.store(at, relative, mask=(columns < spec.K)[None, :])
             tl.debug_barrier()  # other threads wrote what a thread reads
             read, seen = halved_pairs(read, seen, q, k, g_base, k_start, BLOCK_K, spec)
+        store_rows(q_to, q_read, start, end, k_start, spec.H, spec.K, spec)
+        store_rows(k_to, k_write, start, end, k_start, spec.H, spec.K, spec)
+        store_rows(w_to, k_read, start, end, k_start, spec.H, spec.K, spec)
+        in_channels = columns < spec.K
+        tl.store(f_base + columns, since, mask=in_channels)
+        tl.store(f_base + spec.K + columns, before, mask=in_channels)
+        tl.store(f_base + 2 * spec.K + columns, after, mask=in_channels)
     tl.store(scores_at(scores, row, head, chunk, spec), tl.where(causal(spec), read, 0.0).to(scores.dtype.element_ty))
     # 0 behind the end: rows of L are 0 there, and the inverse has rows of I.
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
@@ -188,6 +194,8 @@ def channel_corrections_kernel(
     tl.debug_barrier()  # W's place has y, which other threads wrote
     for k_start in tl.range(0, spec.K, BLOCK_K):
         y = load_rows(w_to, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
-        made = dot(ut, y, spec)
+        columns = k_start + tl.arange(0, BLOCK_K)
+        since = tl.load(f_base + columns, mask=columns < spec.K, other=0.0)
+        made = dot(ut, y, spec) * tl.exp2(since)[None, :]
         tl.debug_barrier()  # all threads have read y before W takes its place
         store_rows(w_to, made, start, end, k_start, spec.H, spec.K, spec)

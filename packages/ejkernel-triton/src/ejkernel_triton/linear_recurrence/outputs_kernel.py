@@ -23,8 +23,10 @@ from ejkernel_triton.linear_recurrence.tile import (
     channel_scores,
     chunk_base,
     chunk_span,
+    factors_base,
     gates_base,
     load_dt,
+    load_factors,
     load_gates,
     load_rows,
     load_state,
@@ -120,7 +122,10 @@ def outputs_kernel(
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
         s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
         if spec.DECAYED:
-            acc = add_dot(acc, q.to(s.dtype), s, spec)
+            since = tl.exp2(
+                load_factors(factors_base(gates, row // per.GATES, head, chunk, spec), 0, k_start, BLOCK_K, spec)
+            )
+            acc = add_dot(acc, (q.to(tl.float32) * since[None, :]).to(s.dtype), s, spec)
         elif spec.WIDTH > 1:
             acc = add_dot(
                 acc, (q.to(tl.float32) * tl.exp2(load_gates(g_base, k_start, BLOCK_K, spec))).to(s.dtype), s, spec

@@ -32,8 +32,8 @@ class RecurrenceSpec:
         K: Key channels.
         V: Value channels.
         WIDTH: Gates a head and token: 0 without gates, 1 or K.
-        DECAYED: Whether queries and keys have the factors of their gates of channels already, exp2(G_i) and
-            exp2(G_T - G_j), and gates are [B, H, CHUNKS, K], those of whole chunks.
+        DECAYED: Whether queries and keys have their decay by gates of channels already, and what takes the gates' place
+            are factors of chunks, [B, H, CHUNKS, 3, K] (see `delta_channels_kernel`).
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
@@ -169,8 +169,8 @@ class RecurrenceCall:
         query: [B, T, HQ, K].
         key: [B, T, HK, K].
         value: [B, T, HV, V].
-        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; [B, H, CHUNKS, K] where
-            queries and keys are decayed already; None without gates.
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; factors of
+            chunks where queries and keys are decayed already; None without gates.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], from `stages.channel_scores`; None without gates of channels.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.

@@ -21,18 +21,20 @@ from ejkernel_triton.blocks import dot
 from ejkernel_triton.linear_recurrence.tile import (
     chunk_base,
     chunk_span,
+    factors_base,
     gates_base,
     load_columns,
     load_dt,
+    load_factors,
     load_rows,
     load_state,
-    load_totals,
     powers_of_two,
     state_base,
     store_rows,
     store_state,
     walk_span,
 )
+
 
 @triton.jit
 def gates_kernel(
@@ -92,9 +94,7 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
         total: The last of them, a number or [BLOCK_K].
         factors: [CHUNK] dt.
     """
-    if spec.DECAYED:
-        acc *= tl.exp2(total)[:, None]
-    elif spec.WIDTH > 0:
+    if spec.WIDTH > 0:
         if REVERSE:
             # Decay from the chunk's first token to each query.
             weights = tl.exp2(gates)
@@ -120,13 +120,16 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
 
 @triton.jit
 def chunk_gates(gates, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
-    """The gates of a whole chunk, a number or [COLUMNS], and a gate a head's sums [CHUNK]; 0 where they are not read.
+    """Gates that the walk reads, for a chunk of the row that is there or the nearest to it.
 
-    A chunk that the row does not have gives those of the nearest one.
+    Returns:
+        With a gate a head the chunk's total and [CHUNK] sums. With decayed keys the factors of the state before and
+        after keys are added, both [COLUMNS]. With others, which are loaded in place, 0.
     """
     chunk = tl.maximum(0, tl.minimum(chunk, spec.CHUNKS - 1))
     if spec.DECAYED:
-        return load_totals(gates, row // per.GATES, head, chunk, column, COLUMNS, spec), 0.0
+        base = factors_base(gates, row // per.GATES, head, chunk, spec)
+        return load_factors(base, 1, column, COLUMNS, spec), load_factors(base, 2, column, COLUMNS, spec)
     elif spec.WIDTH == 1:
         base = gates_base(gates, row, head, chunk, spec, per)
         return tl.load(base + (spec.CHUNK - 1)), tl.load(base + tl.arange(0, spec.CHUNK))
@@ -222,10 +225,15 @@ def states_kernel(
             g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
             total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
         # The decay multiplies `acc` before the product adds to it: what this chunk writes has its decay already.
-        acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
+        if spec.DECAYED:
+            acc *= tl.exp2(total)[:, None]
+        else:
+            acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:
             # Scaled in float32, behind the product: 16-bit queries keep their digits.
             acc += dot(left_tile, right_tile, spec) * spec.SCALE
         else:
             acc += dot(left_tile, right_tile, spec)
+        if spec.DECAYED:
+            acc *= tl.exp2(g)[:, None]
     store_state(final + state_offset, acc, k_start, v_start, spec)

@@ -184,11 +184,16 @@ def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
-def load_totals(totals, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[COLUMNS] gates of a whole chunk out of [rows, H, CHUNKS, K]."""
+def factors_base(factors, row, head, chunk, spec: tl.constexpr):
+    """Where a chunk's factors lie in [rows, H, CHUNKS, 3, K]."""
+    return factors + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * (3 * spec.K)
+
+
+@triton.jit
+def load_factors(base, which, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[COLUMNS] of a chunk's factors, in powers of two; see `delta_channels_kernel`."""
     columns = column + tl.arange(0, COLUMNS)
-    at = totals + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * spec.K
-    return tl.load(at + columns, mask=columns < spec.K, other=0.0)
+    return tl.load(base + which * spec.K + columns, mask=columns < spec.K, other=0.0)
 
 
 @triton.jit
