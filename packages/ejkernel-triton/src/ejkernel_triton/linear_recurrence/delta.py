@@ -16,6 +16,9 @@ from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses, Delt
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
+STRONG_CHANNELS = 32
+"""Key channels at once where gates are too strong for one product of a chunk's pairs: halvings need the registers."""
+
 
 class Corrections(NamedTuple):
     """The delta rule inside of chunks, which no state is needed for.
@@ -244,15 +247,18 @@ def channel_corrections(
         The corrections, and the call for state passing and outputs: queries and keys with their decay, both
         [B, T, H, K], the factors of chunks in place of gates, and scores.
     """
-    from ejkernel_triton.linear_recurrence.delta_channels_kernel import channel_corrections_kernel
+    from ejkernel_triton.linear_recurrence import delta_channels_kernel as kernels
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
-    dtype = call.query.dtype
-    # The last one is of no use: cumulative gates, where the kernel needs them in memory.
-    written, correction, inverse, scores, query, key, factors, _ = launch(
-        channel_corrections_kernel,
-        (call.query, call.key, call.value, decay, beta, *call.spans),
+    chunks, dtype = (batch, spec.H, spec.CHUNKS), call.query.dtype
+    arrays = (call.query, call.key, call.value, decay, beta, *call.spans)
+    options: dict[str, Any] = {"batch": batch, "grid": batch * spec.CHUNKS * spec.H, "num_warps": config.score_warps}
+    options["num_stages"] = config.score_stages
+    constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.output_block_v, "KEEP": keep}
+    *made, exponents = launch(
+        kernels.channel_corrections_kernel,
+        arrays,
         [
             Shape((*tokens, spec.V), call.value.dtype),
             Shape((*tokens, spec.K), call.key.dtype),
@@ -260,20 +266,20 @@ def channel_corrections(
             Shape(pairs, dtype),
             Shape((*tokens, spec.K), dtype),
             Shape((*tokens, spec.K), dtype),
-            Shape((batch, spec.H, spec.CHUNKS, 3, spec.K), jnp.float32),
-            Shape((*pairs[:3], spec.K), jnp.float32),
+            Shape((*chunks, 3, spec.K), jnp.float32),
+            Shape(chunks, jnp.float32),
         ],
-        batch=batch,
-        grid=batch * spec.CHUNKS * spec.H,
-        num_warps=config.score_warps,
-        num_stages=config.score_stages,
-        constants={
-            "spec": spec,
-            "T": decay.shape[1],
-            "BLOCK_K": config.score_block_k,
-            "BLOCK_V": config.output_block_v,
-            "KEEP": keep,
-        },
+        **options,
+        constants={**constants, "BLOCK_K": config.score_block_k},
+    )
+    # Chunks with strong gates once more, in place. The array behind them is cumulative gates, of no use to others.
+    first = len(arrays) + 1
+    written, correction, inverse, scores, query, key, factors, _ = launch(
+        kernels.strong_corrections_kernel,
+        (*arrays, exponents, *made),
+        [*range(first, first + len(made)), Shape((*pairs[:3], spec.K), jnp.float32)],
+        **options,
+        constants={**constants, "BLOCK_K": min(config.score_block_k, STRONG_CHANNELS)},
     )
     decayed = dataclasses.replace(
         call,

@@ -14,10 +14,13 @@ the state or is written to it leaves this one with its decay, relative to the ch
     k exp2(G - G_M), which waited in W's place  -> W
 
 The state is taken to the middle by its own decay, in registers of the kernels that read it: exp2(G_M) before a chunk's
-keys are added to it, exp2(G_T - G_M) behind that. Where gates are so strong that those factors have no numbers, queries
-have exp2(G) and keys exp2(G_T - G) instead, the pairs are made by halvings, and the state has exp2(G_T) before. Which
-it is each tile of channels decides, and says by the three powers of two `factors` a channel: since a chunk's start for
-queries, before and after its keys for the state.
+keys are added to it, exp2(G_T - G_M) behind that.
+
+Where gates are so strong that those factors have no numbers, a second kernel makes the chunk again: queries have
+exp2(G)
+and keys exp2(G_T - G), pairs are made by halvings, and the state has exp2(G_T) before. Other chunks it leaves as they
+are. As a branch of the first kernel that would take its registers and spill. Three powers of two a channel, `factors`,
+say to the readers which it was: since a chunk's start for queries, before and after its keys for the state.
 """
 
 import triton
@@ -31,7 +34,9 @@ from ejkernel_triton.linear_recurrence.tile import (
     chunk_span,
     cut_weights,
     diagonal,
+    factors_base,
     load_dt,
+    load_factors,
     load_gates,
     load_rows,
     masked_load,
@@ -97,6 +102,63 @@ def halved_pairs(read, seen, query, key, base, column, COLUMNS: tl.constexpr, sp
 
 
 @triton.jit
+def store_factors(base, since, before, after, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Writes what `tile.load_factors` reads."""
+    columns = column + tl.arange(0, COLUMNS)
+    valid = columns < spec.K
+    tl.store(base + columns, since, mask=valid)
+    tl.store(base + spec.K + columns, before, mask=valid)
+    tl.store(base + 2 * spec.K + columns, after, mask=valid)
+
+
+@triton.jit
+def solve_chunk(
+    read,
+    seen,
+    value,
+    beta,
+    factors,
+    written,
+    correction,
+    inverse,
+    scores,
+    place,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Scores, U and W of one head's chunk, and (I + L)^-1 if KEEP, from pairs that are not masked yet.
+
+    `correction` has keys with their decay, of which W is made in their place.
+    """
+    row, head, chunk, start, end = place
+    rows = tl.arange(0, spec.CHUNK)
+    tl.store(scores_at(scores, row, head, chunk, spec), tl.where(causal(spec), read, 0.0).to(scores.dtype.element_ty))
+    # 0 behind the end: rows of L are 0 there, and the inverse has rows of I.
+    betas = load_dt(beta, row // per.BETA, start, end, head, spec)
+    lower = tl.where(rows[:, None] > rows[None, :], seen * betas[:, None], 0.0)
+    unit_inverted = unit_inverse(lower, spec)
+    if KEEP:
+        tl.store(scores_at(inverse, row, head, chunk, spec), unit_inverted.to(inverse.dtype.element_ty))
+    ut = (unit_inverted * betas[None, :]).to(value.dtype.element_ty)
+    v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
+    u_to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
+    w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
+    f_base = factors_base(factors, row, head, chunk, spec)
+    for v_start in tl.range(0, spec.V, BLOCK_V):
+        v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
+        store_rows(u_to, dot(ut, v, spec), start, end, v_start, spec.H, spec.V, spec)
+    tl.debug_barrier()  # other threads wrote the keys and factors that a thread reads
+    for k_start in tl.range(0, spec.K, BLOCK_K):
+        k = load_rows(w_to, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
+        made = dot(ut, k, spec) * tl.exp2(load_factors(f_base, 0, k_start, BLOCK_K, spec))[None, :]
+        tl.debug_barrier()  # all threads have read their keys before W takes the place
+        store_rows(w_to, made, start, end, k_start, spec.H, spec.K, spec)
+
+
+@triton.jit
 def channel_corrections_kernel(
     query,
     key,
@@ -113,7 +175,7 @@ def channel_corrections_kernel(
     decayed_query,
     decayed_key,
     factors,
-    cumulative,
+    exponents,
     spec: tl.constexpr,
     per: tl.constexpr,
     T: tl.constexpr,
@@ -121,10 +183,9 @@ def channel_corrections_kernel(
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """U, W, scores, decayed queries and keys of one head's chunk, (I + L)^-1 if KEEP; see `delta.channel_corrections`.
+    """All of one head's chunk where its gates are weak, and the largest exponent, which tells whether they are.
 
-    T is 1 for a decay that is the same for all tokens. `cumulative` is written only where gates are too strong for one
-    product of a chunk's pairs, and read by this program alone.
+    T is 1 for a decay that is the same for all tokens. See `delta.channel_corrections`.
     """
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
@@ -136,66 +197,128 @@ def channel_corrections_kernel(
     rows = tl.arange(0, C)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
-    v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
     d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
     D_STRIDE: tl.constexpr = spec.H * spec.K if T > 1 else 0
-    chunk_of_head = (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk
-    g_base = cumulative + chunk_of_head * (C * spec.K)
-    u_to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
     w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
     q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
     k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)
-    f_base = factors + chunk_of_head * (3 * spec.K)
+    f_base = factors_base(factors, row, head, chunk, spec)
     read = tl.zeros([C, C], tl.float32)
     seen = tl.zeros([C, C], tl.float32)
+    largest = 0.0
     for k_start in tl.range(0, spec.K, BLOCK_K):
-        columns = k_start + tl.arange(0, BLOCK_K)
         gates = load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec)
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
         relative = sums_from_middle(gates, k.dtype, spec)
         middle, total = tl.sum(tl.where((rows < C // 2)[:, None], gates, 0.0), 0), tl.sum(gates, 0)
-        # As in `tile.from_middle`, with the branch that it leads to in `tile.channel_scores`.
-        if tl.max(tl.abs(relative)) < spec.MAX_EXPONENT:
-            since, before, after = middle, middle, total - middle
-            factor = tl.exp2(relative)
-            q_read, k_read, k_write = decayed(q, factor), decayed(k, factor), decayed(k, tl.exp2(-relative))
-            # Not masked yet: what is above the diagonal is finite, and dropped behind the loop.
-            read = add_dot(read, q_read, tl.trans(k_write), spec)
-            seen = add_dot(seen, k_read, tl.trans(k_write), spec)
-        else:
-            since, before, after = tl.zeros_like(total), total, tl.zeros_like(total)
-            factor = tl.exp2(relative + middle[None, :])
-            q_read, k_read = decayed(q, factor), decayed(k, factor)
-            k_write = decayed(k, tl.exp2((total - middle)[None, :] - relative))
+        store_factors(f_base, middle, middle, total - middle, k_start, BLOCK_K, spec)
+        largest = tl.maximum(largest, tl.max(tl.abs(relative)))
+        decay_since = tl.exp2(relative)
+        # Operands of the products, and what other kernels read: the same numbers, rounded once.
+        left, right = decayed(q, decay_since), decayed(k, tl.exp2(-relative))
+        store_rows(q_to, left, start, end, k_start, spec.H, spec.K, spec)
+        store_rows(k_to, right, start, end, k_start, spec.H, spec.K, spec)
+        # Not masked yet: what is above the diagonal is finite, and dropped behind the loop.
+        read = add_dot(read, left, tl.trans(right), spec)
+        left = decayed(k, decay_since)
+        store_rows(w_to, left, start, end, k_start, spec.H, spec.K, spec)
+        seen = add_dot(seen, left, tl.trans(right), spec)
+    tl.store(exponents + (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk, largest)
+    place = (row, head, chunk, start, end)
+    solve_chunk(
+        read, seen, value, beta, factors, written, correction, inverse, scores, place, spec, per, BLOCK_K, BLOCK_V, KEEP
+    )
+
+
+@triton.jit
+def strong_corrections_kernel(
+    query,
+    key,
+    value,
+    decay,
+    beta,
+    bounds,
+    first_chunks,
+    chunk_sequences,
+    exponents,
+    old_written,
+    old_correction,
+    old_inverse,
+    old_scores,
+    old_query,
+    old_key,
+    old_factors,
+    written,
+    correction,
+    inverse,
+    scores,
+    decayed_query,
+    decayed_key,
+    factors,
+    cumulative,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """`channel_corrections_kernel` for one head's chunk whose gates are strong; writes nothing where they are weak.
+
+    The outputs are its outputs, in their memory. `cumulative` is read by this program alone.
+    """
+    C: tl.constexpr = spec.CHUNK
+    program = tl.program_id(0)
+    head = program % spec.H
+    program = program // spec.H
+    chunk = program % spec.CHUNKS
+    row = program // spec.CHUNKS
+    chunk_of_head = (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk
+    if tl.load(exponents + chunk_of_head) >= spec.MAX_EXPONENT:
+        start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+        rows = tl.arange(0, C)
+        q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
+        k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+        d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
+        D_STRIDE: tl.constexpr = spec.H * spec.K if T > 1 else 0
+        w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
+        q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
+        k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)
+        f_base = factors_base(factors, row, head, chunk, spec)
+        g_base = cumulative + chunk_of_head * (C * spec.K)
+        read = tl.zeros([C, C], tl.float32)
+        seen = tl.zeros([C, C], tl.float32)
+        for k_start in tl.range(0, spec.K, BLOCK_K):
+            columns = k_start + tl.arange(0, BLOCK_K)
+            g = tl.cumsum(load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec), 0)
+            total = tl.sum(tl.where((rows == C - 1)[:, None], g, 0.0), 0)
+            store_factors(f_base, tl.zeros_like(total), total, tl.zeros_like(total), k_start, BLOCK_K, spec)
             # Where cuts lie differs by level, and registers have no index: halvings read the gates from memory.
             at = g_base + (rows[:, None] * spec.K + columns[None, :])
-            tl.store(at, relative, mask=(columns < spec.K)[None, :])
-            tl.debug_barrier()  # other threads wrote what a thread reads
+            tl.store(at, g, mask=(columns < spec.K)[None, :])
+            q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
+            k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
+            store_rows(q_to, decayed(q, tl.exp2(g)), start, end, k_start, spec.H, spec.K, spec)
+            store_rows(k_to, decayed(k, tl.exp2(total[None, :] - g)), start, end, k_start, spec.H, spec.K, spec)
+            store_rows(w_to, decayed(k, tl.exp2(g)), start, end, k_start, spec.H, spec.K, spec)
+            tl.debug_barrier()  # other threads wrote the gates that a thread reads
             read, seen = halved_pairs(read, seen, q, k, g_base, k_start, BLOCK_K, spec)
-        store_rows(q_to, q_read, start, end, k_start, spec.H, spec.K, spec)
-        store_rows(k_to, k_write, start, end, k_start, spec.H, spec.K, spec)
-        store_rows(w_to, k_read, start, end, k_start, spec.H, spec.K, spec)
-        in_channels = columns < spec.K
-        tl.store(f_base + columns, since, mask=in_channels)
-        tl.store(f_base + spec.K + columns, before, mask=in_channels)
-        tl.store(f_base + 2 * spec.K + columns, after, mask=in_channels)
-    tl.store(scores_at(scores, row, head, chunk, spec), tl.where(causal(spec), read, 0.0).to(scores.dtype.element_ty))
-    # 0 behind the end: rows of L are 0 there, and the inverse has rows of I.
-    betas = load_dt(beta, row // per.BETA, start, end, head, spec)
-    lower = tl.where(rows[:, None] > rows[None, :], seen * betas[:, None], 0.0)
-    unit_inverted = unit_inverse(lower, spec)
-    if KEEP:
-        tl.store(scores_at(inverse, row, head, chunk, spec), unit_inverted.to(inverse.dtype.element_ty))
-    ut = (unit_inverted * betas[None, :]).to(value.dtype.element_ty)
-    for v_start in tl.range(0, spec.V, BLOCK_V):
-        v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
-        store_rows(u_to, dot(ut, v, spec), start, end, v_start, spec.H, spec.V, spec)
-    tl.debug_barrier()  # W's place has y, which other threads wrote
-    for k_start in tl.range(0, spec.K, BLOCK_K):
-        y = load_rows(w_to, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
-        columns = k_start + tl.arange(0, BLOCK_K)
-        since = tl.load(f_base + columns, mask=columns < spec.K, other=0.0)
-        made = dot(ut, y, spec) * tl.exp2(since)[None, :]
-        tl.debug_barrier()  # all threads have read y before W takes its place
-        store_rows(w_to, made, start, end, k_start, spec.H, spec.K, spec)
+        place = (row, head, chunk, start, end)
+        solve_chunk(
+            read,
+            seen,
+            value,
+            beta,
+            factors,
+            written,
+            correction,
+            inverse,
+            scores,
+            place,
+            spec,
+            per,
+            BLOCK_K,
+            BLOCK_V,
+            KEEP,
+        )
