@@ -28,7 +28,8 @@ class ChunkPasses:
         state_block_v: Value channels of it.
         state_warps: Warps of such a program.
         state_stages: Pipeline stages: chunks whose copies are in flight, plus one.
-        score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
+        score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made, and
+            where the delta rule makes its corrections.
         score_warps: Warps of a program there.
         score_stages: Its pipeline stages.
         output_block_t: Tokens of a program that makes outputs, at most a chunk; with gates of channels always that.

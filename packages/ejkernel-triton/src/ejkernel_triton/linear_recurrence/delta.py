@@ -253,8 +253,7 @@ def channel_corrections(
     tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
     chunks, dtype = (batch, spec.H, spec.CHUNKS), call.query.dtype
     arrays = (call.query, call.key, call.value, decay, beta, *call.spans)
-    options: dict[str, Any] = {"batch": batch, "grid": batch * spec.CHUNKS * spec.H, "num_warps": config.score_warps}
-    options["num_stages"] = config.score_stages
+    options: dict[str, Any] = {"batch": batch, "num_warps": config.score_warps, "num_stages": config.score_stages}
     constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.output_block_v, "KEEP": keep}
     *made, exponents = launch(
         kernels.channel_corrections_kernel,
@@ -270,16 +269,18 @@ def channel_corrections(
             Shape(chunks, jnp.float32),
         ],
         **options,
+        grid=batch * spec.CHUNKS * spec.H,
         constants={**constants, "BLOCK_K": config.score_block_k},
     )
     # Chunks with strong gates once more, in place. The array behind them is cumulative gates, of no use to others.
-    first = len(arrays) + 1
+    first, group = len(arrays) + 1, max(1, min(16, spec.CHUNKS * spec.H // 128))
     written, correction, inverse, scores, query, key, factors, _ = launch(
         kernels.strong_corrections_kernel,
         (*arrays, exponents, *made),
         [*range(first, first + len(made)), Shape((*pairs[:3], spec.K), jnp.float32)],
         **options,
-        constants={**constants, "BLOCK_K": min(config.score_block_k, STRONG_CHANNELS)},
+        grid=batch * spec.H * -(-spec.CHUNKS // group),
+        constants={**constants, "BLOCK_K": min(config.score_block_k, STRONG_CHANNELS), "GROUP": group},
     )
     decayed = dataclasses.replace(
         call,

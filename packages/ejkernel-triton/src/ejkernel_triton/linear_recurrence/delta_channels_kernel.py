@@ -83,21 +83,22 @@ def decayed(tile, decay):
 
 
 @triton.jit
-def halved_pairs(read, seen, query, key, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+def halved_pairs(read, seen, q_base, k_base, g_base, start, end, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Adds the pairs of queries and keys, and of keys and keys, by halvings; see `tile.channel_scores`."""
-    q, k = query.to(tl.float32), key.to(tl.float32)
-    read += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
+    q = load_rows(q_base, start, end, column, spec.HQ, spec.K, COLUMNS, spec)
+    k = load_rows(k_base, start, end, column, spec.HK, spec.K, COLUMNS, spec)
+    read += tl.where(diagonal(spec), tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
     LEVELS: tl.constexpr = spec.LEVELS
     for level in tl.range(0, LEVELS, num_stages=1):
-        # level >> 5 is an opaque 0: gates are read from the cache in each halving instead of held through the loop.
-        gates = load_gates(base + (level >> 5), column, COLUMNS, spec)
-        weights = cut_weights(gates, base, column, level, COLUMNS, spec)
-        earlier = tl.trans((key.to(tl.float32) * weights).to(key.dtype))
-        own = pairs_of(level, spec)
-        products = dot((query.to(tl.float32) * weights).to(query.dtype), earlier, spec)
-        read += tl.where(own, products, 0.0)
-        products = dot((key.to(tl.float32) * weights).to(key.dtype), earlier, spec)
-        seen += tl.where(own, products, 0.0)
+        # An offset of 0 that the compiler does not see: tiles are read from the cache in each halving, since held
+        # through the loop they would spill.
+        opaque_zero = level >> 5
+        gates = load_gates(g_base + opaque_zero, column, COLUMNS, spec)
+        weights = cut_weights(gates, g_base, column, level, COLUMNS, spec)
+        k = decayed(load_rows(k_base + opaque_zero, start, end, column, spec.HK, spec.K, COLUMNS, spec), weights)
+        q = decayed(load_rows(q_base + opaque_zero, start, end, column, spec.HQ, spec.K, COLUMNS, spec), weights)
+        read += tl.where(pairs_of(level, spec), dot(q, tl.trans(k), spec), 0.0)
+        seen += tl.where(pairs_of(level, spec), dot(k, tl.trans(k), spec), 0.0)
     return read, seen
 
 
@@ -112,16 +113,20 @@ def store_factors(base, since, before, after, column, COLUMNS: tl.constexpr, spe
 
 
 @triton.jit
+def store_scores(scores, read, row, head, chunk, spec: tl.constexpr):
+    """Writes pairs of queries and keys, 0 above the diagonal."""
+    tl.store(scores_at(scores, row, head, chunk, spec), tl.where(causal(spec), read, 0.0).to(scores.dtype.element_ty))
+
+
+@triton.jit
 def solve_chunk(
-    read,
     seen,
-    value,
     beta,
+    value,
     factors,
     written,
     correction,
     inverse,
-    scores,
     place,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -129,13 +134,12 @@ def solve_chunk(
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Scores, U and W of one head's chunk, and (I + L)^-1 if KEEP, from pairs that are not masked yet.
+    """U and W of one head's chunk, and (I + L)^-1 if KEEP, from pairs of keys and keys that are not masked yet.
 
     `correction` has keys with their decay, of which W is made in their place.
     """
     row, head, chunk, start, end = place
     rows = tl.arange(0, spec.CHUNK)
-    tl.store(scores_at(scores, row, head, chunk, spec), tl.where(causal(spec), read, 0.0).to(scores.dtype.element_ty))
     # 0 behind the end: rows of L are 0 there, and the inverse has rows of I.
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     lower = tl.where(rows[:, None] > rows[None, :], seen * betas[:, None], 0.0)
@@ -210,25 +214,28 @@ def channel_corrections_kernel(
         gates = load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec)
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
+        middle = tl.sum(tl.where((rows < C // 2)[:, None], gates, 0.0), 0)
+        after = tl.sum(tl.where((rows >= C // 2)[:, None], gates, 0.0), 0)
+        store_factors(f_base, middle, middle, after, k_start, BLOCK_K, spec)
         relative = sums_from_middle(gates, k.dtype, spec)
-        middle, total = tl.sum(tl.where((rows < C // 2)[:, None], gates, 0.0), 0), tl.sum(gates, 0)
-        store_factors(f_base, middle, middle, total - middle, k_start, BLOCK_K, spec)
         largest = tl.maximum(largest, tl.max(tl.abs(relative)))
-        decay_since = tl.exp2(relative)
         # Operands of the products, and what other kernels read: the same numbers, rounded once.
-        left, right = decayed(q, decay_since), decayed(k, tl.exp2(-relative))
-        store_rows(q_to, left, start, end, k_start, spec.H, spec.K, spec)
+        right = decayed(k, tl.exp2(-relative))
         store_rows(k_to, right, start, end, k_start, spec.H, spec.K, spec)
-        # Not masked yet: what is above the diagonal is finite, and dropped behind the loop.
+        decay_since = tl.exp2(relative)
+        left = decayed(q, decay_since)
+        store_rows(q_to, left, start, end, k_start, spec.H, spec.K, spec)
+        # Not masked yet: what is above the diagonal is finite.
         read = add_dot(read, left, tl.trans(right), spec)
+        if k_start + BLOCK_K >= spec.K:
+            # Before the pairs of keys begin, which then have the registers.
+            store_scores(scores, read, row, head, chunk, spec)
         left = decayed(k, decay_since)
         store_rows(w_to, left, start, end, k_start, spec.H, spec.K, spec)
         seen = add_dot(seen, left, tl.trans(right), spec)
     tl.store(exponents + (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk, largest)
     place = (row, head, chunk, start, end)
-    solve_chunk(
-        read, seen, value, beta, factors, written, correction, inverse, scores, place, spec, per, BLOCK_K, BLOCK_V, KEEP
-    )
+    solve_chunk(seen, beta, value, factors, written, correction, inverse, place, spec, per, BLOCK_K, BLOCK_V, KEEP)
 
 
 @triton.jit
@@ -263,62 +270,56 @@ def strong_corrections_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """`channel_corrections_kernel` for one head's chunk whose gates are strong; writes nothing where they are weak.
+    """`channel_corrections_kernel` for those of GROUP chunks of a head whose gates are strong.
 
-    The outputs are its outputs, in their memory. `cumulative` is read by this program alone.
+    The outputs are that kernel's, in their memory; those of other chunks stay. `cumulative` is read by this program
+    alone.
     """
     C: tl.constexpr = spec.CHUNK
+    GROUPS: tl.constexpr = (spec.CHUNKS + GROUP - 1) // GROUP
     program = tl.program_id(0)
     head = program % spec.H
     program = program // spec.H
-    chunk = program % spec.CHUNKS
-    row = program // spec.CHUNKS
-    chunk_of_head = (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk
-    if tl.load(exponents + chunk_of_head) >= spec.MAX_EXPONENT:
-        start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
-        rows = tl.arange(0, C)
-        q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
-        k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
-        d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
-        D_STRIDE: tl.constexpr = spec.H * spec.K if T > 1 else 0
-        w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
-        q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
-        k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)
-        f_base = factors_base(factors, row, head, chunk, spec)
-        g_base = cumulative + chunk_of_head * (C * spec.K)
-        read = tl.zeros([C, C], tl.float32)
-        seen = tl.zeros([C, C], tl.float32)
-        for k_start in tl.range(0, spec.K, BLOCK_K):
-            columns = k_start + tl.arange(0, BLOCK_K)
-            g = tl.cumsum(load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec), 0)
-            total = tl.sum(tl.where((rows == C - 1)[:, None], g, 0.0), 0)
-            store_factors(f_base, tl.zeros_like(total), total, tl.zeros_like(total), k_start, BLOCK_K, spec)
-            # Where cuts lie differs by level, and registers have no index: halvings read the gates from memory.
-            at = g_base + (rows[:, None] * spec.K + columns[None, :])
-            tl.store(at, g, mask=(columns < spec.K)[None, :])
-            q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
-            k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
-            store_rows(q_to, decayed(q, tl.exp2(g)), start, end, k_start, spec.H, spec.K, spec)
-            store_rows(k_to, decayed(k, tl.exp2(total[None, :] - g)), start, end, k_start, spec.H, spec.K, spec)
-            store_rows(w_to, decayed(k, tl.exp2(g)), start, end, k_start, spec.H, spec.K, spec)
-            tl.debug_barrier()  # other threads wrote the gates that a thread reads
-            read, seen = halved_pairs(read, seen, q, k, g_base, k_start, BLOCK_K, spec)
-        place = (row, head, chunk, start, end)
-        solve_chunk(
-            read,
-            seen,
-            value,
-            beta,
-            factors,
-            written,
-            correction,
-            inverse,
-            scores,
-            place,
-            spec,
-            per,
-            BLOCK_K,
-            BLOCK_V,
-            KEEP,
-        )
+    first = (program % GROUPS) * GROUP
+    row = program // GROUPS
+    rows = tl.arange(0, C)
+    of_head = (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS
+    # A few programs look at all chunks: one program a chunk, most of which end at once, would take 0.04 ms.
+    # What does not change from chunk to chunk is made again in each: outside of the loop it would take registers, and
+    # 24 bytes a thread spill.
+    for chunk in tl.range(first, tl.minimum(first + GROUP, spec.CHUNKS), num_stages=1, disable_licm=True):
+        if tl.load(exponents + of_head + chunk) >= spec.MAX_EXPONENT:
+            start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+            q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
+            k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+            d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
+            D_STRIDE: tl.constexpr = spec.H * spec.K if T > 1 else 0
+            w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
+            q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
+            k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)
+            f_base = factors_base(factors, row, head, chunk, spec)
+            g_base = cumulative + (of_head + chunk) * (C * spec.K)
+            read = tl.zeros([C, C], tl.float32)
+            seen = tl.zeros([C, C], tl.float32)
+            for k_start in tl.range(0, spec.K, BLOCK_K):
+                columns = k_start + tl.arange(0, BLOCK_K)
+                g = tl.cumsum(load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec), 0)
+                total = tl.sum(tl.where((rows == C - 1)[:, None], g, 0.0), 0)
+                store_factors(f_base, tl.zeros_like(total), total, tl.zeros_like(total), k_start, BLOCK_K, spec)
+                # Where cuts lie differs by level, and registers have no index: halvings read the gates from memory.
+                at = g_base + (rows[:, None] * spec.K + columns[None, :])
+                tl.store(at, g, mask=(columns < spec.K)[None, :])
+                q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
+                k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
+                store_rows(q_to, decayed(q, tl.exp2(g)), start, end, k_start, spec.H, spec.K, spec)
+                store_rows(k_to, decayed(k, tl.exp2(total[None, :] - g)), start, end, k_start, spec.H, spec.K, spec)
+                store_rows(w_to, decayed(k, tl.exp2(g)), start, end, k_start, spec.H, spec.K, spec)
+                tl.debug_barrier()  # other threads wrote the gates that a thread reads
+                read, seen = halved_pairs(read, seen, q_base, k_base, g_base, start, end, k_start, BLOCK_K, spec)
+            store_scores(scores, read, row, head, chunk, spec)
+            place = (row, head, chunk, start, end)
+            solve_chunk(
+                seen, beta, value, factors, written, correction, inverse, place, spec, per, BLOCK_K, BLOCK_V, KEEP
+            )

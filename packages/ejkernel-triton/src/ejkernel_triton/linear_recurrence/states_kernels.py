@@ -119,20 +119,15 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
 
 
 @triton.jit
-def chunk_gates(gates, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
-    """Gates that the walk reads, for a chunk of the row that is there or the nearest to it.
+def state_factors(factors, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
+    """[COLUMNS] powers of two of the state, before and after a chunk's decayed keys are added; 0 with others.
 
-    Returns:
-        With a gate a head the chunk's total and [CHUNK] sums. With decayed keys the factors of the state before and
-        after keys are added, both [COLUMNS]. With others, which are loaded in place, 0.
+    A chunk that the row does not have gives those of the nearest one.
     """
-    chunk = tl.maximum(0, tl.minimum(chunk, spec.CHUNKS - 1))
     if spec.DECAYED:
-        base = factors_base(gates, row // per.GATES, head, chunk, spec)
+        chunk = tl.maximum(0, tl.minimum(chunk, spec.CHUNKS - 1))
+        base = factors_base(factors, row // per.GATES, head, chunk, spec)
         return load_factors(base, 1, column, COLUMNS, spec), load_factors(base, 2, column, COLUMNS, spec)
-    elif spec.WIDTH == 1:
-        base = gates_base(gates, row, head, chunk, spec, per)
-        return tl.load(base + (spec.CHUNK - 1)), tl.load(base + tl.arange(0, spec.CHUNK))
     else:
         return 0.0, 0.0
 
@@ -184,16 +179,14 @@ def states_kernel(
         acc = load_state(at, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
-    total_ahead, g_ahead = chunk_gates(gates, row, head, last - 1 if REVERSE else first, k_start, BLOCK_K, spec, per)
+    before_ahead, after_ahead = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
         start = sequence_start + (chunk - first) * C
-        # Gates of the next chunk are on their way during this one. The pipeliner copies the operands of products alone,
-        # and waiting for gates in every chunk took a fifth of the walk (docs/lab/linear_recurrence_gpu.md).
-        total, g = total_ahead, g_ahead
-        total_ahead, g_ahead = chunk_gates(
-            gates, row, head, chunk - 1 if REVERSE else chunk + 1, k_start, BLOCK_K, spec, per
-        )
+        # On their way during the chunk before: the pipeliner copies what operands of products are made of, and these
+        # are not. Waiting for them in every chunk took a tenth of the walk (docs/lab/linear_recurrence_gpu.md).
+        before, after = before_ahead, after_ahead
+        before_ahead, after_ahead = state_factors(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
         # Before the chunk's tokens are added: forwards what `outputs_kernel` reads, in reverse the gradient of the
         # state behind the chunk.
         if WRITE:
@@ -218,15 +211,22 @@ def states_kernel(
         factors = 0.0
         if spec.DT and not REVERSE:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
-        if spec.WIDTH > 1 and not spec.DECAYED:
+        total = 0.0
+        g = 0.0
+        if spec.WIDTH > 0 and not spec.DECAYED:
             g_base = gates_base(gates, row, head, chunk, spec, per)
-            rows, columns = tl.arange(0, C), k_start + tl.arange(0, BLOCK_K)
-            valid = columns < spec.K
-            g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
-            total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
+            rows = tl.arange(0, C)
+            if spec.WIDTH == 1:
+                g = tl.load(g_base + rows)
+                total = tl.load(g_base + (C - 1))
+            else:
+                columns = k_start + tl.arange(0, BLOCK_K)
+                valid = columns < spec.K
+                g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
+                total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
         # The decay multiplies `acc` before the product adds to it: what this chunk writes has its decay already.
         if spec.DECAYED:
-            acc *= tl.exp2(total)[:, None]
+            acc *= tl.exp2(before)[:, None]
         else:
             acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:
@@ -235,5 +235,5 @@ def states_kernel(
         else:
             acc += dot(left_tile, right_tile, spec)
         if spec.DECAYED:
-            acc *= tl.exp2(g)[:, None]
+            acc *= tl.exp2(after)[:, None]
     store_state(final + state_offset, acc, k_start, v_start, spec)
