@@ -33,7 +33,7 @@ from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import collected, interpreting
 from ejkernel_triton.linear_recurrence import config, delta, delta_gradients, stages
 from ejkernel_triton.linear_recurrence.forward import initial_states
-from ejkernel_triton.linear_recurrence.spec import state_dtype
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, state_dtype
 
 COLUMNS = ("call", "variant", "wrong code", "runs that differ", "largest error", "field")
 RUNS = 20
@@ -128,25 +128,26 @@ def variants(case: Case, every: bool) -> Iterator[tuple[str, dict[str, Any], str
         for warps in (1, 2, 8):
             yield f"score_warps={warps}", {"score_warps": warps}, None
         yield "ieee", {}, "ieee"
-        yield "score_block_k=16", {"score_block_k": 16}, None
+        yield "correction_block_k=16", {"correction_block_k": 16}, None
 
 
 def steps(
     record: LinearRecurrence, chosen: config.DeltaPasses, precision: str | None, chunk: int
 ) -> dict[str, Callable[[], Any]]:
     """Each stage as a function of nothing, whose inputs are those that the stages before it made once."""
-    call = stages.make_call(record, dataclasses.replace(chosen, splits=1), chunk)
+    full = stages.make_call(record, dataclasses.replace(chosen, splits=1), chunk)
     if precision is not None:
-        call = dataclasses.replace(call, spec=dataclasses.replace(call.spec, PRECISION=precision))
+        full = dataclasses.replace(full, spec=dataclasses.replace(full.spec, PRECISION=precision))
     beta: Any = record.beta
-    scores = jax.jit(lambda: stages.channel_scores(call))
-    full = dataclasses.replace(call, scores=scores())
-    inside = jax.jit(lambda: delta.corrections(full, beta, keep=True))
-    made = inside()
+    inside = jax.jit(lambda: _inside(record, full))
+    made, arrays = inside()
+    # With gates of channels, the call for state passing and outputs has queries and keys with their decay.
+    decayed = dataclasses.replace(full, **arrays, spec=_decayed_spec(record, full))
+    full = dataclasses.replace(full, scores=decayed.scores)
     states = jax.jit(
         lambda: stages.pass_states(
-            full,
-            record.key,
+            decayed,
+            decayed.key,
             made.written,
             initial_states(record),
             dtype=state_dtype(record),
@@ -155,6 +156,7 @@ def steps(
     )
     before, final, value = states()
     written = dataclasses.replace(full, value=value)
+    answered = dataclasses.replace(decayed, value=value)
     cotangent = jnp.ones((*record.query.shape[:2], full.spec.H, full.spec.V), record.query.dtype)
     local = jax.jit(lambda: delta_gradients.intra_chunk(full, cotangent))
     within = local()
@@ -169,15 +171,30 @@ def steps(
     pair = (before, walked.dstates)
     gates = None if record.decay is None else jnp.float32
     return {
-        "scores": scores,
         "corrections": inside,
         "states": states,
-        "outputs": jax.jit(lambda: stages.make_outputs(written, before)),
+        "outputs": jax.jit(lambda: stages.make_outputs(answered, before)),
         "local": local,
         "walk": walk,
         "solve": solve,
         "keys": jax.jit(lambda: delta_gradients.key_gradients(written, beta, cotangent, solved, pair, gates=gates)),
     }
+
+
+def _inside(record: LinearRecurrence, call: RecurrenceCall) -> tuple[Any, dict[str, Any]]:
+    """Corrections, and the arrays of the call for state passing and outputs."""
+    if record.decay is None or record.decay.shape[3] == 1:
+        inside, decayed = delta.corrections(call, record.beta, keep=True), call
+    else:
+        inside, decayed = delta.channel_corrections(call, record.decay, record.beta, keep=True)
+    return inside, {name: getattr(decayed, name) for name in ("query", "key", "gates", "scores")}
+
+
+def _decayed_spec(record: LinearRecurrence, call: RecurrenceCall) -> RecurrenceSpec:
+    """Constants of that call."""
+    if record.decay is None or record.decay.shape[3] == 1:
+        return call.spec
+    return dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
 
 
 def differing(run: Callable[[], Any], runs: int) -> int:

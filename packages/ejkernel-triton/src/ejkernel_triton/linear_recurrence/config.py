@@ -28,8 +28,7 @@ class ChunkPasses:
         state_block_v: Value channels of it.
         state_warps: Warps of such a program.
         state_stages: Pipeline stages: chunks whose copies are in flight, plus one.
-        score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made, and
-            where the delta rule makes its corrections.
+        score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
         score_warps: Warps of a program there.
         score_stages: Its pipeline stages.
         output_block_t: Tokens of a program that makes outputs, at most a chunk; with gates of channels always that.
@@ -93,12 +92,18 @@ class RecurrencePasses(ChunkPasses):
 class DeltaPasses(ChunkPasses):
     """Configuration of both passes of the delta rule.
 
+    Corrections, which with gates of channels make the scores too, have `score_warps` and `score_stages`.
+
     Attributes:
+        correction_block_k: Key channels at once, where corrections are made.
+        correction_block_v: Value channels at once there.
         walk_block_v: Value channels of a program that walks from the last chunk to the first; it has all key channels.
         walk_warps: Warps of it.
         walk_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
     """
 
+    correction_block_k: int
+    correction_block_v: int
     walk_block_v: int
     walk_warps: int
     walk_stages: int
@@ -254,18 +259,32 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     """Chunks and tiles of both passes for a record with beta on a device, not measured."""
     made, chip = _delta_forward(record, device), chip_of(device)
     channels, small = _by_channel(record), chip.shared_memory < 128 * 1024
-    # Both walks hold all key channels: one or the other spills with more than 32 columns, but on Hopper.
-    block = min(made.state_block_v, 32 if channels or chip.architecture != "hopper" else 64)
-    most = 64 if chip.architecture == "hopper" else 16 if small else 32  # a program has three products at a time
+    hopper = chip.architecture == "hopper"
+    # Both walks hold all key channels: one or the other spills with more than 32 columns. On Hopper only the one
+    # backwards does, with gates of channels.
+    block = min(made.state_block_v, 64 if hopper else 32)
+    most = 64 if hopper else 16 if small else 32  # a program has three products at a time
+    # All channels at once are fastest: 0.237 ms instead of 0.269 with 64 and a gate a head, and 0.57 instead of 0.60
+    # with gates of channels (docs/lab/linear_recurrence_gpu.md).
+    keys, values = _padded(record.query.shape[3]), _padded(record.value.shape[3])
+    wide = hopper and record.query.dtype.itemsize == 2
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     fields |= {
         "backward_chunk": made.chunk,
         "state_block_v": block,
         "state_stages": 1 if channels and small else made.state_stages,
+        "output_block_v": min(values, 128) if channels and wide else made.output_block_v,
         "gradient_block_k": min(made.gradient_block_k, most),
         "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
     }
-    return DeltaPasses(**fields, walk_block_v=block, walk_warps=8 if channels else 4, walk_stages=1 if small else 2)
+    return DeltaPasses(
+        **fields,
+        correction_block_k=min(keys, 128) if wide else made.score_block_k,
+        correction_block_v=min(values, 128) if wide else made.output_block_v,
+        walk_block_v=min(block, 32) if channels else block,
+        walk_warps=8 if channels else 4,
+        walk_stages=1 if small else 2,
+    )
 
 
 def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaPasses, ...]:
@@ -277,6 +296,7 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
     made += [dataclasses.replace(default, walk_block_v=n) for n in (16, 32, 64)]
     made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]
     made += [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, correction_block_k=n) for n in (64, 128)]
     return tuple(dict.fromkeys((default, *made)))
 
 

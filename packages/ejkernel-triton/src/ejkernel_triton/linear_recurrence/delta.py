@@ -213,7 +213,7 @@ def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Correct
     """
     from ejkernel_triton.linear_recurrence.delta_kernel import corrections_kernel
 
-    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    spec, config, batch = call.spec, delta_gradients.delta_config(call), call.query.shape[0]
     inverse = (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK) if keep else (batch,)
     made = launch(
         corrections_kernel,
@@ -227,7 +227,12 @@ def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Correct
         grid=batch * spec.CHUNKS * spec.H,
         num_warps=config.score_warps,
         num_stages=config.score_stages,
-        constants={"spec": spec, "BLOCK_K": config.score_block_k, "BLOCK_V": config.output_block_v, "KEEP": keep},
+        constants={
+            "spec": spec,
+            "BLOCK_K": config.correction_block_k,
+            "BLOCK_V": config.correction_block_v,
+            "KEEP": keep,
+        },
     )
     return Corrections(*made)
 
@@ -249,12 +254,12 @@ def channel_corrections(
     """
     from ejkernel_triton.linear_recurrence import delta_channels_kernel as kernels
 
-    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    spec, config, batch = call.spec, delta_gradients.delta_config(call), call.query.shape[0]
     tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
     chunks, dtype = (batch, spec.H, spec.CHUNKS), call.query.dtype
     arrays = (call.query, call.key, call.value, decay, beta, *call.spans)
     options: dict[str, Any] = {"batch": batch, "num_warps": config.score_warps, "num_stages": config.score_stages}
-    constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.output_block_v, "KEEP": keep}
+    constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.correction_block_v, "KEEP": keep}
     *made, exponents = launch(
         kernels.channel_corrections_kernel,
         arrays,
@@ -270,7 +275,7 @@ def channel_corrections(
         ],
         **options,
         grid=batch * spec.CHUNKS * spec.H,
-        constants={**constants, "BLOCK_K": config.score_block_k},
+        constants={**constants, "BLOCK_K": config.correction_block_k},
     )
     # Chunks with strong gates once more, in place. The array behind them is cumulative gates, of no use to others.
     first, group = len(arrays) + 1, max(1, min(16, spec.CHUNKS * spec.H // 128))
@@ -280,7 +285,7 @@ def channel_corrections(
         [*range(first, first + len(made)), Shape((*pairs[:3], spec.K), jnp.float32)],
         **options,
         grid=batch * spec.H * -(-spec.CHUNKS // group),
-        constants={**constants, "BLOCK_K": min(config.score_block_k, STRONG_CHANNELS), "GROUP": group},
+        constants={**constants, "BLOCK_K": min(config.correction_block_k, STRONG_CHANNELS), "GROUP": group},
     )
     decayed = dataclasses.replace(
         call,

@@ -83,7 +83,7 @@ def pass_state_gradients(
 
 
 def delta_config(call: RecurrenceCall) -> DeltaPasses:
-    """The configuration of a call whose gradients are made."""
+    """The configuration of a call of the delta rule."""
     assert isinstance(call.config, DeltaPasses)  # the type that the implementation declares
     return call.config
 
