@@ -2,6 +2,7 @@
 
     python benchmarks/delta_rule_checks_gpu.py             # every call below, with several launches of each stage
     python benchmarks/delta_rule_checks_gpu.py --channels  # those with gates of channels alone
+    python benchmarks/delta_rule_checks_gpu.py --fused     # batched inverses and fused corrections, no default yet
     python benchmarks/delta_rule_checks_gpu.py --variants  # each with other tiles and precisions: minutes
 
 Each stage runs 20 times on the same inputs, and the bits are compared: `runs that differ` must be 0 everywhere but in
@@ -17,6 +18,7 @@ for the small ones alone.
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,7 +143,7 @@ def steps(
     beta: Any = record.beta
     inside = jax.jit(lambda: _inside(record, full))
     made, arrays = inside()
-    # With gates of channels, the call for state passing and outputs has queries and keys with their decay.
+    # From fused corrections, the call for state passing and outputs has queries and keys with their decay.
     decayed = dataclasses.replace(full, **arrays, spec=_decayed_spec(record, full))
     full = dataclasses.replace(full, scores=decayed.scores)
     states = jax.jit(
@@ -181,18 +183,23 @@ def steps(
     }
 
 
+def _fused(record: LinearRecurrence, call: RecurrenceCall) -> bool:
+    return delta_gradients.delta_config(call).fused and record.decay is not None and record.decay.shape[3] > 1
+
+
 def _inside(record: LinearRecurrence, call: RecurrenceCall) -> tuple[Any, dict[str, Any]]:
     """Corrections, and the arrays of the call for state passing and outputs."""
-    if record.decay is None or record.decay.shape[3] == 1:
-        inside, decayed = delta.corrections(call, record.beta, keep=True), call
+    if _fused(record, call):
+        inside, decayed = delta.fused_corrections(call, record.decay, record.beta, keep=True)
     else:
-        inside, decayed = delta.channel_corrections(call, record.decay, record.beta, keep=True)
+        decayed = dataclasses.replace(call, scores=stages.channel_scores(call))
+        inside = delta.corrections(decayed, record.beta, keep=True)
     return inside, {name: getattr(decayed, name) for name in ("query", "key", "gates", "scores")}
 
 
 def _decayed_spec(record: LinearRecurrence, call: RecurrenceCall) -> RecurrenceSpec:
     """Constants of that call."""
-    if record.decay is None or record.decay.shape[3] == 1:
+    if not _fused(record, call):
         return call.spec
     return dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
 
@@ -263,10 +270,12 @@ def _relative(got: jax.Array, want: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 
 
-def lines(case: Case, runs: int, every: bool) -> Iterator[tuple[str, ...]]:
+def lines(case: Case, runs: int, every: bool, fused: bool) -> Iterator[tuple[str, ...]]:
     """A line for each variant of a call, of all variants or the default."""
     record = case.record()
-    default = config.delta_heuristic(record, current_device(), "both")
+    default = (config.fused_delta if fused else functools.partial(config.delta_heuristic, direction="both"))(
+        record, current_device()
+    )
     for name, changes, precision in variants(case, every):
         chosen = dataclasses.replace(default, **changes)
         chunk = config.MIN_TILE if name == SUSPECT else delta.tokens_of_chunk(record, chosen.chunk)
@@ -287,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--channels", action="store_true", help="gates of channels alone")
     parser.add_argument("--variants", action="store_true", help="other tiles and precisions too")
+    parser.add_argument("--fused", action="store_true", help="`config.fused_delta` in place of the default")
     parser.add_argument("--tiny", action="store_true", help="the small calls alone, two runs of each stage")
     options = parser.parse_args()
     print(_report.heading())
@@ -294,7 +304,7 @@ def main() -> None:
     for case in SMALL if options.tiny else (*SMALL, *LARGE):
         if options.channels and case.gates < 2:
             continue
-        for line in lines(case, 2 if options.tiny else RUNS, options.variants):
+        for line in lines(case, 2 if options.tiny else RUNS, options.variants, options.fused):
             print("| " + " | ".join(line) + " |", flush=True)
 
 

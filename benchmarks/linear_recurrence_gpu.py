@@ -220,6 +220,10 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
     space = implementation(name).config
     if options.only in "triton":
         found["ejkernel triton"] = kernel(name, configuration(record))
+        if options.fused and record.beta is not None:
+            from ejkernel_triton.linear_recurrence.config import fused_delta
+
+            found["ejkernel triton, fused corrections"] = kernel(name, fused_delta(record, current_device()))
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
@@ -286,6 +290,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the short sequences, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--stages", action="store_true", help="the kernels one by one, with many tiles")
+    parser.add_argument("--fused", action="store_true", help="delta rules with `config.fused_delta`, too")
     parser.add_argument("--only", default="", help="triton, xla or fla; without it all")
     parser.add_argument("--cells", default="", help="kinds, separated by commas; without it all")
     options = parser.parse_args()

@@ -23,8 +23,10 @@ record = LinearRecurrence(
     beta=beta,
     decay=jnp.zeros((1, 40, 1, 1)),
 )
-chosen = dataclasses.replace(config.delta_heuristic(record, current_device(), "forward"), chunk=32)
-(output, state), *_ = jax.jit(lambda record: forward(record, chosen))(record)
 (wanted, final), _ = reference(record)
-np.testing.assert_allclose(output, wanted, atol=1e-5)
-np.testing.assert_allclose(state, final, atol=1e-5)
+for batched in (True, False):
+    chosen = config.delta_heuristic(record, current_device(), "forward")
+    chosen = dataclasses.replace(chosen, chunk=32, batched_inverse=batched)
+    (output, state), *_ = jax.jit(lambda record, chosen=chosen: forward(record, chosen))(record)
+    np.testing.assert_allclose(output, wanted, atol=1e-5)
+    np.testing.assert_allclose(state, final, atol=1e-5)

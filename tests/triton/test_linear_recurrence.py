@@ -119,7 +119,34 @@ DELTA_TILES = (*((chip, "heads") for chip in CHIPS), ("sm_90", "channels"), ("sm
 @pytest.mark.parametrize(("chip", "gates"), DELTA_TILES)
 def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates):
     record = delta_record(gates)
-    chosen = config.delta_heuristic(record, CHIPS[chip], "both")
+    calls = delta_launches(record, chip, config.delta_heuristic(record, CHIPS[chip], "both"))
+    assert {
+        "intra_chunk_kernel",
+        "state_gradients_kernel",
+        "inverse_gradients_kernel",
+        "delta_key_gradients_kernel",
+    } <= {call.kernel.__name__ for call in calls}
+    assert_fits_and_spills_nothing(calls, chip)
+
+
+@pytest.mark.parametrize(("chip", "gates"), [*((chip, "channels") for chip in CHIPS), ("sm_90", "heads")])
+def test_fused_corrections_fit_the_chip_and_spill_nothing(chip, gates):
+    record = delta_record(gates)
+    calls = delta_launches(record, chip, config.fused_delta(record, CHIPS[chip]))
+    made = [
+        call
+        for call in calls
+        if call.kernel.__name__.endswith(("corrections_kernel", "states_kernel", "outputs_kernel"))
+    ]
+    assert len(made) == (4 if gates == "channels" else 3)
+    assert all(call.constants["BATCHED"] for call in made if "BATCHED" in call.constants)
+    # Of the backward pass, kernels whose tiles the fused configuration changes.
+    made += [call for call in calls if call.kernel.__name__ in ("intra_chunk_kernel", "inverse_gradients_kernel")]
+    assert_fits_and_spills_nothing(made, chip)
+
+
+def delta_launches(record, chip, chosen):
+    """What both passes of a delta rule launch."""
     names = ("query", "key", "value", "decay", "beta")
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
 
@@ -132,13 +159,7 @@ def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates)
 
     with target_device(CHIPS[chip]), launch.collected() as calls:
         jax.eval_shape(lambda record: run(record), record)
-    assert {
-        "intra_chunk_kernel",
-        "state_gradients_kernel",
-        "inverse_gradients_kernel",
-        "delta_key_gradients_kernel",
-    } <= {call.kernel.__name__ for call in calls}
-    assert_fits_and_spills_nothing(calls, chip)
+    return calls
 
 
 @pytest.mark.parametrize("gates", ["heads", "channels", "none"])

@@ -97,6 +97,9 @@ class DeltaPasses(ChunkPasses):
     Attributes:
         correction_block_k: Key channels at once, where corrections are made.
         correction_block_v: Value channels at once there.
+        batched_inverse: Whether the diagonal blocks of triangular matrices are inverted by batched products, and not
+            row by row.
+        fused: Whether one kernel makes cumulative gates, scores and corrections where gates are of channels.
         walk_block_v: Value channels of a program that walks from the last chunk to the first; it has all key channels.
         walk_warps: Warps of it.
         walk_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
@@ -104,6 +107,8 @@ class DeltaPasses(ChunkPasses):
 
     correction_block_k: int
     correction_block_v: int
+    batched_inverse: bool
+    fused: bool
     walk_block_v: int
     walk_warps: int
     walk_stages: int
@@ -259,44 +264,57 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     """Chunks and tiles of both passes for a record with beta on a device, not measured."""
     made, chip = _delta_forward(record, device), chip_of(device)
     channels, small = _by_channel(record), chip.shared_memory < 128 * 1024
-    hopper = chip.architecture == "hopper"
-    # Both walks hold all key channels: one or the other spills with more than 32 columns. On Hopper only the one
-    # backwards does, with gates of channels.
-    block = min(made.state_block_v, 64 if hopper else 32)
-    most = 64 if hopper else 16 if small else 32  # a program has three products at a time
-    # All channels at once are fastest: 0.237 ms instead of 0.269 with 64 and a gate a head, and 0.57 instead of 0.60
-    # with gates of channels (docs/lab/linear_recurrence_gpu.md).
-    keys, values = _padded(record.query.shape[3]), _padded(record.value.shape[3])
-    wide = hopper and record.query.dtype.itemsize == 2
+    # Both walks hold all key channels: one or the other spills with more than 32 columns, but on Hopper.
+    block = min(made.state_block_v, 32 if channels or chip.architecture != "hopper" else 64)
+    most = 64 if chip.architecture == "hopper" else 16 if small else 32  # a program has three products at a time
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     fields |= {
         "backward_chunk": made.chunk,
         "state_block_v": block,
         "state_stages": 1 if channels and small else made.state_stages,
-        "output_block_v": min(values, 128) if channels and wide else made.output_block_v,
         "gradient_block_k": min(made.gradient_block_k, most),
         "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
     }
     return DeltaPasses(
         **fields,
-        correction_block_k=min(keys, 128) if wide else made.score_block_k,
-        correction_block_v=min(values, 128) if wide else made.output_block_v,
-        walk_block_v=min(block, 32) if channels else block,
+        correction_block_k=made.score_block_k,
+        correction_block_v=made.output_block_v,
+        # Not on devices before `benchmarks/delta_rule_checks_gpu.py --fused` has passed there: Triton compiles some of
+        # these kernels wrongly (docs/lab/linear_recurrence_gpu.md, "Fused corrections").
+        batched_inverse=interpreting(),
+        fused=interpreting(),
+        walk_block_v=block,
         walk_warps=8 if channels else 4,
         walk_stages=1 if small else 2,
     )
+
+
+def fused_delta(record: LinearRecurrence, device: DeviceInfo) -> DeltaPasses:
+    """The configuration with batched inverses and fused corrections, which no call has by default on a device."""
+    made, hopper = delta_heuristic(record, device, "both"), chip_of(device).architecture == "hopper"
+    made = dataclasses.replace(made, batched_inverse=True, fused=True)
+    if not hopper or record.query.dtype.itemsize > 2 or interpreting():
+        return made
+    # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
+    # channels, 0.57 instead of 0.60.
+    keys, values = _padded(record.query.shape[3]), _padded(record.value.shape[3])
+    made = dataclasses.replace(made, correction_block_k=min(keys, 128), correction_block_v=min(values, 128))
+    if not _by_channel(record):
+        return made
+    # The walk has no gates to hold, so it has room for more value channels.
+    block = _delta_forward(record, device).state_block_v
+    return dataclasses.replace(made, state_block_v=block, output_block_v=min(values, 128))
 
 
 def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaPasses, ...]:
     """Configurations of both passes worth measuring for a record with beta on a device."""
     default = delta_heuristic(record, device, direction)
     if interpreting():
-        return (default, dataclasses.replace(default, keep_states=False))
+        return (default, dataclasses.replace(default, keep_states=False, batched_inverse=False, fused=False))
     made = [dataclasses.replace(default, keep_states=False), dataclasses.replace(default, walk_warps=8)]
     made += [dataclasses.replace(default, walk_block_v=n) for n in (16, 32, 64)]
     made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]
     made += [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
-    made += [dataclasses.replace(default, correction_block_k=n) for n in (64, 128)]
     return tuple(dict.fromkeys((default, *made)))
 
 

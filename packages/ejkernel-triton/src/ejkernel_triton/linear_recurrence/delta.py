@@ -12,7 +12,7 @@ from ejkernel.planning import packing
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses, DeltaPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
@@ -39,8 +39,8 @@ class DeltaPocket(NamedTuple):
     """What the backward pass need not make again; None where it has other chunks, or memory is to be spared.
 
     Attributes:
-        gates: [B|1, H, CHUNKS * CHUNK, 1] float32, cumulative gates; None without gates, and with gates of channels,
-            which the backward pass sums up faster than the forward pass stores the sums.
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates; None without gates, and from the fused kernel,
+            which stores none.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels; None with others.
         chunk_states: What state passing left.
     """
@@ -69,7 +69,7 @@ class ChunkStates(NamedTuple):
 
 
 def forward(
-    record: LinearRecurrence, config: ChunkPasses
+    record: LinearRecurrence, config: DeltaPasses
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaPocket]:
     """Output and final states of a record with beta, and the pocket for its gradients.
 
@@ -81,14 +81,13 @@ def forward(
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
         spared.
     """
-    call = _call(record, config, config.chunk, cumulative=not _by_channel(record))
+    call = _call(record, config, config.chunk, cumulative=not _fuses(record, config))
     kept = config.keep_states and config.backward_chunk == config.chunk
     made, call = _chunk_states(record, call, keep=kept)
     # What tokens write takes the place of their values: behind that, outputs are those of a plain recurrence.
     output = stages.make_outputs(dataclasses.replace(call, value=made.value), made.states)
-    pocket = DeltaPocket(None, None, None)
-    if kept:
-        pocket = DeltaPocket(None if _by_channel(record) else call.gates, call.scores, made)
+    gates = None if call.spec.DECAYED else call.gates
+    pocket = DeltaPocket(gates, call.scores, made) if kept else DeltaPocket(None, None, None)
     if record.cu_seqlens is None:
         return (output, made.final[:, -1]), (), pocket
     real = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
@@ -171,9 +170,13 @@ def _by_channel(record: LinearRecurrence) -> bool:
     return record.decay is not None and record.decay.shape[3] > 1
 
 
+def _fuses(record: LinearRecurrence, config: DeltaPasses) -> bool:
+    return config.fused and _by_channel(record)
+
+
 def _call(
     record: LinearRecurrence,
-    config: ChunkPasses,
+    config: DeltaPasses,
     chunk: int,
     pocket: DeltaPocket | None = None,
     *,
@@ -186,11 +189,13 @@ def _call(
 
 
 def _chunk_states(record: LinearRecurrence, call: RecurrenceCall, *, keep: bool) -> tuple[ChunkStates, RecurrenceCall]:
-    """What state passing leaves, and the call for outputs: with gates of channels, of decayed queries and keys."""
+    """What state passing leaves, and the call for outputs, with scores; where fused, of decayed queries and keys."""
     assert record.beta is not None
-    if record.decay is not None and _by_channel(record):
-        inside, call = channel_corrections(call, record.decay, record.beta, keep=keep)
+    if record.decay is not None and _fuses(record, delta_gradients.delta_config(call)):
+        inside, call = fused_corrections(call, record.decay, record.beta, keep=keep)
     else:
+        if call.scores is None:
+            call = dataclasses.replace(call, scores=stages.channel_scores(call))
         inside = corrections(call, record.beta, keep=keep)
     states, final, value = stages.pass_states(
         call,
@@ -207,7 +212,7 @@ def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Correct
     """What tokens write apart from what the state before their chunk answers, and what takes that from it.
 
     Args:
-        call: What the stages share; with a gate a head, or none.
+        call: What the stages share.
         beta: [B, T, H].
         keep: Whether the inverse is kept for the backward pass.
     """
@@ -232,15 +237,16 @@ def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Correct
             "BLOCK_K": config.correction_block_k,
             "BLOCK_V": config.correction_block_v,
             "KEEP": keep,
+            "BATCHED": config.batched_inverse,
         },
     )
     return Corrections(*made)
 
 
-def channel_corrections(
+def fused_corrections(
     call: RecurrenceCall, decay: jax.Array, beta: jax.Array, *, keep: bool
 ) -> tuple[Corrections, RecurrenceCall]:
-    """`corrections` with gates of channels, and the call whose queries and keys have their decay.
+    """`corrections` with gates of channels from gates themselves, and the call whose queries and keys have their decay.
 
     Args:
         call: What the stages share; its cumulative gates are not read.
@@ -260,8 +266,9 @@ def channel_corrections(
     arrays = (call.query, call.key, call.value, decay, beta, *call.spans)
     options: dict[str, Any] = {"batch": batch, "num_warps": config.score_warps, "num_stages": config.score_stages}
     constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.correction_block_v, "KEEP": keep}
+    constants["BATCHED"] = config.batched_inverse
     *made, exponents = launch(
-        kernels.channel_corrections_kernel,
+        kernels.fused_corrections_kernel,
         arrays,
         [
             Shape((*tokens, spec.V), call.value.dtype),

@@ -121,29 +121,26 @@ def store_scores(scores, read, row, head, chunk, spec: tl.constexpr):
 @triton.jit
 def solve_chunk(
     seen,
-    beta,
-    value,
-    factors,
-    written,
-    correction,
-    inverse,
+    arrays,
     place,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
+    BATCHED: tl.constexpr,
 ):
     """U and W of one head's chunk, and (I + L)^-1 if KEEP, from pairs of keys and keys that are not masked yet.
 
     `correction` has keys with their decay, of which W is made in their place.
     """
     row, head, chunk, start, end = place
+    beta, value, factors, written, correction, inverse = arrays
     rows = tl.arange(0, spec.CHUNK)
     # 0 behind the end: rows of L are 0 there, and the inverse has rows of I.
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     lower = tl.where(rows[:, None] > rows[None, :], seen * betas[:, None], 0.0)
-    unit_inverted = unit_inverse(lower, spec)
+    unit_inverted = unit_inverse(lower, BATCHED, spec)
     if KEEP:
         tl.store(scores_at(inverse, row, head, chunk, spec), unit_inverted.to(inverse.dtype.element_ty))
     ut = (unit_inverted * betas[None, :]).to(value.dtype.element_ty)
@@ -163,7 +160,7 @@ def solve_chunk(
 
 
 @triton.jit
-def channel_corrections_kernel(
+def fused_corrections_kernel(
     query,
     key,
     value,
@@ -186,10 +183,11 @@ def channel_corrections_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
+    BATCHED: tl.constexpr,
 ):
     """All of one head's chunk where its gates are weak, and the largest exponent, which tells whether they are.
 
-    T is 1 for a decay that is the same for all tokens. See `delta.channel_corrections`.
+    T is 1 for a decay that is the same for all tokens. See `delta.fused_corrections`.
     """
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
@@ -234,8 +232,8 @@ def channel_corrections_kernel(
         store_rows(w_to, left, start, end, k_start, spec.H, spec.K, spec)
         seen = add_dot(seen, left, tl.trans(right), spec)
     tl.store(exponents + (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk, largest)
-    place = (row, head, chunk, start, end)
-    solve_chunk(seen, beta, value, factors, written, correction, inverse, place, spec, per, BLOCK_K, BLOCK_V, KEEP)
+    arrays = (beta, value, factors, written, correction, inverse)
+    solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP, BATCHED)
 
 
 @triton.jit
@@ -270,9 +268,10 @@ def strong_corrections_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
+    BATCHED: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`channel_corrections_kernel` for those of GROUP chunks of a head whose gates are strong.
+    """`fused_corrections_kernel` for those of GROUP chunks of a head whose gates are strong.
 
     The outputs are that kernel's, in their memory; those of other chunks stay. `cumulative` is read by this program
     alone.
@@ -319,7 +318,5 @@ def strong_corrections_kernel(
                 tl.debug_barrier()  # other threads wrote the gates that a thread reads
                 read, seen = halved_pairs(read, seen, q_base, k_base, g_base, start, end, k_start, BLOCK_K, spec)
             store_scores(scores, read, row, head, chunk, spec)
-            place = (row, head, chunk, start, end)
-            solve_chunk(
-                seen, beta, value, factors, written, correction, inverse, place, spec, per, BLOCK_K, BLOCK_V, KEEP
-            )
+            arrays = (beta, value, factors, written, correction, inverse)
+            solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP, BATCHED)
