@@ -1,6 +1,7 @@
 """The stages of a linear recurrence one by one, each with many tiles: how the configurations that ship were found."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.device import current_device
-from ejkernel_triton.linear_recurrence import config, stages
+from ejkernel_triton.linear_recurrence import config, delta, stages
 from ejkernel_triton.linear_recurrence.spec import state_dtype
 
 FIELDS = ("block_k", "block_v", "warps", "stages")
@@ -30,9 +31,10 @@ def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[in
         sample: Seconds of a call, from the call.
         part: (n, all): compiles and measures only every `all`-th, from the nth on.
     """
-    for length in (64,) if cell.kind == "gla" else (64, 128):
+    for length in (64,) if cell.kind in ("gla", "kda", "gated delta") else (64, 128):
         base = config.sized(record, current_device(), length)
-        for number, (name, function, *arrays) in enumerate(_stages(cell, record, base)):
+        found = _delta_stages(record) if record.beta is not None else _stages(cell, record, base)
+        for number, (name, function, *arrays) in enumerate(found):
             if number % part[1] != part[0]:
                 continue
             try:
@@ -94,6 +96,63 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
             return stages.key_gradients(full(r, a, c), o, s, s, gates=gates)
 
         yield f"key gradients {tile}", keys, record, call, cotangent, made
+
+
+def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
+    """The stages of the delta rule's forward pass, as it is by default and with fused corrections."""
+    device = current_device()
+    yield from _stages_of_delta(record, "default", config.delta_heuristic(record, device, "both"))
+    yield from _stages_of_delta(record, "fused", config.fused_delta(record, device))
+
+
+def _stages_of_delta(record: Any, words: str, chosen: config.DeltaPasses) -> Iterator[tuple[Any, ...]]:
+    channels, chunk = record.decay.shape[3] > 1, delta.tokens_of_chunk(record, chosen.chunk)
+    fused = chosen.fused and channels
+
+    def call(r: Any, arrays: Any) -> Any:
+        return _with_arrays(stages.make_call(r, chosen, chunk, cumulative=False), arrays)
+
+    def inside(r: Any, a: Any) -> Any:
+        if fused:
+            made, decayed = delta.fused_corrections(call(r, a), r.decay, r.beta, keep=True)
+            return made, {name: getattr(decayed, name) for name in ("query", "key", "gates", "scores")}
+        return delta.corrections(call(r, a), r.beta, keep=True)
+
+    def walk(r: Any, a: Any, made: Any) -> Any:
+        given, dtype = call(r, a), state_dtype(r)
+        return stages.pass_states(given, given.key, made.written, None, dtype=dtype, correction=made.correction)
+
+    def outputs(r: Any, a: Any, value: Any, states: Any) -> Any:
+        return stages.make_outputs(dataclasses.replace(call(r, a), value=value), states)
+
+    arrays: dict[str, Any] = {}
+    if not fused:
+        gates = functools.partial(_gates, chosen=chosen, chunk=chunk)
+        yield f"{words}: gates", gates, record
+        arrays["gates"] = jax.jit(gates)(record)
+    if channels and not fused:
+        yield f"{words}: scores", lambda r, a: stages.channel_scores(call(r, a)), record, arrays
+        arrays["scores"] = jax.jit(lambda r, a: stages.channel_scores(call(r, a)))(record, arrays)
+    yield f"{words}: corrections", inside, record, arrays
+    made = jax.jit(inside)(record, arrays)
+    if fused:
+        made, arrays = made
+    yield f"{words}: states", walk, record, arrays, made
+    states, _, value = jax.jit(walk)(record, arrays, made)
+    yield f"{words}: outputs", outputs, record, arrays, value, states
+
+
+def _gates(record: Any, chosen: Any, chunk: int) -> Any:
+    return stages.make_call(record, chosen, chunk).gates
+
+
+def _with_arrays(call: Any, arrays: dict[str, Any]) -> Any:
+    """A call with what an earlier stage made: gates and scores, or decayed queries and keys in place of its own."""
+    if "query" in arrays:
+        call = dataclasses.replace(
+            call, spec=dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
+        )
+    return dataclasses.replace(call, **arrays)
 
 
 def _arrays(call: Any) -> dict[str, Any]:

@@ -189,11 +189,13 @@ def _fused(record: LinearRecurrence, call: RecurrenceCall) -> bool:
 
 def _inside(record: LinearRecurrence, call: RecurrenceCall) -> tuple[Any, dict[str, Any]]:
     """Corrections, and the arrays of the call for state passing and outputs."""
+    decay: Any = record.decay
+    beta: Any = record.beta
     if _fused(record, call):
-        inside, decayed = delta.fused_corrections(call, record.decay, record.beta, keep=True)
+        inside, decayed = delta.fused_corrections(call, decay, beta, keep=True)
     else:
         decayed = dataclasses.replace(call, scores=stages.channel_scores(call))
-        inside = delta.corrections(decayed, record.beta, keep=True)
+        inside = delta.corrections(decayed, beta, keep=True)
     return inside, {name: getattr(decayed, name) for name in ("query", "key", "gates", "scores")}
 
 

@@ -200,7 +200,7 @@ def fused_corrections_kernel(
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
-    D_STRIDE: tl.constexpr = spec.H * spec.K if T > 1 else 0
+    D_STRIDE: tl.constexpr = (T > 1) * spec.H * spec.K
     w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
     q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
     k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)
@@ -294,7 +294,7 @@ def strong_corrections_kernel(
             q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
             k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
             d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
-            D_STRIDE: tl.constexpr = spec.H * spec.K if T > 1 else 0
+            D_STRIDE: tl.constexpr = (T > 1) * spec.H * spec.K
             w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
             q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
             k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)

@@ -179,14 +179,14 @@ def states_kernel(
         acc = load_state(at, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
-    before_ahead, after_ahead = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
+    next_before, next_after = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
         start = sequence_start + (chunk - first) * C
         # On their way during the chunk before: the pipeliner copies what operands of products are made of, and these
         # are not. Waiting for them in every chunk took a tenth of the walk (docs/lab/linear_recurrence_gpu.md).
-        before, after = before_ahead, after_ahead
-        before_ahead, after_ahead = state_factors(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
+        before, after = next_before, next_after
+        next_before, next_after = state_factors(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
         # Before the chunk's tokens are added: forwards what `outputs_kernel` reads, in reverse the gradient of the
         # state behind the chunk.
         if WRITE:
