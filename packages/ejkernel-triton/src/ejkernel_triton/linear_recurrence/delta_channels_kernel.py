@@ -285,7 +285,7 @@ def strong_corrections_kernel(
     row = program // GROUPS
     rows = tl.arange(0, C)
     of_head = (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS
-    # A few programs look at all chunks: one program a chunk, most of which end at once, would take 0.04 ms.
+    # A few programs look at all chunks: with one a chunk, most would wait for one number and end.
     # What does not change from chunk to chunk is made again in each: outside of the loop it would take registers, and
     # 24 bytes a thread spill.
     for chunk in tl.range(first, tl.minimum(first + GROUP, spec.CHUNKS), num_stages=1, disable_licm=True):
