@@ -53,26 +53,17 @@ ffi::Error launch_for_rows(cudaStream_t stream, const QuantizedCall<T>& call) {
   return launch<L<C, 8, WarpsN, T>, T>(stream, call);
 }
 
-template <template <Code, int, int, typename> class L, int WarpsN, typename T>
-ffi::Error launch_for_code(cudaStream_t stream, Code code, const QuantizedCall<T>& call) {
-  switch (code) {
-    case Code::kAffine4: return launch_for_rows<L, Code::kAffine4, WarpsN, T>(stream, call);
-    case Code::kAffine8: return launch_for_rows<L, Code::kAffine8, WarpsN, T>(stream, call);
-    case Code::kTable4: return launch_for_rows<L, Code::kTable4, WarpsN, T>(stream, call);
-    default: return launch_for_rows<L, Code::kFloat8, WarpsN, T>(stream, call);
+// Tiles of 128 columns are there for integers of 4 bits alone: each kernel is in the library for every chip.
+template <template <Code, int, int, typename> class L, int Wide, int Narrow, typename T>
+ffi::Error launch_for_code(cudaStream_t stream, const Options& o, const QuantizedCall<T>& call) {
+  switch (static_cast<Code>(o.code)) {
+    case Code::kAffine4:
+      return o.wide ? launch_for_rows<L, Code::kAffine4, Wide, T>(stream, call)
+                    : launch_for_rows<L, Code::kAffine4, Narrow, T>(stream, call);
+    case Code::kAffine8: return launch_for_rows<L, Code::kAffine8, Wide, T>(stream, call);
+    case Code::kTable4: return launch_for_rows<L, Code::kTable4, Wide, T>(stream, call);
+    default: return launch_for_rows<L, Code::kFloat8, Wide, T>(stream, call);
   }
-}
-
-// Tiles of 256 columns, or of 128.
-template <typename T>
-ffi::Error launch_for_layout(cudaStream_t stream, const Options& o, const QuantizedCall<T>& call) {
-  const Code code = static_cast<Code>(o.code);
-  if (o.transpose) {
-    return o.wide ? launch_for_code<Transposed, 8, T>(stream, code, call)
-                  : launch_for_code<Transposed, 4, T>(stream, code, call);
-  }
-  return o.wide ? launch_for_code<RowsFirst, 4, T>(stream, code, call)
-                : launch_for_code<RowsFirst, 2, T>(stream, code, call);
 }
 
 struct Arguments {
@@ -122,7 +113,8 @@ ffi::Error run(cudaStream_t stream, const Arguments& a, const Options& o) {
   call.stages = o.stages;
   call.cluster = o.cluster && o.splits > 1;
   if (!consistent(a, o, call)) return wrong("the shapes of the arrays do not belong together");
-  return launch_for_layout(stream, o, call);
+  return o.transpose ? launch_for_code<Transposed, 8, 4, T>(stream, o, call)
+                     : launch_for_code<RowsFirst, 4, 2, T>(stream, o, call);
 }
 
 ffi::Error quantized_matmul(

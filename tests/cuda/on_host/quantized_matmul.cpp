@@ -25,23 +25,23 @@ void launch(const QuantizedCall<T>& call) {
   }
 }
 
-template <template <Code, int, int, typename> class L, Code C, int Wide, int Narrow, typename T>
-void launch_for_rows(bool wide, const QuantizedCall<T>& call) {
-  // Half of the shapes, each of which the code below shows in one of its uses.
-  if (call.m <= 8) return launch<L<C, 1, Wide, T>, T>(call);
-  if (call.m <= 16 && wide) return launch<L<C, 2, Wide, T>, T>(call);
-  if (call.m <= 16) return launch<L<C, 2, Narrow, T>, T>(call);
-  if (call.m <= 32) return launch<L<C, 4, Narrow, T>, T>(call);
-  return launch<L<C, 8, Wide, T>, T>(call);
+template <template <Code, int, int, typename> class L, Code C, int WarpsN, typename T>
+void launch_for_rows(const QuantizedCall<T>& call) {
+  if (call.m <= 8) return launch<L<C, 1, WarpsN, T>, T>(call);
+  if (call.m <= 16) return launch<L<C, 2, WarpsN, T>, T>(call);
+  if (call.m <= 32) return launch<L<C, 4, WarpsN, T>, T>(call);
+  return launch<L<C, 8, WarpsN, T>, T>(call);
 }
 
 template <template <Code, int, int, typename> class L, int Wide, int Narrow, typename T>
 void launch_for_code(const Numbers& a, const QuantizedCall<T>& call) {
   switch (static_cast<Code>(a.code)) {
-    case Code::kAffine4: return launch_for_rows<L, Code::kAffine4, Wide, Narrow, T>(a.wide, call);
-    case Code::kAffine8: return launch_for_rows<L, Code::kAffine8, Wide, Narrow, T>(a.wide, call);
-    case Code::kTable4: return launch_for_rows<L, Code::kTable4, Wide, Narrow, T>(a.wide, call);
-    default: return launch_for_rows<L, Code::kFloat8, Wide, Narrow, T>(a.wide, call);
+    case Code::kAffine4:
+      return a.wide ? launch_for_rows<L, Code::kAffine4, Wide, T>(call)
+                    : launch_for_rows<L, Code::kAffine4, Narrow, T>(call);
+    case Code::kAffine8: return launch_for_rows<L, Code::kAffine8, Wide, T>(call);
+    case Code::kTable4: return launch_for_rows<L, Code::kTable4, Wide, T>(call);
+    default: return launch_for_rows<L, Code::kFloat8, Wide, T>(call);
   }
 }
 

@@ -22,12 +22,12 @@ def forward(record: QuantizedMatmul, config: QuantizedTiles) -> tuple[jax.Array,
     x, shape = record.x, (record.x.shape[0], columns(record))
     # Blocks that are no cluster leave their sums, which XLA adds up in a fixed order.
     splits = max(1, min(config.splits, MAX_SPLITS))
-    apart = splits > 1 and not config.cluster
+    separate = splits > 1 and not config.cluster
     call = jax.ffi.ffi_call(
         registered("ejkernel_quantized_matmul"),
         (
             jax.ShapeDtypeStruct(shape, x.dtype),
-            jax.ShapeDtypeStruct((splits, *shape) if apart else (0,), jnp.float32),
+            jax.ShapeDtypeStruct((splits, *shape) if separate else (0,), jnp.float32),
         ),
         # The elements of a batch have weights of their own, so each is a call.
         vmap_method="sequential",
@@ -44,4 +44,4 @@ def forward(record: QuantizedMatmul, config: QuantizedTiles) -> tuple[jax.Array,
         stages=np.int32(config.num_stages),
         cluster=config.cluster,
     )
-    return parts.sum(axis=0).astype(x.dtype) if apart else output, ()
+    return parts.sum(axis=0).astype(x.dtype) if separate else output, ()

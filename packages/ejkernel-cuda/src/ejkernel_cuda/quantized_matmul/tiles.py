@@ -1,4 +1,4 @@
-"""Tiles, splits and pipeline stages of the quantised matmul's kernels: the heuristic, and candidates worth measuring."""
+"""Tiles, splits and stages of the quantised matmul's kernels: the heuristic, and candidates worth measuring."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel_cuda.dense_decode.splits import CHIPS
 
 TILES = (256, 128)
-"""Columns of a block."""
+"""Columns of a block; integers of 4 bits alone have both."""
 WARPS = 8
 """Warps of a block."""
 MAX_SPLITS = 8
@@ -31,7 +31,7 @@ class QuantizedTiles:
     """Configuration of the kernel.
 
     Attributes:
-        block_n: Columns of a block: 128 or 256.
+        block_n: Columns of a block: 256, or 128 of integers of 4 bits.
         splits: Split-K: blocks that share the contracted elements of the same columns.
         num_stages: Pipeline stages of the copies to shared memory.
         cluster: Whether the splits are a cluster, which adds up their sums; otherwise XLA does.
@@ -59,7 +59,7 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
     cluster = capability == 9.0 or capability >= 12.0
     chip = CHIPS.get(capability, CHIPS[9.0])
     found: list[tuple[float, QuantizedTiles]] = []
-    for block_n in TILES:
+    for block_n in TILES if attributes(record)["code"] == 0 else TILES[:1]:
         for stages in STAGES:
             for splits in range(1, MAX_SPLITS + 1):
                 tiles = QuantizedTiles(
@@ -87,7 +87,8 @@ def cost(record: QuantizedMatmul, tiles: QuantizedTiles, chip: tuple[int, int]) 
         return float("inf")
     blocks = -(-columns(record) // tiles.block_n) * tiles.splits
     depth = stage_depth(record, tiles.block_n)
-    share = -(-(-(-record.x.shape[1] // depth)) // tiles.splits) * depth
+    stages = -(-record.x.shape[1] // depth)
+    share = -(-stages // tiles.splits) * depth
     slots = int(multiprocessors * resident * (CLUSTERED[tiles.splits] if tiles.cluster else 1.0))
     waves, last = divmod(blocks, slots)
     work = (share + OVERHEAD) * tiles.block_n
@@ -118,11 +119,11 @@ def stage_depth(record: QuantizedMatmul, block_n: int) -> int:
 def block_bytes(record: QuantizedMatmul, tiles: QuantizedTiles) -> int:
     """Bytes of shared memory of a block, as csrc/quantized_matmul.cuh counts them."""
     form, rows, width = record.format, 8 * row_tiles(record), tiles.block_n
-    scale = form_scale_bytes(record)
+    scale = scale_bytes(record)
     depth, shares = stage_depth(record, width), warps_k(record, width)
     if record.transpose:
-        own = depth // shares
-        stage = width * shares * 64 + shares * rows * (2 * own + 64)
+        warp_depth = depth // shares
+        stage = width * shares * 64 + shares * rows * (2 * warp_depth + 64)
         stage += 2 * width * max(4, depth // form.group_size * scale)
         extra = 0
     else:
@@ -134,7 +135,7 @@ def block_bytes(record: QuantizedMatmul, tiles: QuantizedTiles) -> int:
     return ring + extra + 64
 
 
-def form_scale_bytes(record: QuantizedMatmul) -> int:
+def scale_bytes(record: QuantizedMatmul) -> int:
     """Bytes of a stored scale."""
     return {"affine": 2, "nf4": 4}.get(record.format.mode, 1)
 
