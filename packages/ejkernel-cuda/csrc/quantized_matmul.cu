@@ -49,7 +49,6 @@ template <template <Code, int, int, typename> class L, Code C, int WarpsN, typen
 ffi::Error launch_for_rows(cudaStream_t stream, const QuantizedCall<T>& call) {
   if (call.m <= 8) return launch<L<C, 1, WarpsN, T>, T>(stream, call);
   if (call.m <= 16) return launch<L<C, 2, WarpsN, T>, T>(stream, call);
-  if (call.m <= 32) return launch<L<C, 4, WarpsN, T>, T>(stream, call);
   return launch<L<C, 8, WarpsN, T>, T>(stream, call);
 }
 

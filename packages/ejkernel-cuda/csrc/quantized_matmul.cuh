@@ -80,7 +80,7 @@ __device__ __forceinline__ void combine(const QuantizedCall<T>& call, const Plac
 
 // L: RowsFirst or Transposed. The `splits` blocks of a tile of columns are neighbours, and a cluster on request.
 template <typename L, typename T>
-__global__ void __launch_bounds__(kThreads, L::kRows <= 32 ? 2 : 1) quantized_kernel(const QuantizedCall<T> call) {
+__global__ void __launch_bounds__(kThreads, L::kRows <= 16 ? 2 : 1) quantized_kernel(const QuantizedCall<T> call) {
   extern __shared__ __align__(16) char shared[];
   __shared__ float table[16];
   const Place<L> at(call);

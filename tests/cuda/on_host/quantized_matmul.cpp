@@ -29,7 +29,6 @@ template <template <Code, int, int, typename> class L, Code C, int WarpsN, typen
 void launch_for_rows(const QuantizedCall<T>& call) {
   if (call.m <= 8) return launch<L<C, 1, WarpsN, T>, T>(call);
   if (call.m <= 16) return launch<L<C, 2, WarpsN, T>, T>(call);
-  if (call.m <= 32) return launch<L<C, 4, WarpsN, T>, T>(call);
   return launch<L<C, 8, WarpsN, T>, T>(call);
 }
 

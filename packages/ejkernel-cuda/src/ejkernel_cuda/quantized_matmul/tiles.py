@@ -97,13 +97,14 @@ def cost(record: QuantizedMatmul, tiles: QuantizedTiles, chip: tuple[int, int]) 
 
 
 def row_tiles(record: QuantizedMatmul) -> int:
-    """Tiles of 8 rows, of which the kernels have 1, 2, 4 and 8."""
-    return max(1, 1 << (-(-record.x.shape[0] // 8) - 1).bit_length())
+    """Tiles of 8 rows, of which the kernels have 1, 2 and 8."""
+    tiles = -(-record.x.shape[0] // 8)
+    return tiles if tiles <= 2 else 8
 
 
 def most_resident(record: QuantizedMatmul) -> int:
     """Blocks of a multiprocessor, as the launch bounds of csrc/quantized_matmul.cuh have it."""
-    return 1 if row_tiles(record) > 4 else 2
+    return 1 if row_tiles(record) > 2 else 2
 
 
 def warps_k(record: QuantizedMatmul, block_n: int) -> int:
