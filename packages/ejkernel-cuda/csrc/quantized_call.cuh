@@ -37,6 +37,17 @@ __device__ __forceinline__ void wait_for_all_but(int pending) {
   }
 }
 
+// Starts the copy of 16 bytes of words. Those outside of the matrix are left out, unless what shared memory held before
+// may stand for NaN, which a factor of 0 does not hide.
+template <Code C>
+__device__ __forceinline__ void copy_words(uint32_t to, const uint32_t* from, const uint32_t* any, bool inside) {
+  if constexpr (C == Code::kFloat8) {
+    copy_async(to, inside ? from : any, inside ? 16 : 0);
+  } else {
+    if (inside) copy_async(to, from, 16);
+  }
+}
+
 // A block's place: its tile of columns and its share of the stages.
 template <typename L>
 struct Place {

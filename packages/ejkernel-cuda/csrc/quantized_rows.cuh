@@ -103,15 +103,15 @@ struct RowsFirst {
     }
   }
 
-  // Starts the copies of the next stage. Words past the ends are left out: they meet factors that are 0, or are of
-  // columns that are not stored. So are rows of x past the last.
+  // Starts the copies of the next stage. Words past the ends meet factors that are 0, or are of columns that
+  // are not stored. Rows of x past the last are left out.
   __device__ __forceinline__ void copy(char* stage) {
     const uint32_t to = shared_address(stage);
     const uint32_t* from = words;
     const int limit = inside ? call.k - k - int(threadIdx.x / kPieces) : 0;
 #pragma unroll
     for (int r = 0; r < kDepth; r += kPassRows) {
-      if (r < limit) copy_async(to + words_to + place_of(r) * kStripRow, from, 16);
+      copy_words<C>(to + words_to + place_of(r) * kStripRow, from, call.words, r < limit);
       from += int64_t(kPassRows) * call.row_words;
     }
     const int bytes = k + int(threadIdx.x % kXPieces) * 8 < call.k ? 16 : 0;

@@ -64,8 +64,8 @@ struct Transposed {
     scale_step = kThreads / (scale_bytes / 4);
   }
 
-  // Starts the copies of the next stage. Words past the ends are left out: they meet factors that are 0, or are of
-  // columns that are not stored. So are rows of x past the last.
+  // Starts the copies of the next stage. Words past the ends meet factors that are 0, or are of columns that
+  // are not stored. Rows of x past the last are left out.
   __device__ __forceinline__ void copy(char* stage) {
     const uint32_t to = shared_address(stage);
     const uint32_t* from = words;
@@ -73,7 +73,7 @@ struct Transposed {
     const int limit = inside ? call.n - at.first_n - int(threadIdx.x / kPieces) : 0;
 #pragma unroll
     for (int r = 0; r < kTile; r += kPassRows) {
-      if (r < limit) copy_async(to + words_to + r * 64, from, 16);
+      copy_words<C>(to + words_to + r * 64, from, call.words, r < limit);
       from += int64_t(kPassRows) * call.row_words;
     }
     const int bytes = k + int(threadIdx.x % kXPieces) * 8 < call.k ? 16 : 0;

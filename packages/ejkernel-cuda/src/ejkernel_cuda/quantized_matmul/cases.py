@@ -28,6 +28,8 @@ _FORMATS: tuple[Row[Any], ...] = tuple(
     )
 )
 _ARGUMENTS: tuple[Row[Any], ...] = (
+    ("mxfp8, partial stage", MatmulSizes(mode="mxfp8", k=200, **_BRAIN), lambda k: {}, (), ()),
+    ("nf4, partial stage", MatmulSizes(mode="nf4", k=72, n=160, **_HALF), lambda k: {}, (), ()),
     ("square, 16 bits", MatmulSizes(k=128, n=128, transpose=True, **_BRAIN), lambda k: {}, ("zeros", "transpose"), ()),
     (
         "precision, 16 bits",
