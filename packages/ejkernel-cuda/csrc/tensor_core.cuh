@@ -18,11 +18,6 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int by
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// cp.async of 4 bytes, or of zeros if `bytes` is 0. Neighbours of such a word are read soon: it goes through L1.
-__device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 // Ends a group of this thread's copies: what `wait_for_copies` counts.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -40,15 +35,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t 
                : "memory");
 }
 
-// Two of them; lanes 0 to 15 give the addresses.
-__device__ __forceinline__ void load_two_matrices(uint32_t (&matrices)[2], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(matrices[0]), "=r"(matrices[1])
-               : "r"(row)
-               : "memory");
-}
-
-// The four of `load_matrices` with each matrix transposed: lanes get columns where `load_matrices` gives rows.
+// The same with each matrix transposed: lanes get columns where `load_matrices` gives rows.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -91,28 +78,6 @@ struct Half<__half> {
   }
   static __device__ __forceinline__ __half round(float x) { return __float2half_rn(x); }
 };
-
-// (x & Mask) | Base in one instruction; compiled from C++ it is two where both are constants.
-template <uint32_t Mask, uint32_t Base>
-__device__ __forceinline__ uint32_t mask_or(uint32_t x) {
-  uint32_t y;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(x), "n"(Mask), "n"(Base));
-  return y;
-}
-
-// What the blocks of a cluster stored in their shared memory is there for all of them. Chips before 9.0 have none.
-__device__ __forceinline__ void synchronise_stores_of_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Orders nothing but the blocks themselves.
-__device__ __forceinline__ void synchronise_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
