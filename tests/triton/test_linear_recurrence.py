@@ -1,5 +1,6 @@
 """Linear recurrences in Triton: their numbers in the interpreter, and what the kernels take of a chip."""
 
+import dataclasses
 import functools
 
 import jax
@@ -93,6 +94,17 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
     assert ("scores_kernel" in made) == (gates == "channels")
     assert ("walk_kernel" in made, "outputs_kernel" in made) == (gates == "heads", gates != "heads")
     assert_fits_and_spills_nothing(calls, chip)
+
+
+def test_a_walk_is_the_default_where_a_chip_has_confirmed_it():
+    record = record_of("heads", jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((4, 16, 128, 128), jnp.float32)
+    assert config.heuristic(record, H200, "forward").walk
+    assert not config.heuristic(dataclasses.replace(record, initial_state=state), H200, "forward").walk
+    one_row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), record)
+    packed = dataclasses.replace(one_row, cu_seqlens=jax.ShapeDtypeStruct((9,), jnp.int32))
+    assert not config.heuristic(packed, H200, "forward").walk
+    assert any(x.walk for x in config.candidates(packed, H200, "forward"))
 
 
 def delta_record(gates):

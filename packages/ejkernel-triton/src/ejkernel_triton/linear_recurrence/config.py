@@ -132,8 +132,14 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     default = RecurrencePasses(**fields, walk=False, walk_block_v=MIN_TILE, walk_warps=4, walk_stages=3)
     # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster. With dt and
     # skip it spills up to 56 bytes a thread, though it is faster forwards: 1.09 ms instead of 1.55 for Mamba-2.
-    few = not interpreting() and 4 * _walks(record, default) < 3 * chip_of(device).multiprocessors
-    return default if few or record.dt is not None or record.skip is not None else _walking(record, device, default)
+    if record.dt is not None or record.skip is not None:
+        return default
+    if not interpreting():
+        # Packed calls and initial states have walked in the interpreter alone: no chip has confirmed them.
+        unconfirmed = record.cu_seqlens is not None or record.initial_state is not None
+        if unconfirmed or 4 * _walks(record, default) < 3 * chip_of(device).multiprocessors:
+            return default
+    return _walking(record, device, default)
 
 
 def _walks(record: LinearRecurrence, config: ChunkPasses) -> int:
