@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel_cuda import library
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_cuda.dense_decode import splits
+from ejkernel_cuda.requirements import decoding_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -29,14 +29,8 @@ IMPLEMENTATIONS = (
         platform="cuda",
         backend="gpu",
         forward="ejkernel_cuda.dense_decode.forward:forward",
-        requires=Requires(
-            devices=frozenset({"nvidia"}),
-            modules=(library.MODULE,),
-            min_compute_capability=8.0,
-            dtypes=frozenset({"float16", "bfloat16"}),
-            head_dims=range(8, 257),
-            handles=frozenset({"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}),
-            extra=_reasons,
+        requires=decoding_requires(
+            handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_reasons
         ),
         config=ConfigSpace(
             heuristic=splits.heuristic,

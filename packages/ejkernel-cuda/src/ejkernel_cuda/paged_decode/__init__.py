@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.planning import paged_cache
-from ejkernel_cuda import library
 from ejkernel_cuda.paged_decode import blocks
+from ejkernel_cuda.requirements import decoding_requires
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Caches that the kernels take beside those of the query's dtype."""
@@ -52,15 +52,7 @@ def _implementation(name: str, priority: int, handles: frozenset[str]) -> Implem
         platform="cuda",
         backend="gpu",
         forward="ejkernel_cuda.paged_decode.forward:forward",
-        requires=Requires(
-            devices=frozenset({"nvidia"}),
-            modules=(library.MODULE,),
-            min_compute_capability=8.0,
-            dtypes=frozenset({"float16", "bfloat16"}),
-            head_dims=range(8, 257),
-            handles=handles,
-            extra=_reasons,
-        ),
+        requires=decoding_requires(handles=handles, extra=_reasons),
         config=ConfigSpace(heuristic=blocks.heuristic, candidates=blocks.candidates, forward=blocks.PagedBlocks),
         priority=priority,
         cases="ejkernel_cuda.paged_decode.cases:cases",

@@ -6,6 +6,7 @@ from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import padded
 
 IN_FLIGHT = 4
 """Rows that a program loads before it waits, of 16 bytes a thread; the fastest of 1 to 8 on an H200."""
@@ -40,11 +41,11 @@ def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) ->
     """Tiles for a record on a device, by rule: a thread has 16 bytes of each row that it loads."""
     sums, terms = record.indices.shape if direction == "forward" else record.inverse.shape
     lanes, each = 64 if device.vendor == "amd" else 32, 16 // record.rows.dtype.itemsize
-    channels = _padded(record.rows.shape[1])
+    channels = padded(record.rows.shape[1])
     if interpreting():
-        return GatherTiles(block_t=min(8, _padded(sums)), block_d=min(64, channels), num_warps=1)
+        return GatherTiles(block_t=min(8, padded(sums)), block_d=min(64, channels), num_warps=1)
     num_warps = max(1, min(4, channels // (lanes * each)))
-    block_t = min(_padded(sums), max(1, IN_FLIGHT // _padded(terms)))
+    block_t = min(padded(sums), max(1, IN_FLIGHT // padded(terms)))
     return GatherTiles(block_t=block_t, block_d=max(16, min(channels, num_warps * lanes * each)), num_warps=num_warps)
 
 
@@ -55,7 +56,3 @@ def candidates(record: GatherReduce, device: DeviceInfo, direction: Direction) -
     found += [dataclasses.replace(first, block_d=2 * first.block_d, num_warps=n) for n in (first.num_warps, 8)]
     found += [dataclasses.replace(first, block_t=max(1, first.block_t // 2), block_d=2 * first.block_d)]
     return tuple(dict.fromkeys((first, *found[: 2 if interpreting() else None])))
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

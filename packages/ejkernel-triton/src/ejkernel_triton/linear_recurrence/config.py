@@ -9,6 +9,7 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import padded
 
 MIN_TILE = 16
 """Smallest side of a tile that `tl.dot` takes, in tokens or channels."""
@@ -130,13 +131,14 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     made = sized(record, device, 64)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     default = RecurrencePasses(**fields, walk=False, walk_block_v=MIN_TILE, walk_warps=4, walk_stages=3)
-    # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster. With dt and
-    # skip it spills up to 56 bytes a thread, though it is faster forwards: 1.09 ms instead of 1.55 for Mamba-2.
+    # With dt and skip the walk spills up to 56 bytes a thread, though it is faster forwards: 1.09 ms instead of 1.55
+    # for Mamba-2.
     if record.dt is not None or record.skip is not None:
         return default
     if not interpreting():
         # Packed calls and initial states have walked in the interpreter alone: no chip has confirmed them.
         unconfirmed = record.cu_seqlens is not None or record.initial_state is not None
+        # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
         if unconfirmed or 4 * _walks(record, default) < 3 * chip_of(device).multiprocessors:
             return default
     return _walking(record, device, default)
@@ -150,9 +152,13 @@ def _walks(record: LinearRecurrence, config: ChunkPasses) -> int:
 
 def _walking(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
     """The configuration that makes states and outputs in one walk; the default where the kernel does not fit."""
-    chip, keys, values = chip_of(device), _padded(record.query.shape[3]), _padded(record.value.shape[3])
+    chip, keys, values = (
+        chip_of(device),
+        padded(record.query.shape[3], MIN_TILE),
+        padded(record.value.shape[3], MIN_TILE),
+    )
     wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
-    if _by_channel(record):
+    if by_channel(record):
         return default
     if interpreting():
         return default if record.cu_seqlens is None else dataclasses.replace(default, walk=True)
@@ -170,11 +176,11 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     default = heuristic(record, device, direction)
     if interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
-        walks = record.cu_seqlens is None and not _by_channel(record)
+        walks = record.cu_seqlens is None and not by_channel(record)
         return (default, dataclasses.replace(other, walk=walks), dataclasses.replace(other, walk=False, splits=1))
     walking = _walking(record, device, default)
     made = [dataclasses.replace(default, walk=False), dataclasses.replace(default, walk=False, keep_states=False)]
-    if not _by_channel(record):
+    if not by_channel(record):
         made += [dataclasses.replace(made[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
     if walking.walk:
         made += [dataclasses.replace(walking, walk_stages=n) for n in (2, 3)]
@@ -194,9 +200,9 @@ def kind_of_large(record: LinearRecurrence) -> str | None:
     rows, tokens, _, keys = record.query.shape
     if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
         return None
-    gates = "no" if record.decay is None else "channel" if _by_channel(record) else "head"
+    gates = "no" if record.decay is None else "channel" if by_channel(record) else "head"
     bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 move and multiply alike
-    words = [f"{bits} bits", f"{_padded(keys)}x{_padded(record.value.shape[3])}", f"{gates} gates"]
+    words = [f"{bits} bits", f"{padded(keys, MIN_TILE)}x{padded(record.value.shape[3], MIN_TILE)}", f"{gates} gates"]
     words += ["shared keys"] if _shares_keys(record) else []
     return " ".join(words if record.precision is None else [*words, str(record.precision)])
 
@@ -212,13 +218,13 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     chip = chip_of(device)
     wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     small = wide or chip.shared_memory < 128 * 1024
-    keys, values = (_padded(x.shape[3]) for x in (record.query, record.value))
+    keys, values = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
     most = 16 if interpreting() else 64
-    short = wide or (chip.architecture == "ada" and _by_channel(record))  # half as many registers hold the pairs
-    chunk = max(MIN_TILE, min(chunk, 32 if short else chunk, _padded(record.query.shape[1])))
+    short = wide or (chip.architecture == "ada" and by_channel(record))  # half as many registers hold the pairs
+    chunk = max(MIN_TILE, min(chunk, 32 if short else chunk, padded(record.query.shape[1], MIN_TILE)))
     backward_chunk = chunk
     if interpreting():
-        chunk, backward_chunk = (MIN_TILE if _by_channel(record) else 2 * MIN_TILE), MIN_TILE
+        chunk, backward_chunk = (MIN_TILE if by_channel(record) else 2 * MIN_TILE), MIN_TILE
     half = 32 if small else most
     warps = 8 if backward_chunk > 64 else 4
     gradient_block_k, gradient_warps = _gradient_tile(record, warps)
@@ -239,7 +245,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         score_stages=1,
         output_block_t=MIN_TILE if interpreting() else 64,
         output_block_k=min(keys, half, most),
-        output_block_v=min(values, 2 * most if _by_channel(record) and not small else most),
+        output_block_v=min(values, 2 * most if by_channel(record) and not small else most),
         output_warps=warps,
         output_stages=1 if small else 2,
         gradient_block_k=min(keys, half, most, gradient_block_k),
@@ -269,7 +275,7 @@ def _delta_forward(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
 def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
     """Chunks and tiles of both passes for a record with beta on a device, not measured."""
     made, chip = _delta_forward(record, device), chip_of(device)
-    channels, small = _by_channel(record), chip.shared_memory < 128 * 1024
+    channels, small = by_channel(record), chip.shared_memory < 128 * 1024
     # Both walks hold all key channels: one or the other spills with more than 32 columns, but on Hopper.
     block = min(made.state_block_v, 32 if channels or chip.architecture != "hopper" else 64)
     most = 64 if chip.architecture == "hopper" else 16 if small else 32  # a program has three products at a time
@@ -303,9 +309,9 @@ def fused_delta(record: LinearRecurrence, device: DeviceInfo) -> DeltaPasses:
         return made
     # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
     # channels, 0.57 instead of 0.60.
-    keys, values = _padded(record.query.shape[3]), _padded(record.value.shape[3])
+    keys, values = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
     made = dataclasses.replace(made, correction_block_k=min(keys, 128), correction_block_v=min(values, 128))
-    if not _by_channel(record):
+    if not by_channel(record):
         return made
     # The walk has no gates to hold, so it has room for more value channels.
     block = _delta_forward(record, device).state_block_v
@@ -326,7 +332,7 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
 
 def _gradient_tile(record: LinearRecurrence, warps: int) -> tuple[int, int]:
     """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
-    if _by_channel(record):
+    if by_channel(record):
         # Each halving adds to both gradients, which are float32 in registers; 64 channels spill, and are yet faster:
         # 2.887 ms instead of 3.290 (docs/lab/linear_recurrence_gpu.md).
         return 16, 4
@@ -350,13 +356,10 @@ def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k:
     if walks >= multiprocessors:
         return 1
     # Segments cost a second walk over the keys and values; none gets shorter than 16 chunks.
-    wanted = (2 if _by_channel(record) else 4) * multiprocessors
+    wanted = (2 if by_channel(record) else 4) * multiprocessors
     return max(1, min(wanted // walks, tokens // (16 * chunk)))
 
 
-def _by_channel(record: LinearRecurrence) -> bool:
+def by_channel(record: LinearRecurrence) -> bool:
+    """Whether each key channel has a gate of its own."""
     return record.decay is not None and record.decay.shape[3] > 1
-
-
-def _padded(size: int) -> int:
-    return max(MIN_TILE, 1 << (size - 1).bit_length())

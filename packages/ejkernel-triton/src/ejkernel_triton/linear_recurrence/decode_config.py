@@ -7,6 +7,7 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import padded
 
 WIDEST = 32
 """Value channels of a program by rule: their row of a state in float32 is one line of the cache."""
@@ -41,7 +42,7 @@ FACES = {"block_d": "block_v", "num_warps": "num_warps"}
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
     """The tile for a record on a device, not measured."""
     columns = record.value.shape[3]
-    block, most = min(WIDEST, _padded(columns)), chip_of(device).multiprocessors
+    block, most = min(WIDEST, padded(columns)), chip_of(device).multiprocessors
     if interpreting():
         return _sized(record, device, min(block, 8))
     # Half a line of the cache is still whole sectors, so few states are cut finer to reach every multiprocessor.
@@ -55,7 +56,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     first = heuristic(record, device, direction)
     if interpreting():
         return (first, dataclasses.replace(first, block_v=4))
-    sizes = sorted({min(n, _padded(record.value.shape[3])) for n in (16, 32, 64)})
+    sizes = sorted({min(n, padded(record.value.shape[3])) for n in (16, 32, 64)})
     made = [_sized(record, device, n) for n in sizes]
     made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made]
     made += [dataclasses.replace(x, streams=True) for x in made if x.block_v >= WIDEST]
@@ -71,9 +72,5 @@ def walks(record: LinearRecurrence) -> int:
 def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int) -> DecodeTile:
     """A tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
     lanes = 64 if device.vendor == "amd" else 32
-    warps = _padded(record.query.shape[3]) * block_v // (HELD * lanes)
+    warps = padded(record.query.shape[3]) * block_v // (HELD * lanes)
     return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -12,7 +12,7 @@ from ejkernel.planning import packing
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses, by_channel
 from ejkernel_triton.linear_recurrence.forward import initial_states
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
@@ -163,15 +163,11 @@ def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
     NVIDIA's chips (see `ahead.mixed_lanes`): the four warps hold copies of one tile, the copies differ, and whichever
     warp stores last wins. With 32 tokens no such instruction is in the code.
     """
-    return max(2 * MIN_TILE, chunk) if _by_channel(record) and not interpreting() else chunk
-
-
-def _by_channel(record: LinearRecurrence) -> bool:
-    return record.decay is not None and record.decay.shape[3] > 1
+    return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
 
 
 def _fuses(record: LinearRecurrence, config: DeltaPasses) -> bool:
-    return config.fused and _by_channel(record)
+    return config.fused and by_channel(record)
 
 
 def _call(

@@ -17,10 +17,9 @@ The state is taken to the middle by its own decay, in registers of the kernels t
 keys are added to it, exp2(G_T - G_M) behind that.
 
 Where gates are so strong that those factors have no numbers, a second kernel makes the chunk again: queries have
-exp2(G)
-and keys exp2(G_T - G), pairs are made by halvings, and the state has exp2(G_T) before. Other chunks it leaves as they
-are. As a branch of the first kernel that would take its registers and spill. Three powers of two a channel, `factors`,
-say to the readers which it was: since a chunk's start for queries, before and after its keys for the state.
+exp2(G) and keys exp2(G_T - G), pairs are made by halvings, and the state has exp2(G_T) before. Other chunks it leaves
+as they are. As a branch of the first kernel that would take its registers and spill. Three powers of two a channel,
+`factors`, say to the readers which it was: since a chunk's start for queries, before and after its keys for the state.
 """
 
 import triton

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from ejkernel.ops.device import current_device
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.config import DeltaPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall
 from ejkernel_triton.linear_recurrence.stages import over_groups
+from ejkernel_triton.sizes import padded
 
 
 class StateGradients(NamedTuple):
@@ -75,7 +76,7 @@ def pass_state_gradients(
         num_stages=_state_gradient_stages(call),
         constants={
             "spec": spec,
-            "BLOCK_K": max(16, 1 << (spec.K - 1).bit_length()),
+            "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_V": config.walk_block_v,
         },
     )
@@ -91,7 +92,7 @@ def delta_config(call: RecurrenceCall) -> DeltaPasses:
 def _state_gradient_stages(call: RecurrenceCall) -> int:
     """Pipeline stages of the walk: as many chunks as shared memory has room for, at most the configuration's."""
     spec, config = call.spec, delta_config(call)
-    key_gradients = max(16, 1 << (spec.K - 1).bit_length())
+    key_gradients = padded(spec.K, MIN_TILE)
     # Operands of the products wait in shared memory: q, k and W of all key channels, do and A^T do of
     # the tile, and gates of channels in float32.
     bytes_of_chunk = spec.CHUNK * (3 * key_gradients + 2 * config.walk_block_v) * call.query.dtype.itemsize

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.config import ChunkPasses, RecurrencePasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses, RecurrencePasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, Spans, make_spans, make_spec
+from ejkernel_triton.sizes import padded
 
 GATE_COLUMNS = 64
 """Gates of a token that a program sums up."""
@@ -70,7 +71,7 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans
     if decay is None:
         return None
     rows, columns = decay.shape[0], spec.H * spec.WIDTH
-    block = min(GATE_COLUMNS, max(16, 1 << (columns - 1).bit_length()))
+    block = min(GATE_COLUMNS, padded(columns, MIN_TILE))
     (cumulative,) = launch(
         gates_kernel,
         (decay, *spans),
@@ -120,7 +121,7 @@ def pass_states(
     block_k, block_v = config.state_block_k, config.state_block_v
     if correction is not None:
         # The correction's product sums over all key channels, and programs share no sums.
-        block_k = max(16, 1 << (spec.K - 1).bit_length())
+        block_k = padded(spec.K, MIN_TILE)
     states = (batch, spec.H, spec.CHUNKS, spec.K, spec.V) if dtype is not None else (batch,)
     written = (batch, spec.T, spec.H, spec.V) if correction is not None else (batch,)
     made = launch(
@@ -179,7 +180,7 @@ def walk(call: RecurrenceCall, initial: jax.Array | None) -> tuple[jax.Array, ja
         constants={
             "spec": spec,
             "VALUE_HEADS": call.value.shape[2],
-            "BLOCK_K": max(16, 1 << (spec.K - 1).bit_length()),
+            "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_V": config.walk_block_v,
             "INITIAL": initial is not None,
         },

@@ -8,6 +8,7 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import padded
 
 WAVES = 8
 """Programs a multiprocessor from which on a larger block of tokens costs no parallel work."""
@@ -63,12 +64,12 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     """Tiles for a record on a device, by rule: a warp loads 16 bytes a thread of one token's channels."""
     rows, tokens, heads, size = record.values.shape
     channels, lanes = heads * size, 64 if device.vendor == "amd" else 32
-    block_c = max(16, min(_padded(channels), lanes * 16 // record.values.dtype.itemsize))
+    block_c = max(16, min(padded(channels), lanes * 16 // record.values.dtype.itemsize))
     if direction == "backward":
-        block_t = 4 if interpreting() else min(16, _padded(tokens))
+        block_t = 4 if interpreting() else min(16, padded(tokens))
         return PoolingBackward(block_t=block_t, block_c=block_c, tiles=4, num_warps=4)
     long = _typical(record) >= 64
-    block_t = 8 if interpreting() else min(16 if long else 8, _padded(tokens))
+    block_t = 8 if interpreting() else min(16 if long else 8, padded(tokens))
     span, wanted = 32 if interpreting() else 256, WAVES * chip_of(device).multiprocessors
     while span > 32 and rows * -(-tokens // span) * -(-channels // block_c) < wanted:
         span //= 2
@@ -112,7 +113,3 @@ def _typical(record: SegmentPooling) -> int:
     if record.ranges is None:
         return record.chunk_size
     return record.values.shape[1] // record.ranges.shape[0]
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

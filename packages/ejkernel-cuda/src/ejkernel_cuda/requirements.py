@@ -1,0 +1,25 @@
+"""What all decoding kernels need of device, library and dtypes."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ejkernel.ops import Requires
+from ejkernel_cuda import library
+
+
+def decoding_requires(*, handles: Iterable[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
+    """NVIDIA GPUs from Ampere on, queries of 16 bits, and the compiled library.
+
+    Args:
+        handles: Optional fields that the kernels honour.
+        extra: Sentences for what data cannot say.
+    """
+    return Requires(
+        devices=frozenset({"nvidia"}),
+        modules=(library.MODULE,),
+        min_compute_capability=8.0,
+        dtypes=frozenset({"float16", "bfloat16"}),
+        head_dims=range(8, 257),
+        handles=frozenset(handles),
+        extra=extra,
+    )
