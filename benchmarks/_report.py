@@ -1,12 +1,14 @@
 """What every benchmark prints first: where and with what it ran."""
 
+import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import filelock
 import jax
 
 
@@ -53,3 +55,14 @@ def stream(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     print(markdown_table(columns, ()), flush=True)
     for row in rows:
         print("| " + " | ".join(row) + " |", flush=True)
+
+
+def turns(rounds: int) -> Iterator[int]:
+    """Rounds of samples. Where `EJKERNEL_BENCH_LOCK` names a file, each round holds its lock.
+
+    So several scripts may compile and check on one GPU at the same time, while one of them measures.
+    """
+    path = os.environ.get("EJKERNEL_BENCH_LOCK")
+    for number in range(rounds):
+        with filelock.FileLock(path) if path else contextlib.nullcontext():
+            yield number

@@ -266,7 +266,7 @@ def dense(cell: Cell) -> Side:
 def measured(sides: dict[str, Side], arrays: tuple[Any, ...], rounds: int) -> dict[str, float]:
     """Medians of interleaved samples, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
+    for _ in _report.turns(rounds):
         for name, side in sides.items():
             start = time.perf_counter()
             _ready(side(*arrays))

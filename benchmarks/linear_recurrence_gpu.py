@@ -257,7 +257,7 @@ def _medians(sides: dict[str, tuple[Side, Side]], rounds: int) -> dict[str, list
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
     for pair in sides.values():
         sample(pair[0], 0.3)  # a GPU that was idle has yet to raise its clocks
-    for _ in range(rounds):
+    for _ in _report.turns(rounds):
         for name, pair in sides.items():
             for side, record in zip(pair, times[name], strict=True):
                 record.append(sample(side))

@@ -35,7 +35,7 @@ def median(run: Callable[[], Any], rounds: int = 7) -> float:
     """Seconds of a call, of several in a row."""
     jax.block_until_ready(run())
     samples = []
-    for _ in range(rounds):
+    for _ in _report.turns(rounds):
         start = time.perf_counter()
         made = [run() for _ in range(5)][-1]
         jax.block_until_ready(made)

@@ -272,7 +272,7 @@ def timed(cell: Cell, rounds: int, candidates: bool, only: str) -> list[list[str
     if cell.rows == 1:
         contenders["copy"] = copy(cell)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in _report.turns(rounds):
         for name, side in contenders.items():
             start = time.perf_counter()
             jax.block_until_ready(side())

@@ -137,7 +137,7 @@ def timed(cell: Cell, rounds: int, candidates: bool) -> list[list[str]]:
     for name, (side, count) in baselines(cell, x, packed[0]).items():
         contenders[name], moved[name] = side, count
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in _report.turns(rounds):
         for name, side in contenders.items():
             jax.block_until_ready(side())
             start = time.perf_counter()

@@ -167,7 +167,7 @@ def timed(cell: Cell, rounds: int, splits: bool) -> list[list[str]]:
             del contenders[name]
     contenders["copy"] = copy(cell)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in _report.turns(rounds):
         for name, side in contenders.items():
             wait(side())
             start = time.perf_counter()

@@ -190,7 +190,7 @@ def error(made: list[np.ndarray], want: list[np.ndarray]) -> float:
 def medians(contenders: dict[str, Side], rounds: int) -> dict[str, float]:
     """Seconds a call, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in _report.turns(rounds):
         for name, side in contenders.items():
             start = time.perf_counter()
             jax.block_until_ready(side.run())
