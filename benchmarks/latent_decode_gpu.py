@@ -224,7 +224,7 @@ def timed(cell: Cell, options: argparse.Namespace) -> list[list[str]]:
             del contenders[name]
     contenders["copy"] = copy(cell)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(3 if options.quick else 7):
+    for _ in _report.turns(3 if options.quick else 7):
         for name, side in contenders.items():
             start = time.perf_counter()
             jax.block_until_ready(side())
