@@ -3,6 +3,7 @@
     python benchmarks/selective_scan_gpu.py                  # tables
     python benchmarks/selective_scan_gpu.py --quick          # one shape
     python benchmarks/selective_scan_gpu.py --candidates     # also every configuration worth measuring
+    python benchmarks/selective_scan_gpu.py --candidates 'recomputed=True|block_t=16'  # those of which this is found
 
 All sides get the same bfloat16 arrays. A side is timed only if its output and gradients agree with XLA's in float32 on
 a few channels of one row. Sides are interleaved, several calls a sample, and medians are printed. The rate counts x, dt
@@ -13,6 +14,7 @@ and y once (with gradients also those of x, dt and y, and x and dt again); that 
 import argparse
 import dataclasses
 import functools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -102,33 +104,43 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Side:
     return Side(lambda: program(*arguments), None if analysis is None else analysis.temp_size_in_bytes)
 
 
-def configured(arrays: Arrays, weights: jax.Array | None) -> Iterator[tuple[str, Side]]:
-    """The Triton kernels with every configuration worth measuring, the other pass with its default."""
-    op = registry().ops["state_space_v1"]
-    (kernel,) = (i for i in registry().implementations[op.name] if i.name == "triton")
-    record, device = op.lower(op.arguments(**dict(zip(NAMES, arrays, strict=True)))), current_device()
-    if weights is None:
-        for config in kernel.config.candidates(record, device, "forward"):
-            yield str(config), compiled(lambda r, c=config: kernel.function("forward")(r, c)[0][0], record)
-        return
-    before = kernel.config.heuristic(record, device, "forward")
-    wanted = frozenset(("x", "step", "decay", "write", "read", "skip"))
-    for config in kernel.config.candidates(record, device, "backward"):
+def configured(arrays: Arrays, weights: jax.Array | None, pattern: str) -> dict[str, Side]:
+    """The kernels with every configuration worth measuring whose name has the pattern.
 
-        def both(record: Any, weights: jax.Array, config: Any = config) -> Any:
-            start = Pullback(
-                record=record,
-                residuals=None,
-                output=None,
-                cotangent=(weights, jnp.zeros(record.decay.shape)[None].repeat(weights.shape[0], 0)),
-                wanted=wanted,
-            )
-            backward = kernel.function("backward")
-            run = functools.partial(both_passes, lambda r, _: kernel.function("forward")(r, before))
-            (output, _), found = run(lambda pullback, _: backward(pullback, config), start, None)
-            return output, *(found[name] for name in ("x", "decay", "write", "read", "skip", "step"))
+    With gradients, the forward pass is that of the default configuration of the first that is chosen.
+    """
+    op, device, found = registry().ops["state_space_v1"], current_device(), {}
+    record = op.lower(op.arguments(**dict(zip(NAMES, arrays, strict=True))))
+    direction = "forward" if weights is None else "backward"
+    kernels = [i for i in registry().implementations[op.name] if i.name in ("cuda", "triton")]
+    kernels.sort(key=lambda i: -i.priority)
+    first = kernels[0].function("forward"), kernels[0].config.heuristic(record, device, "forward")
+    for kernel in kernels:
+        for config in kernel.config.candidates(record, device, direction) if getattr(kernel, direction) else ():
+            name = f"{kernel.name} {config}"
+            if not re.search(pattern, name):
+                continue
+            if weights is None:
+                run = functools.partial(lambda f, c, r: f(r, c)[0][0], kernel.function("forward"), config)
+                found[name] = compiled(run, record)
+            else:
+                run = functools.partial(both, first, (kernel.function("backward"), config))
+                found[name] = compiled(run, record, weights)
+    return found
 
-        yield str(config), compiled(both, record, weights)
+
+def both(first: tuple[Any, Any], second: tuple[Any, Any], record: Any, weights: jax.Array) -> Any:
+    """Output and gradients of two passes, each a function and its configuration, in the order of `call`."""
+    start = Pullback(
+        record=record,
+        residuals=None,
+        output=None,
+        cotangent=(weights, jnp.zeros(record.decay.shape)[None].repeat(weights.shape[0], 0)),
+        wanted=frozenset(("x", "step", "decay", "write", "read", "skip")),
+    )
+    run = functools.partial(both_passes, lambda r, _: first[0](r, first[1]))
+    (output, _), found = run(lambda pullback, _: second[0](pullback, second[1]), start, None)
+    return output, *(found[name] for name in ("x", "decay", "write", "read", "skip", "step"))
 
 
 def mamba(arrays: Arrays, weights: jax.Array | None) -> Iterator[tuple[str, Side]]:
@@ -161,11 +173,14 @@ def copy(cell: Cell) -> Side:
 def sides(cell: Cell, arrays: Arrays, weights: jax.Array | None, options: argparse.Namespace) -> dict[str, Side]:
     """Everything that can compute a cell here."""
     found = {}
-    for platform in ("triton", "xla"):
-        if options.only in platform:
+    for platform in ("auto", "cuda", "triton", "xla"):
+        # The scan in CUDA C++ has no backward pass: "auto" has Triton's behind it.
+        if options.only in platform and (platform != "cuda" or weights is None):
             run = functools.partial(call, platform=platform)
             found[f"ejkernel {platform}"] = compiled(run, arrays, weights)
-    return found | (dict(configured(arrays, weights)) if options.candidates else {})
+    if options.candidates is not None:
+        found |= configured(arrays, weights, options.candidates)
+    return found
 
 
 def truth(arrays: Arrays, weights: jax.Array | None) -> list[np.ndarray]:
@@ -231,7 +246,9 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one shape, few rounds")
-    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
+    parser.add_argument(
+        "--candidates", nargs="?", const="", metavar="PATTERN", help="every configuration that this is found in, too"
+    )
     parser.add_argument("--only", default="", help="a platform; without it all")
     options = parser.parse_args()
     if not _report.has_gpu():

@@ -1,0 +1,306 @@
+// The selective scan (Mamba-1) forward: a warp scans all tokens of its channels, whose states stay in registers.
+//
+//   HBM --cp.async--> two stages of a warp: x, dt [tokens][channels]      --LDS--> registers: h, A, y
+//                                           B, C  [tokens][2][numbers]    --LDS--> (one broadcast for all channels)
+//   state before every interval, y  <--------------------------------------------- registers
+//
+// For each token, number n of a state and channel, with A' = A log2(e):
+//
+//   h_n = exp2(dt A'_n) h_n + (dt x) B_n          y = sum_n h_n C_n + D x
+//
+// One exponential an element is the floor: the special function units have 16 a clock and multiprocessor. A warp's
+// numbers of a token also come back from shared memory at 128 bytes a clock and multiprocessor, broadcast or not, so with
+// one channel a thread B and C of 16 numbers would take as long as the exponentials. A thread has `Channels` channels, for
+// which it reads B and C once; `Lanes` lanes share the numbers of a state, so that there are as many warps as with one
+// channel a thread.
+//
+// Warps share nothing: no barrier stops a block, and the B and C that its warps copy each for themselves come from L2.
+//
+// Source: Gu & Dao 2023, arXiv:2312.00752.
+#pragma once
+
+#include <cstddef>
+
+#include "tensor_core.cuh"
+
+namespace ejkernel {
+
+constexpr int kInterval = 64;  // tokens between stored states: INTERVAL of ejkernel.families.selective_scan
+
+struct SelectiveScan {
+  const void* x;         // [rows, tokens, channels]
+  const void* step;      // the same shape, dt
+  const float* decay;    // [groups, channels, size], A
+  const float* columns;  // [rows, tokens, 2, N], B and C of a token, padded to N numbers with zeros
+  const float* skip;     // [groups, channels], D
+  const float* initial;  // [rows, channels, size] or null
+  void* output;          // as x
+  float* states;         // [rows, intervals, size, channels], before the first token of each
+  float* final;          // [rows, channels, size]
+  int rows, tokens, channels, size;
+  int rows_a_group;      // rows that share A and D
+};
+
+// `Channels` neighbouring channels a thread, the N numbers of whose states are spread over `Lanes` lanes.
+template <typename X_, typename Step_, int N_, int Channels_, int Lanes_, int Unrolled_>
+struct ScanTile {
+  using X = X_;
+  using Step = Step_;
+  static constexpr int N = N_, Channels = Channels_, Lanes = Lanes_;
+  static constexpr int kWarps = 4;
+  static constexpr int kTokens = 16;                         // of a stage
+  static constexpr int kChannels = 32 / Lanes * Channels;    // of a warp
+  static constexpr int kNumbers = N / Lanes;                 // of a state in a thread
+  static constexpr int kColumnBytes = kTokens * 2 * N * 4;
+  static constexpr int kXBytes = kTokens * kChannels * sizeof(X);
+  static constexpr int kStepBytes = kTokens * kChannels * sizeof(Step);
+  static constexpr int kStageBytes = kColumnBytes + kXBytes + kStepBytes;
+  static constexpr int kWarpBytes = 2 * kStageBytes;
+  static constexpr int kBytes = kWarps * kWarpBytes;
+  static constexpr int kUnrolled = Unrolled_;                // tokens
+  // Copies of 16 bytes want rows that begin at multiples of them, which a row of any length need not.
+  static constexpr bool kPieces = Channels > 1;
+  static_assert(kInterval % kTokens == 0 && kTokens % kUnrolled == 0 && kUnrolled % Lanes == 0, "");
+  static_assert(kNumbers % 4 == 0, "columns are read in 16 bytes");
+};
+
+// Consecutive numbers as they lie in memory, which one access moves.
+template <typename T, int Count>
+struct alignas(sizeof(T) * Count) Numbers {
+  T values[Count];
+};
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T, int Count>
+__device__ __forceinline__ void load_floats(float (&to)[Count], const unsigned char* from) {
+  const auto loaded = *reinterpret_cast<const Numbers<T, Count>*>(from);
+#pragma unroll
+  for (int j = 0; j < Count; ++j) to[j] = to_float(loaded.values[j]);
+}
+
+template <int Count>
+__device__ __forceinline__ void round_floats(Numbers<float, Count>& to, const float (&from)[Count]) {
+#pragma unroll
+  for (int j = 0; j < Count; ++j) to.values[j] = from[j];
+}
+
+template <typename T, int Count>
+__device__ __forceinline__ void round_floats(Numbers<T, Count>& to, const float (&from)[Count]) {
+  if constexpr (Count == 1) {
+    to.values[0] = Half<T>::round(from[0]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < Count; j += 2) {
+      const uint32_t pair = Half<T>::pack(from[j], from[j + 1]);
+      *reinterpret_cast<uint32_t*>(&to.values[j]) = pair;
+    }
+  }
+}
+
+// Starts copying [kTokens][kChannels] of a [tokens, channels] array from a token on; zeros outside of it.
+template <typename Tile, typename T>
+__device__ __forceinline__ void copy_tokens(
+    unsigned char* to, const T* from, const SelectiveScan& call, int first_token, int first_channel) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (Tile::kPieces) {
+    constexpr int kPiece = 16 / sizeof(T), kRow = Tile::kChannels / kPiece, kRows = 32 / kRow;
+    static_assert(kRow <= 32 && Tile::kTokens % kRows == 0, "a copy of the warp has whole rows");
+    const int channel = first_channel + lane % kRow * kPiece;
+#pragma unroll
+    for (int t = 0; t < Tile::kTokens; t += kRows) {
+      const int token = first_token + t + lane / kRow;
+      const bool there = token < call.tokens && channel < call.channels;
+      const T* source = from + (there ? size_t(token) * call.channels + channel : 0);
+      copy_async(shared_address(to) + t * Tile::kChannels * sizeof(T) + lane * 16, source, there ? 16 : 0);
+    }
+  } else {
+    const int channel = first_channel + lane;
+    T loaded[Tile::kTokens];
+#pragma unroll
+    for (int t = 0; t < Tile::kTokens; ++t) {
+      const int token = first_token + t;
+      const bool there = token < call.tokens && channel < call.channels;
+      loaded[t] = there ? from[size_t(token) * call.channels + channel] : T(0.f);
+    }
+#pragma unroll
+    for (int t = 0; t < Tile::kTokens; ++t) reinterpret_cast<T*>(to)[t * Tile::kChannels + lane] = loaded[t];
+  }
+}
+
+// Starts copying B and C of a stage's tokens, which lie together.
+template <typename Tile>
+__device__ __forceinline__ void copy_columns(
+    unsigned char* to, const float* columns, const SelectiveScan& call, int first_token) {
+  constexpr int kPieces = Tile::kColumnBytes / 16, kTokenPieces = Tile::N * 2 / 4;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int pass = 0; pass < kPieces / 32; ++pass) {
+    const int piece = pass * 32 + lane;
+    const bool there = first_token + piece / kTokenPieces < call.tokens;
+    const float* source = columns + (there ? size_t(first_token) * (Tile::N * 2) + piece * 4 : 0);
+    copy_async(shared_address(to) + piece * 16, source, there ? 16 : 0);
+  }
+}
+
+// B and C of a token, the thread's numbers.
+template <int Count>
+struct Columns {
+  float b[Count], c[Count];
+};
+
+template <typename Tile>
+__device__ __forceinline__ Columns<Tile::kNumbers> load_columns(const float* from) {
+  Columns<Tile::kNumbers> columns;
+#pragma unroll
+  for (int n = 0; n < Tile::kNumbers; n += 4) {
+    const float4 b = *reinterpret_cast<const float4*>(from + n);
+    const float4 c = *reinterpret_cast<const float4*>(from + Tile::N + n);
+    columns.b[n] = b.x, columns.b[n + 1] = b.y, columns.b[n + 2] = b.z, columns.b[n + 3] = b.w;
+    columns.c[n] = c.x, columns.c[n + 1] = c.y, columns.c[n + 2] = c.z, columns.c[n + 3] = c.w;
+  }
+  return columns;
+}
+
+// Adds up outputs over the lanes of a state. Each lane keeps the token whose number of `Lanes` is its own: halves are
+// exchanged, so a token takes one shuffle a channel less than log2(Lanes) each.
+template <int Lanes, int Channels>
+__device__ __forceinline__ void sum_lanes(float (&sum)[Channels], float (&outputs)[Lanes][Channels]) {
+#pragma unroll
+  for (int span = Lanes / 2; span > 0; span /= 2) {
+    const bool upper = threadIdx.x & span;
+#pragma unroll
+    for (int t = 0; t < span; ++t) {
+#pragma unroll
+      for (int j = 0; j < Channels; ++j) {
+        const float kept = upper ? outputs[t + span][j] : outputs[t][j];
+        const float sent = upper ? outputs[t][j] : outputs[t + span][j];
+        outputs[t][j] = kept + __shfl_xor_sync(~0u, sent, span);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < Channels; ++j) sum[j] = outputs[0][j];
+}
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid_constant__ SelectiveScan call) {
+  using X = typename Tile::X;
+  using Step = typename Tile::Step;
+  constexpr int kNumbers = Tile::kNumbers, Channels = Tile::Channels, Lanes = Tile::Lanes;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % Lanes;
+  const int row_warps = (call.channels + Tile::kChannels - 1) / Tile::kChannels;
+  const int64_t item = int64_t(blockIdx.x) * Tile::kWarps + warp;
+  const int row = int(item / row_warps), first_channel = int(item % row_warps) * Tile::kChannels;
+  if (row >= call.rows) return;
+  const int channel = first_channel + lane / Lanes * Channels;
+  const bool there = channel < call.channels;  // with several channels a thread all or none of them are
+  const size_t group_channel = size_t(row / call.rows_a_group) * call.channels + channel;
+  const size_t row_channel = size_t(row) * call.channels + channel;
+
+  float state[Channels][kNumbers], rates[Channels][kNumbers], skip[Channels];
+#pragma unroll
+  for (int j = 0; j < Channels; ++j) {
+#pragma unroll
+    for (int n = 0; n < kNumbers; ++n) {
+      const int number = part * kNumbers + n;
+      // Padded numbers have a rate and a B of 0, so their state stays 0.
+      const bool given = there && number < call.size;
+      rates[j][n] = given ? call.decay[(group_channel + j) * call.size + number] * 1.4426950408889634f : 0.f;
+      state[j][n] = given && call.initial != nullptr ? call.initial[(row_channel + j) * call.size + number] : 0.f;
+    }
+    // One of the lanes of a channel adds D x.
+    skip[j] = there && part == 0 ? call.skip[group_channel + j] : 0.f;
+  }
+
+  const X* x = static_cast<const X*>(call.x) + size_t(row) * call.tokens * call.channels;
+  const Step* step = static_cast<const Step*>(call.step) + size_t(row) * call.tokens * call.channels;
+  const float* columns = call.columns + size_t(row) * call.tokens * (2 * Tile::N);
+  X* output = static_cast<X*>(call.output) + size_t(row) * call.tokens * call.channels + channel;
+  float* states = call.states + size_t(row) * ((call.tokens + kInterval - 1) / kInterval) * call.size * call.channels;
+  unsigned char* stages = shared + warp * Tile::kWarpBytes;
+  const auto copy = [&](int first_token, int stage) {
+    unsigned char* to = stages + stage * Tile::kStageBytes;
+    copy_columns<Tile>(to, columns, call, first_token);
+    copy_tokens<Tile>(to + Tile::kColumnBytes, x, call, first_token, first_channel);
+    copy_tokens<Tile>(to + Tile::kColumnBytes + Tile::kXBytes, step, call, first_token, first_channel);
+  };
+
+  copy(0, 0);
+  commit_copies();
+  for (int first_token = 0, stage = 0; first_token < call.tokens; first_token += Tile::kTokens, stage ^= 1) {
+    wait_for_copies<0>();
+    // All lanes see all copies, and none reads the other stage any more.
+    __syncwarp();
+    if (first_token + Tile::kTokens < call.tokens) copy(first_token + Tile::kTokens, stage ^ 1);
+    commit_copies();
+    if (first_token % kInterval == 0 && there) {
+      float* to = states + size_t(first_token / kInterval) * call.size * call.channels + channel;
+#pragma unroll
+      for (int n = 0; n < kNumbers; ++n) {
+        const int number = part * kNumbers + n;
+        Numbers<float, Channels> stored;
+#pragma unroll
+        for (int j = 0; j < Channels; ++j) stored.values[j] = state[j][n];
+        if (number < call.size) {
+          *reinterpret_cast<Numbers<float, Channels>*>(to + size_t(number) * call.channels) = stored;
+        }
+      }
+    }
+    const unsigned char* from = stages + stage * Tile::kStageBytes;
+    const float* token_columns = reinterpret_cast<const float*>(from) + part * kNumbers;
+    const unsigned char* token_x = from + Tile::kColumnBytes + lane / Lanes * Channels * sizeof(X);
+    const unsigned char* token_step =
+        from + Tile::kColumnBytes + Tile::kXBytes + lane / Lanes * Channels * sizeof(Step);
+    // Tokens whose output this lane stores; none of a channel that is not there.
+    const int left = there ? call.tokens - first_token - part : 0;
+    X* to = output + size_t(first_token + part) * call.channels;
+    Columns<kNumbers> now = load_columns<Tile>(token_columns);
+    for (int t0 = 0; t0 < Tile::kTokens; t0 += Tile::kUnrolled) {
+      float outputs[Lanes][Channels];
+#pragma unroll
+      for (int u = 0; u < Tile::kUnrolled; ++u) {
+        const int t = t0 + u;
+        // Columns of the next token during the arithmetic of this one; behind the last token, its own once more.
+        const Columns<kNumbers> next = load_columns<Tile>(token_columns + min(t + 1, Tile::kTokens - 1) * (2 * Tile::N));
+        float xs[Channels], steps[Channels];
+        load_floats<X>(xs, token_x + t * Tile::kChannels * sizeof(X));
+        load_floats<Step>(steps, token_step + t * Tile::kChannels * sizeof(Step));
+#pragma unroll
+        for (int j = 0; j < Channels; ++j) {
+          const float written = steps[j] * xs[j];
+          float sum = skip[j] * xs[j];
+#pragma unroll
+          for (int n = 0; n < kNumbers; ++n) {
+            state[j][n] = exp2_fast(rates[j][n] * steps[j]) * state[j][n] + written * now.b[n];
+            sum += state[j][n] * now.c[n];
+          }
+          outputs[u % Lanes][j] = sum;
+        }
+        if (u % Lanes == Lanes - 1) {
+          float sum[Channels];
+          sum_lanes(sum, outputs);
+          Numbers<X, Channels> rounded;
+          round_floats(rounded, sum);
+          if (t - (Lanes - 1) < left) *reinterpret_cast<Numbers<X, Channels>*>(to) = rounded;
+          to += size_t(Lanes) * call.channels;
+        }
+        now = next;
+      }
+    }
+  }
+  if (!there) return;
+#pragma unroll
+  for (int j = 0; j < Channels; ++j) {
+#pragma unroll
+    for (int n = 0; n < kNumbers; ++n) {
+      const int number = part * kNumbers + n;
+      if (number < call.size) call.final[(row_channel + j) * call.size + number] = state[j][n];
+    }
+  }
+}
+
+}  // namespace ejkernel
