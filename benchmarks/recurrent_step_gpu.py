@@ -2,13 +2,16 @@
 
     python benchmarks/recurrent_step_gpu.py                  # the table
     python benchmarks/recurrent_step_gpu.py --quick          # one token, few rounds
+    python benchmarks/recurrent_step_gpu.py --only triton    # one of ours
     python benchmarks/recurrent_step_gpu.py --candidates     # also every configuration worth measuring
     TRITON_INTERPRET=1 python benchmarks/recurrent_step_gpu.py --check    # no times: small steps anywhere
 
 All sides get the same bfloat16 tokens and states in float32. A side is timed only if its output and states agree with
 the formula's, token by token in float32. A sample is a compiled loop of 16 steps whose state is donated, so that
-starting them costs little; PyTorch starts each. Sides are interleaved, and medians of a step are printed. The rate
-counts the states once read and once written; so does that of the copy, which negates them in place.
+starting them costs little; PyTorch starts each. Sides are interleaved, and medians of a step are printed. "Slots" are
+twice as many as there are sequences, whose slots are drawn by chance. The rate counts the sequences' states once read
+and once written; so does that of the copy, which negates as many in place. Mamba-2's states are transposed, as
+`state_space_v2` has them.
 """
 
 import argparse
@@ -29,33 +32,49 @@ from ejkernel.ops.device import current_device
 
 COLUMNS = ("shape", "side", "microseconds", "rate")
 STEPS = 16
+FORMS = ("", "packed", "slots")
 KINDS = ("gate a head", "gla", "lightning", "mamba-2", "gated delta", "kda")
 
 Call = Callable[[LinearRecurrence], tuple[jax.Array, jax.Array]]
 
 
-def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """What is measured; the length of a cell is that of a step."""
+def steps(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
+    """What is measured, and where the states are: of rows, of packed sequences or in slots.
+
+    The length of a cell is that of a step.
+    """
+    kinds = [kind for kind in KINDS if options.kind in ("", kind)]
     if options.check:
-        for kind in KINDS:
-            yield Cell(kind=kind, batch=2, length=3, heads=2, keys=16, values=24)
+        for kind in kinds:
+            for form in FORMS:
+                yield Cell(kind=kind, batch=2, length=3, heads=2, keys=16, values=24), form
         return
-    for kind in KINDS:
-        if options.kind in ("", kind):
-            yield Cell(kind=kind, batch=256, length=1)
+    for kind in kinds:
+        for form in FORMS:
+            if form != "packed" or kind == "gated delta":
+                yield Cell(kind=kind, batch=256, length=1), form
     if options.quick:
         return
-    for kind in ("gate a head", "gated delta", "kda"):
-        for batch, tokens in ((1, 1), (32, 1), (256, 4), (256, 8)):
-            if options.kind in ("", kind):
-                yield Cell(kind=kind, batch=batch, length=tokens)
+    for kind in kinds:
+        for batch, tokens, form in (
+            (1, 1, ""),
+            (32, 1, ""),
+            (256, 2, ""),
+            (256, 4, ""),
+            (256, 8, ""),
+            (32, 8, "slots"),
+        ):
+            yield Cell(kind=kind, batch=batch, length=tokens), form
 
 
-def record_of(cell: Cell, packed: bool) -> LinearRecurrence:
-    """A step with states, of rows or of packed sequences."""
-    record = cell.record()
-    state = jax.random.normal(jax.random.key(9), (cell.batch, cell.heads, cell.keys, cell.values), jnp.float32)
-    if not packed:
+def record_of(cell: Cell, form: str) -> LinearRecurrence:
+    """A step with states."""
+    record, sequences = cell.record(), cell.batch * (2 if form == "slots" else 1)
+    transposed = cell.kind == "mamba-2"
+    sizes = (cell.values, cell.keys) if transposed else (cell.keys, cell.values)
+    state = jax.random.normal(jax.random.key(9), (sequences, cell.heads, *sizes), jnp.float32)
+    record = dataclasses.replace(record, transposed_states=transposed)
+    if not form:
         return dataclasses.replace(record, initial_state=state)
     arrays = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     flat = {
@@ -64,14 +83,16 @@ def record_of(cell: Cell, packed: bool) -> LinearRecurrence:
         if isinstance(x, jax.Array) and x.shape[:2] == record.query.shape[:2]
     }
     bounds = jnp.arange(cell.batch + 1, dtype=jnp.int32) * cell.length
-    return dataclasses.replace(record, **flat, cu_seqlens=bounds, sequence_state=state)
+    slots = jax.random.permutation(jax.random.key(8), sequences)[: cell.batch].astype(jnp.int32)
+    held = {"cu_seqlens": bounds, "sequence_state": state, "state_slots": slots if form == "slots" else None}
+    return dataclasses.replace(record, **flat, **held)
 
 
 def chained(call: Call, record: LinearRecurrence) -> Side:
     """A loop of steps, each of which continues the state of the one before; the first one's is donated."""
     field = "initial_state" if record.cu_seqlens is None else "sequence_state"
 
-    def steps(state: jax.Array, record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
+    def loop(state: jax.Array, record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
         def step(_: Any, held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return call(dataclasses.replace(record, **{field: held[1]}))
 
@@ -79,7 +100,7 @@ def chained(call: Call, record: LinearRecurrence) -> Side:
         return jax.lax.fori_loop(0, STEPS, step, (empty, state))
 
     state, tokens = jnp.copy(getattr(record, field)), dataclasses.replace(record, **{field: None})
-    program = jax.jit(steps, donate_argnums=0).lower(state, tokens).compile()
+    program = jax.jit(loop, donate_argnums=0).lower(state, tokens).compile()
     held = [state]
 
     def run() -> jax.Array:
@@ -90,15 +111,16 @@ def chained(call: Call, record: LinearRecurrence) -> Side:
 
 
 def copy(record: LinearRecurrence) -> Side:
-    """States that are negated where they are, as often."""
+    """As many states, negated where they are, as often."""
     state = record.initial_state if record.cu_seqlens is None else record.sequence_state
     assert state is not None
+    state = state if record.state_slots is None else state[: record.state_slots.shape[0]]
 
-    def steps(state: jax.Array) -> jax.Array:
+    def loop(state: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, STEPS, lambda _, x: -x, state)
 
     held = [jnp.copy(state)]
-    program = jax.jit(steps, donate_argnums=0).lower(state).compile()
+    program = jax.jit(loop, donate_argnums=0).lower(state).compile()
 
     def run() -> jax.Array:
         held[0] = program(held[0])
@@ -110,6 +132,8 @@ def copy(record: LinearRecurrence) -> Side:
 def calls(record: LinearRecurrence, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Everything of ours that can take a step."""
     for name in ("triton_decode", "xla"):
+        if options.only not in name:
+            continue
         chosen = implementation(name)
         configs = [chosen.config.heuristic(record, current_device(), "forward")]
         if options.candidates and name == "triton_decode":
@@ -182,9 +206,9 @@ def right(name: str, made: Any, want: list[np.ndarray], cell: Cell) -> bool:
     return off < 1e-2
 
 
-def timed(cell: Cell, packed: bool, options: argparse.Namespace) -> Iterator[list[str]]:
+def timed(cell: Cell, form: str, options: argparse.Namespace) -> Iterator[list[str]]:
     """One line for each side that is right."""
-    record = record_of(cell, packed)
+    record = record_of(cell, form)
     want = [np.asarray(x, np.float32) for x in jax.jit(lambda record: reference(record)[0])(record)]
     contenders: dict[str, Side] = {}
     for name, call in calls(record, options):
@@ -193,7 +217,7 @@ def timed(cell: Cell, packed: bool, options: argparse.Namespace) -> Iterator[lis
     for name, side, made in fla(cell, record):
         if right(name, made, want, cell):
             contenders[name] = side
-    shape = f"{cell}, packed" if packed else str(cell)
+    shape = f"{cell}, {form}" if form else str(cell)
     contenders["copy"] = copy(record)
     if options.check:
         for name, side in contenders.items():
@@ -211,13 +235,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one token, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="one kind of recurrence; without it all")
+    parser.add_argument("--only", default="", help="part of the name of one of ours; without it all")
     parser.add_argument("--check", action="store_true", help="small steps on any device, no times")
     options = parser.parse_args()
     if not options.check and not _report.has_gpu():
         return
-    steps = [(cell, packed) for cell in cells(options) for packed in (False, True)]
-    kept = [(cell, packed) for cell, packed in steps if not packed or cell.kind == "gated delta"]
-    _report.stream(COLUMNS, (row for cell, packed in kept for row in timed(cell, packed, options)))
+    _report.stream(COLUMNS, (row for cell, form in steps(options) for row in timed(cell, form, options)))
 
 
 if __name__ == "__main__":

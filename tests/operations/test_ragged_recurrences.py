@@ -140,3 +140,46 @@ def test_gradients_of_a_packed_scan_are_those_of_its_sequences():
     given = (ONE_A, ONE_D, SLOTS_IE[:4], ONE)
     got, want = jax.value_and_grad(packed)(given), jax.value_and_grad(apart)(given)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
+
+
+def test_what_is_in_other_slots_reaches_nobody():
+    """The second request has no tokens, so its slot is another's too."""
+    for name in ("gla", "mamba 2", "mamba 1"):
+        call, _, _, slots = CASES[name]
+        clean, after = call(slots, *PACKED)
+        poisoned = slots.at[jnp.array([1, 2, 4])].set(jnp.nan)
+        output, held = call(poisoned, *PACKED)
+        np.testing.assert_array_equal(output, clean)
+        np.testing.assert_array_equal(held, after.at[jnp.array([1, 2, 4])].set(jnp.nan))
+        gradient = jax.grad(lambda slots, call=call: jnp.sum(call(slots, *PACKED)[0]))(poisoned)
+        np.testing.assert_array_equal(jnp.isfinite(gradient), True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_donated_slots_are_updated_in_place(name):
+    call, _, _, slots = CASES[name]
+    slots = jnp.tile(slots, (4000, *(1,) * (slots.ndim - 1)))
+    compiled = jax.jit(call, donate_argnums=0).lower(slots, *PACKED).compile()
+    memory, size, pointer = compiled.memory_analysis(), slots.nbytes, slots.unsafe_buffer_pointer()
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 8  # nor is there a copy
+    assert compiled(slots, *PACKED)[1].unsafe_buffer_pointer() == pointer
+
+
+def test_slots_of_an_operation_go_backwards_in_time_too():
+    options = {"initial_state": SLOTS_KV, "cu_seqlens": STARTS, "return_state": True, "reverse": True}
+    output, after = gla_attention(**QKV, g=GATES, state_indices=INDICES, **options)
+    held = jnp.where((INDICES >= 0)[:, None, None, None], SLOTS_KV[INDICES], 0)
+    want, states = gla_attention(**QKV, g=GATES, **(options | {"initial_state": held}))
+    np.testing.assert_allclose(output, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(after, SLOTS_KV.at[jnp.array([3, 0])].set(states[jnp.array([0, 3])]), atol=1e-5)
+
+
+def test_slots_want_packed_sequences_and_states():
+    call = {**QKV, "g": GATES, "state_indices": INDICES}
+    with pytest.raises(ValueError, match="state_indices: got it without initial_state"):
+        gla_attention(**call, cu_seqlens=STARTS)
+    with pytest.raises(ValueError, match="state_indices: got it without cu_seqlens"):
+        gla_attention(**{name: x[None] for name, x in QKV.items()}, state_indices=INDICES, initial_state=SLOTS_KV)
+    with pytest.raises(ValueError, match=r"initial_state: .*slots"):
+        gla_attention(**call, cu_seqlens=STARTS, initial_state=SLOTS_KV[0])

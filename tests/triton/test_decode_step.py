@@ -16,7 +16,7 @@ from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence import decode, decode_config
 
 # Every field is claimed once, in a case that shows it; and a state that all of a batch share must not be written over.
-VALUES = "test_value and not eager and not shapes and (step or packed or mixed or gates)"
+VALUES = "test_value and not eager and not shapes and (step or packed or mixed or gates or slots or one_token)"
 TESTS = f"test_capabilities or ({VALUES}) or (test_vmap_shared and gated_delta_rule and step)"
 
 
@@ -24,7 +24,7 @@ def test_conformance():
     assert_conforms((), TESTS, "triton_decode")
 
 
-def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32):
+def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32, slots=0, transposed=False):
     """A step of 64 sequences with the named fields."""
     sequences, heads = 64, 16
     rows, length = (1, sequences * tokens) if packed else (sequences, tokens)
@@ -41,10 +41,12 @@ def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32):
         "dt": {"dt": array(rows, length, heads), "skip": array(1, 1, heads)},
         "segments": {"segment_ids": array(rows, length, of=jnp.int32)},
     }
-    states = None if state is None else array(sequences, heads, size, size, of=state)
+    states = None if state is None else array(slots or sequences, heads, size, size, of=state)
     made = {name: x for field in fields for name, x in given[field].items()}
     made |= {"sequence_state": states} if packed else {"initial_state": states}
     made |= {"cu_seqlens": array(sequences + 1, of=jnp.int32)} if packed else {}
+    made |= {"state_slots": array(sequences, of=jnp.int32)} if slots else {}
+    made |= {"transposed_states": transposed}
     return LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.1, **made)
 
 
@@ -67,6 +69,9 @@ ALL = ("gates", "value gates", "beta", "segments")
         ("sm_90", ("gate", "dt"), {"tokens": 1, "size": 64}),
         ("sm_90", (), {"state": None}),
         ("gfx942", ("gate", "beta"), {"packed": True}),
+        ("sm_90", ("gates", "beta"), {"packed": True, "slots": 100}),
+        ("sm_90", ("gate", "dt"), {"packed": True, "slots": 100, "transposed": True}),
+        ("gfx942", ("gate", "dt"), {"packed": True, "slots": 100, "transposed": True}),
     ],
 )
 def test_the_kernel_fits_the_chip_and_spills_nothing(chip, fields, options):
@@ -86,6 +91,14 @@ def test_states_in_float32_are_updated_in_their_own_memory(packed):
     assert call.inputs[source].shape[-4:] == (64, 16, 128, 128)
     (call,) = launched(record_of("gate", packed=packed, state=jnp.bfloat16), H200)
     assert not call.aliases, "the final state is float32: one in bfloat16 has no room for it"
+
+
+@pytest.mark.parametrize("state", [jnp.float32, jnp.bfloat16])
+def test_slots_are_updated_in_their_own_memory(state):
+    (call,) = launched(record_of("gate", packed=True, state=state, slots=100), H200)
+    (source,) = call.aliases
+    assert call.outputs[call.aliases[source]] == call.inputs[source]
+    assert call.inputs[source].shape == (1, 100, 16, 128, 128)
 
 
 def reasons(record, op="gated_delta_rule"):

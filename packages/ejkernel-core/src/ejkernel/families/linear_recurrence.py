@@ -16,8 +16,9 @@ Qin et al. 2024, arXiv:2401.04658 (constant decay); Dao & Gu 2024, arXiv:2405.21
 Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (decay per channel in it).
 """
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
-from ejkernel.planning import packing
+from ejkernel.planning import packing, slots
 
 
 @arguments
@@ -47,9 +48,14 @@ class LinearRecurrence:
         initial_state: [B, H, K, V] floating, the state before the first token of every row; None is zeros.
         cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and each has a
             state of its own. Empty sequences are allowed.
-        sequence_state: [N, H, K, V] floating, the state before each packed sequence; None is zeros.
+        sequence_state: [N, H, K, V] floating, the state before each packed sequence; None is zeros. With
+            `state_slots`, the slots [S, H, K, V] that hold them.
+        state_slots: [N] int, the slot in which each packed sequence has its state; those of sequences with tokens
+            differ. Outside of 0 to S - 1: the sequence starts from zeros, and its state is not kept. The final states
+            are then the slots, in their dtype, of which only those of sequences with tokens have changed.
         segment_ids: [B, T] int32; a token whose id differs from that of the last real token before it starts from a
             zero state, and negative ids are padding. The first real token continues from the initial state.
+        transposed_states: Whether states are [..., V, K], those at the end too.
         precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
     """
 
@@ -66,7 +72,23 @@ class LinearRecurrence:
     cu_seqlens: jax.Array | None = None
     sequence_state: jax.Array | None = None
     segment_ids: jax.Array | None = None
+    state_slots: jax.Array | None = None
+    transposed_states: bool = static(default=False)
     precision: lax.Precision | None = static(default=None)
+
+
+class InSlots(NamedTuple):
+    """States in slots.
+
+    Attributes:
+        slots: [S, H, K, V], or transposed.
+        indices: [N] int, the slot of each sequence.
+        starts: [N + 1] int, cumulative lengths of the sequences.
+    """
+
+    slots: jax.Array
+    indices: jax.Array
+    starts: jax.Array
 
 
 TOKEN_FIELDS = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "skip")
@@ -83,8 +105,32 @@ def head_count(record: LinearRecurrence) -> int:
     return max(record.query.shape[2], record.value.shape[2])
 
 
+def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
+    """The record with states [B, H, K, V] or [N, H, K, V]: read out of slots, and not transposed."""
+    given = {"initial_state": record.initial_state, "sequence_state": record.sequence_state}
+    if (held := in_slots(record)) is not None:
+        given["sequence_state"] = slots.read_slots(held.slots, held.indices, held.starts)
+    if record.transposed_states:
+        given = {name: None if x is None else x.swapaxes(2, 3) for name, x in given.items()}
+    return dataclasses.replace(record, **given, state_slots=None, transposed_states=False)
+
+
+def as_recorded(record: LinearRecurrence, final: jax.Array) -> jax.Array:
+    """The final states of a record, from those of the same record with plain states."""
+    final = final.swapaxes(2, 3) if record.transposed_states else final
+    held = in_slots(record)
+    return final if held is None else slots.write_slots(held.slots, held.indices, held.starts, final)
+
+
+def in_slots(record: LinearRecurrence) -> InSlots | None:
+    """The states of packed sequences in slots; None where a record has them elsewhere, or none."""
+    held, indices, starts = record.sequence_state, record.state_slots, record.cu_seqlens
+    return None if held is None or indices is None or starts is None else InSlots(held, indices, starts)
+
+
 def states(record: LinearRecurrence) -> jax.Array:
-    """The states before the first tokens: [B, H, K, V], or [N, H, K, V] of packed sequences, in the accumulator."""
+    """The states before the first tokens of a record with plain states: [B, H, K, V], or [N, H, K, V] of packed
+    sequences, in the accumulator."""
     given = record.initial_state if record.cu_seqlens is None else record.sequence_state
     if given is not None:
         return given.astype(accumulator(record))
@@ -109,9 +155,11 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
     """The family's meaning, one token at a time; float64 if query is, else float32.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's.
-        There are no residuals.
+        Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's;
+        those of a record with slots are its slots, and those of one with transposed states are transposed. There are
+        no residuals.
     """
+    given, record = record, with_plain_states(record)
     packed = record.cu_seqlens is not None
 
     def step(table: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +169,7 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
         return (table.at[token["row"]].set(new[0]) if packed else new), output
 
     final, outputs = lax.scan(step, states(record), _tokens(record))
-    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), final), ()
+    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(given, final)), ()
 
 
 def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
@@ -172,6 +220,7 @@ def axes(record: LinearRecurrence) -> dict[str, Any]:
     Either queries have a head each and share keys and values, or values have one each and share queries and keys.
     """
     shared_queries = record.query.shape[2] < record.value.shape[2]
+    state = "h v k" if record.transposed_states else "h k v"
     return {
         "query": "b t g k" if shared_queries else "b t h k",
         "key": "b t g k",
@@ -181,12 +230,13 @@ def axes(record: LinearRecurrence) -> dict[str, Any]:
         "beta": "b t h",
         "dt": "b t h",
         "skip": "b t h",
-        "initial_state": "b h k v",
+        "initial_state": f"b {state}",
         "cu_seqlens": "n",
-        "sequence_state": "n h k v",
+        "sequence_state": f"n {state}",
         "segment_ids": "b t",
+        "state_slots": "n",
         # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
-        "output": ("b t h v", "b h k v"),
+        "output": ("b t h v", f"b {state}"),
     }
 
 

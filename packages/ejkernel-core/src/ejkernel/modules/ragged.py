@@ -7,10 +7,10 @@
     slots   = slots with `last` at state_indices     but for empty requests and indices outside
 
 Request n owns tokens `query_start_loc[n] : query_start_loc[n + 1]`, and tokens of no request have output 0. Indices of
-requests with tokens differ. Donate the slots under `jax.jit`, and the update is in place.
+requests with tokens differ. Donate the slots under `jax.jit`, and the update is in place: where a kernel of the
+operation takes slots, as that of decode steps does, no state moves but into the kernel and back.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,9 +21,9 @@ from ejkernel.modules.operations.gated_linear_attention import gated_linear_atte
 from ejkernel.modules.operations.lightning_attention import lightning_attention
 from ejkernel.modules.operations.ragged_gated_delta_rule import ragged_gated_delta_rule
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
-from ejkernel.modules.operations.shared.slots import read_slots, write_slots
 from ejkernel.modules.operations.state_space_v1 import state_space_v1
 from ejkernel.modules.operations.state_space_v2 import state_space_v2
+from ejkernel.planning.slots import read_slots, write_slots
 
 __all__ = [
     "ragged_gated_linear_attention",
@@ -32,9 +32,6 @@ __all__ = [
     "ragged_state_space_v1",
     "ragged_state_space_v2",
 ]
-
-Run = Callable[[jax.Array, jax.Array], Any]
-"""(states before the requests, their starts) -> outputs and the states behind them."""
 
 
 def ragged_gated_linear_attention(
@@ -79,11 +76,10 @@ def ragged_gated_linear_attention(
         ```
     """
 
-    def run(states: jax.Array, starts: jax.Array) -> Any:
-        tokens = {"query": query, "key": key, "value": value, "g": g}
-        return gated_linear_attention(**tokens, initial_state=states, cu_seqlens=starts, return_state=True, **options)
-
-    return _with_slots(run, query.shape[0], recurrent_state, query_start_loc, state_indices)
+    states = _checked(recurrent_state, query_start_loc, state_indices)
+    tokens = {"query": query, "key": key, "value": value, "g": g}
+    made: Any = gated_linear_attention(**tokens, **states, return_state=True, **options)
+    return made
 
 
 def ragged_lightning_attention(
@@ -118,12 +114,10 @@ def ragged_lightning_attention(
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
-    def run(states: jax.Array, starts: jax.Array) -> Any:
-        layer = {"layer_idx": layer_idx, "num_layers": num_layers}
-        packed = {"initial_state": states, "cu_seqlens": starts, "return_state": True}
-        return lightning_attention(query, key, value, **packed, **layer, **options)
-
-    return _with_slots(run, query.shape[0], recurrent_state, query_start_loc, state_indices)
+    states = _checked(recurrent_state, query_start_loc, state_indices)
+    layer = {"layer_idx": layer_idx, "num_layers": num_layers}
+    made: Any = lightning_attention(query, key, value, **states, **layer, return_state=True, **options)
+    return made
 
 
 def ragged_kernel_delta_attention(
@@ -196,13 +190,14 @@ def ragged_state_space_v1(
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
-    def run(states: jax.Array, starts: jax.Array) -> Any:
-        rows = {"hidden_states": hidden_states[None], "B": B[None], "C": C[None], "dt": dt[None]}
-        rows |= {} if gate is None else {"gate": gate[None]}
-        y, last, _ = state_space_v1(**rows, A=A, D=D, initial_state=states, cu_seqlens=starts, **options)
-        return y[0], last
-
-    return _with_slots(run, hidden_states.shape[0], recurrent_state, query_start_loc, state_indices)
+    starts = _checked(recurrent_state, query_start_loc, state_indices)["cu_seqlens"]
+    rows = {"hidden_states": hidden_states[None], "B": B[None], "C": C[None], "dt": dt[None]}
+    rows |= {} if gate is None else {"gate": gate[None]}
+    # A selective scan has no slots of its own: its states are read before it and stored after it.
+    states = read_slots(recurrent_state, state_indices, starts)
+    y, last, _ = state_space_v1(**rows, A=A, D=D, initial_state=states, cu_seqlens=starts, **options)
+    in_sequence = jnp.arange(hidden_states.shape[0]) < starts[-1]
+    return jnp.where(in_sequence[:, None], y[0], 0), write_slots(recurrent_state, state_indices, starts, last)
 
 
 def ragged_state_space_v2(
@@ -241,19 +236,19 @@ def ragged_state_space_v2(
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
-    def run(states: jax.Array, starts: jax.Array) -> Any:
-        rows = {"x": x[None], "B": B[None], "C": C[None], "dt": dt[None]}
-        rows |= {} if gate is None else {"gate": gate[None]}
-        y, last, _ = state_space_v2(**rows, A=A, D=D, initial_state=states, cu_seqlens=starts, **options)
-        return y[0], last
-
-    return _with_slots(run, x.shape[0], recurrent_state, query_start_loc, state_indices)
+    states = _checked(recurrent_state, query_start_loc, state_indices)
+    rows = {"x": x[None], "B": B[None], "C": C[None], "dt": dt[None]}
+    rows |= {} if gate is None else {"gate": gate[None]}
+    y, slots, _ = state_space_v2(**rows, A=A, D=D, **states, **options)
+    return y[0], slots
 
 
-def _with_slots(
-    run: Run, tokens: int, slots: jax.Array, starts: jax.Array, indices: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The outputs of a packed call, 0 for tokens of no request, and the slots after it."""
+def _checked(slots: jax.Array, starts: jax.Array, indices: jax.Array) -> dict[str, jax.Array]:
+    """The states of a packed call under the names that the operations have for them.
+
+    Raises:
+        ValueError: One of them is wrong, by the name that it has here.
+    """
     sizes: dict[str, int] = {}
     check_shape("state_indices", indices, "N", sizes)
     check_shape("query_start_loc", starts, "N+1", {"N+1": sizes["N"] + 1})
@@ -261,6 +256,4 @@ def _with_slots(
         check_dtype(name, array, jnp.integer, "an integer dtype")
     if not slots.shape or not slots.shape[0]:
         raise ValueError(f"recurrent_state: got shape {slots.shape}, wants at least one slot")
-    output, states = run(read_slots(slots, indices), starts)
-    in_sequence = (jnp.arange(tokens) < starts[-1]).reshape(-1, *(1,) * (output.ndim - 1))
-    return jnp.where(in_sequence, output, 0), write_slots(slots, indices, starts, states)
+    return {"initial_state": slots, "cu_seqlens": starts, "state_indices": indices}

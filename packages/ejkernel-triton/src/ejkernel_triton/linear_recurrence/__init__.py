@@ -4,13 +4,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.planning import recurrent_states
 from ejkernel_triton.linear_recurrence import config, decode_config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = frozenset({"decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision"})
-"""Optional fields that the kernels honour."""
+HANDLES = recurrent_states.HANDLES | {
+    *("decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision")
+}
+"""Optional fields that the kernels honour, those of states with the states moved around the kernels."""
 
-DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision"}) | {"beta"}
+DELTA_HANDLES = (HANDLES - {"dt", "skip", "precision", "transposed_states"}) | {"beta"}
 """Optional fields that the delta rule's kernels honour."""
 
 DECODE_HANDLES = HANDLES | {"beta", "value_decay", "segment_ids"}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import packing
+from ejkernel.planning.recurrent_states import with_plain_state_gradients
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
 from ejkernel_triton.linear_recurrence.forward import boundaries, segment_starts
@@ -23,6 +24,7 @@ OF_VALUES = frozenset({"value", "dt", "skip"})
 OF_KEYS = frozenset({"query", "key", "decay"})
 
 
+@with_plain_state_gradients
 def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     """Gradients of the wanted fields of a record.
 

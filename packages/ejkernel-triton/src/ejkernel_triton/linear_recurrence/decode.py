@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, segment_roles
+from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, in_slots, segment_roles
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.decode_config import DecodeTile, walks
 
@@ -38,6 +38,8 @@ class DecodeSpec:
         STATE: Whether there are states to begin with.
         SCALE: Factor on the output.
         EVICTION: Which lines of the L2 cache the state's are: "evict_first", or "" for any.
+        SLOTS: How many slots hold the states of packed sequences; 0 where they are in no slots.
+        TRANSPOSED: Whether states are [V, K].
         IN_PLACE: Whether the final states have the memory of those to begin with, and are read from there.
     """
 
@@ -64,7 +66,9 @@ class DecodeSpec:
     STATE: bool
     SCALE: float
     EVICTION: str
-    IN_PLACE: bool = False
+    SLOTS: int
+    TRANSPOSED: bool
+    IN_PLACE: bool
 
 
 def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
@@ -98,37 +102,43 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         STATE=(record.sequence_state if packed else record.initial_state) is not None,
         SCALE=record.softmax_scale,
         EVICTION="evict_first" if config.streams else "",
+        SLOTS=0 if (held := in_slots(record)) is None else held.slots.shape[0],
+        TRANSPOSED=record.transposed_states,
+        IN_PLACE=_in_place(record),
     )
+
+
+def _in_place(record: LinearRecurrence) -> bool:
+    """Whether the final states have the memory of those that the record has: slots, or states of their dtype."""
+    given = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    return given is not None and (given.dtype == jnp.float32 or in_slots(record) is not None)
 
 
 def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Output and final states of a record.
 
-    States in float32 are updated in their own memory: XLA copies them before only if they are used elsewhere, as those
-    of a call that does not donate them are.
+    States in float32, and slots of any dtype, are updated in their own memory: XLA copies them before only if they are
+    used elsewhere, as those of a call that does not donate them are.
 
     Args:
         record: The canonical arguments.
         config: The tile.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals.
+        Output [B, T, H, V] in the query's dtype and final states in float32, or the slots; no residuals.
     """
     from ejkernel_triton.linear_recurrence.decode_kernel import decode_kernel
 
     spec, rows = make_spec(record, config), record.query.shape[0]
-    inputs = _inputs(record)
-    initial = inputs[-1]
-    shape = (rows, spec.SEQUENCES, spec.H, spec.K, spec.V) if spec.PACKED else (rows, spec.H, spec.K, spec.V)
-    in_place = initial is not None and initial.dtype == jnp.float32 and initial.shape == shape
-    spec = dataclasses.replace(spec, IN_PLACE=in_place)
+    inputs, state = _inputs(record), (spec.V, spec.K) if spec.TRANSPOSED else (spec.K, spec.V)
+    shape = (rows, spec.SEQUENCES, spec.H, *state) if spec.PACKED else (rows, spec.H, *state)
     output, final = launch(
         decode_kernel,
         inputs,
         (
             Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
             # The number of an input says that the output is written to its memory.
-            len(inputs) - 1 if in_place else Shape(shape, jnp.float32),
+            len(inputs) - 1 if spec.IN_PLACE else Shape(shape, jnp.float32),
         ),
         batch=rows,
         grid=rows * spec.SEQUENCES * spec.H * spec.TILES,
@@ -141,12 +151,13 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
 
 def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
     """The kernel's arrays: of the tokens, what each is (0 is padding, 2 begins a segment), and the states."""
-    roles, bounds, initial = None, None, record.initial_state
+    roles, bounds, slots, initial = None, None, None, record.initial_state
     if record.segment_ids is not None:
         real, restart = segment_roles(record.segment_ids)
         roles = jnp.where(real, 1 + restart.astype(jnp.int32), 0)
     if record.cu_seqlens is not None:
         bounds = record.cu_seqlens.astype(jnp.int32)[None]
         initial = None if record.sequence_state is None else record.sequence_state[None]
+        slots = None if record.state_slots is None else record.state_slots[None]
     tokens = (record.query, record.key, record.value, record.decay, record.value_decay, record.beta, record.dt)
-    return (*tokens, record.skip, roles, bounds, initial)
+    return (*tokens, record.skip, roles, bounds, slots, initial)

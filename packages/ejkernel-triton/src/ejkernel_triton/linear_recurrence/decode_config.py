@@ -9,8 +9,8 @@ from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
-WIDEST = 32
-"""Value channels of a program by rule: their row of a state in float32 is one line of the cache."""
+WIDEST = 64
+"""Value channels of a program by rule: their row of a state in float32 is two lines of the cache."""
 
 HELD = 64
 """Numbers of a state that a thread holds; as many again are on their way through its sums."""

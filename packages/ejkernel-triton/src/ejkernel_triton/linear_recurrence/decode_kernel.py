@@ -8,8 +8,9 @@
                                               | read, store 0    | read, store 1
 
 A program has all key channels of one tile of value channels of one head's state, so no program needs another's sums.
-A row of the tile is BLOCK_V numbers side by side, which 16 bytes a thread load. What the next token brings is loaded
-while the one before is worked on: a step waits for memory once, not once a token.
+A row of the tile is BLOCK_V numbers side by side, which 16 bytes a thread load; of a transposed state [V, K] a column
+is. Where states are in slots, a program looks up that of its sequence, and leaves the others alone. What the next token
+brings is loaded while the one before is worked on: a step waits for memory once, not once a token.
 
 Tokens that are none (padding, or the one behind the last) are loaded as zeros: they decay by exp(0), write nothing
 and read zero.
@@ -110,6 +111,7 @@ def decode_kernel(
     skip,
     roles,
     bounds,
+    slots,
     initial,
     output,
     final,
@@ -128,16 +130,31 @@ def decode_kernel(
     sequence = program // (spec.TILES * spec.H) % spec.SEQUENCES
     row = tl.cast(program // (spec.TILES * spec.H * spec.SEQUENCES), tl.int64)
     channels, columns = tl.arange(0, spec.BLOCK_K), tile * spec.BLOCK_V + tl.arange(0, spec.BLOCK_V)
-    at = head * (spec.K * spec.V) + channels[:, None] * spec.V + columns[None, :]
+    at = head * (spec.K * spec.V)
+    if spec.TRANSPOSED:
+        at += channels[:, None] + columns[None, :] * spec.K
+    else:
+        at += channels[:, None] * spec.V + columns[None, :]
     mask = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
-    STATES: tl.constexpr = spec.SEQUENCES * spec.H * spec.K * spec.V
-    state_offset = tl.cast(sequence, tl.int64) * (spec.H * spec.K * spec.V)
-    # The state comes first, for it is what memory is busy with; where packed tokens lie is read beside it.
+    # 64 bits: a token's number times its stride may have more than 31.
+    first = tl.cast(tile * 0, tl.int64)
+    end = first + spec.T
+    if spec.PACKED:
+        bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
+        first, end = tl.load(bounds + sequence).to(tl.int64), tl.load(bounds + sequence + 1).to(tl.int64)
+    STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.H * spec.K * spec.V
+    place = tl.cast(sequence, tl.int64)
+    if spec.SLOTS > 0:
+        place = tl.load(at_batch(slots, row, per.SLOTS, spec.SEQUENCES) + sequence).to(tl.int64)
+        # A sequence without tokens leaves its slot alone, which may be another's too.
+        used = tl.cast((place >= 0) & (place < spec.SLOTS) & (end > first), tl.int32)
+        mask = mask & (channels * 0 + used > 0)[:, None]  # the interpreter has no & of a tile and a scalar
+    target = final + row * STATES + place * (spec.H * spec.K * spec.V) + at
+    # The state comes first, for it is what memory is busy with.
     if spec.IN_PLACE:
-        source = final + row * STATES + state_offset + at
-        state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION)
+        state = tl.load(target, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
     elif spec.STATE:
-        source = at_batch(initial, row, per.INITIAL, STATES) + state_offset + at
+        source = at_batch(initial, row, per.INITIAL, STATES) + place * (spec.H * spec.K * spec.V) + at
         state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
@@ -157,12 +174,6 @@ def decode_kernel(
         skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
     if spec.SEGMENTS:
         roles = at_batch(roles, row, per.ROLES, spec.T)
-    # 64 bits: a token's number times its stride may have more than 31.
-    first = tl.cast(tile * 0, tl.int64)
-    end = first + spec.T
-    if spec.PACKED:
-        bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
-        first, end = tl.load(bounds + sequence).to(tl.int64), tl.load(bounds + sequence + 1).to(tl.int64)
     q, k, v, g, w, b, restart = load_token(
         query, key, value, decay, value_decay, beta, dt, roles, first, end, channels, columns, spec
     )
@@ -180,7 +191,7 @@ def decode_kernel(
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
         q, k, v, g, w, b, restart = next_q, next_k, next_v, next_g, next_w, next_b, next_restart
     # In place, the tile was read at the top by this program alone.
-    tl.store(final + row * STATES + state_offset + at, state, mask=mask, eviction_policy=spec.EVICTION)
+    tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
     if spec.PACKED:
         # The programs of all sequences share the tokens of none, which lie before the first and behind the last.
         before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + spec.SEQUENCES).to(tl.int64)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import packing
+from ejkernel.planning.recurrent_states import with_plain_state_gradients, with_plain_states
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
@@ -68,6 +69,7 @@ class ChunkStates(NamedTuple):
     inverse: jax.Array
 
 
+@with_plain_states
 def forward(
     record: LinearRecurrence, config: DeltaPasses
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaPocket]:
@@ -95,6 +97,7 @@ def forward(
     return (jnp.where(real[None, :, None, None], output, 0), made.final[0]), (), pocket
 
 
+@with_plain_state_gradients
 def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     """Gradients of the wanted fields of a record with beta.
 

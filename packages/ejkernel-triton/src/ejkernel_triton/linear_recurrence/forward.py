@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning import packing
+from ejkernel.planning.recurrent_states import with_plain_states
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import RecurrencePasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, canonical, state_dtype
@@ -27,6 +28,7 @@ class RecurrencePocket(NamedTuple):
     states: jax.Array | None
 
 
+@with_plain_states
 def forward(
     record: LinearRecurrence, config: RecurrencePasses
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], RecurrencePocket]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, states
+from ejkernel.planning.recurrent_states import with_plain_states
 from ejkernel_xla.linear_recurrence.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.chunking import (
     Chunking,
@@ -27,6 +28,7 @@ from ejkernel_xla.linear_recurrence.single_tokens import read_single_tokens
 from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
 
 
+@with_plain_states
 def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Output and final states of a record.
 

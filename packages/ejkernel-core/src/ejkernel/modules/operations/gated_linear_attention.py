@@ -29,6 +29,7 @@ class GLAttentionArguments:
     g_gamma: jax.Array | None = None
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
+    state_indices: jax.Array | None = None
     softmax_scale: float | None = static(None)
     reverse: bool = static(False)
     return_state: bool = static(False)
@@ -47,6 +48,7 @@ def gated_linear_attention(
     initial_state: Float[Array, "n h k v"] | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
+    state_indices: Integer[Array, " n"] | None = None,
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
@@ -75,6 +77,10 @@ def gated_linear_attention(
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
             arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
             which an eager call waits. Sequences may be empty; tokens of none have output 0.
+        state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
+            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
+            states that are returned are the slots, in their dtype; donate them under `jax.jit`.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         reverse: Go from the last token of each sequence to the first.
         return_state: Also return the states after the last token taken.

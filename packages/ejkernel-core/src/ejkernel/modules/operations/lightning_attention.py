@@ -29,6 +29,7 @@ class LightningAttentionArguments:
     value: jax.Array
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
+    state_indices: jax.Array | None = None
     layer_idx: int = static()
     num_layers: int = static()
     softmax_scale: float | None = static(None)
@@ -49,6 +50,7 @@ def lightning_attention(
     initial_state: Float[Array, "n h k v"] | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
+    state_indices: Integer[Array, " n"] | None = None,
     layer_idx: int,
     num_layers: int,
     softmax_scale: float | None = None,
@@ -77,6 +79,10 @@ def lightning_attention(
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
             arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
             which an eager call waits. Sequences may be empty; tokens of none have output 0.
+        state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
+            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
+            states that are returned are the slots, in their dtype; donate them under `jax.jit`.
         layer_idx: Index of the layer, an int >= 0.
         num_layers: Number of layers, an int >= 1.
         softmax_scale: Factor on the output; None means `K ** -0.5`.

@@ -15,7 +15,6 @@ from ejkernel.modules.operations.configs import RaggedGatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
-from ejkernel.modules.operations.shared.slots import read_slots, write_slots
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -126,9 +125,13 @@ def validate(args: RaggedGatedDeltaRuleArguments) -> None:
 
 
 def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
-    """The family's record of a call: one row of packed sequences, with their states out of the slots."""
-    states = read_slots(args.recurrent_state, args.state_indices)
-    row = delta_rule.delta_record(args, cu_seqlens=args.query_start_loc, sequence_state=states)
+    """The family's record of a call: one row of packed sequences, with their states in slots."""
+    row = delta_rule.delta_record(
+        args,
+        cu_seqlens=args.query_start_loc,
+        sequence_state=args.recurrent_state,
+        state_slots=args.state_indices,
+    )
     tokens = {name: getattr(row, name) for name in ("query", "key", "value", "decay", "beta")}
     # The gate's channel axis is the last either way, so a row axis in front completes all of them.
     return dataclasses.replace(row, **{name: None if x is None else x[None] for name, x in tokens.items()})
@@ -136,8 +139,8 @@ def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
 
 def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The tokens' outputs, and the slots with the states of the requests that had tokens and have a slot."""
-    read, states = output
-    return read[0], write_slots(args.recurrent_state, args.state_indices, args.query_start_loc, states)
+    read, slots = output
+    return read[0], slots
 
 
 def reference(args: RaggedGatedDeltaRuleArguments) -> tuple[jax.Array, jax.Array]:

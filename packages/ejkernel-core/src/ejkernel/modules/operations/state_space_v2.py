@@ -13,7 +13,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.cases import state_space as state_space_cases
 from ejkernel.modules.operations.configs import StateSpaceV2Config
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_packing, wide
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_packing, check_states, wide
 from ejkernel.modules.operations.shared.repeated import check_repeated
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -47,6 +47,7 @@ class StateSpaceV2Arguments:
     initial_state: jax.Array | None = None
     conv_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
+    state_indices: jax.Array | None = None
     n_groups: int | None = static(None)
     act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
     use_gated_rmsnorm: bool = static(False)
@@ -84,6 +85,7 @@ def state_space_v2(
     conv_state: Float[Array, "b i c"] | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
+    state_indices: Integer[Array, " n"] | None = None,
     n_groups: int | None = None,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
     use_gated_rmsnorm: bool = False,
@@ -117,6 +119,10 @@ def state_space_v2(
         conv_state: Anything; returned as it is.
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
             be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
+        state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, P, E], and sequence n continues the
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
+            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
+            state that is returned is the slots, in their dtype; donate them under `jax.jit`.
         n_groups: G; None takes it from B.
         act_fn: Activation of the gate; None is SiLU. Goes with a gate.
         use_gated_rmsnorm: Divide the output by its root mean square over all H * P channels before it is gated; has no
@@ -168,14 +174,14 @@ def validate(args: StateSpaceV2Arguments) -> None:
     check_floating("gate", args.gate, "B T H*P", sizes | {"H*P": sizes["H"] * sizes["P"]})
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
-    check_floating("initial_state", args.initial_state, f"{'B' if args.cu_seqlens is None else 'N'} H P E", sizes)
+    check_states(args, "H P E", sizes)
     if args.use_gated_rmsnorm and args.gate is None:
         raise ValueError("gate: got None with use_gated_rmsnorm=True, wants [B, T, H*P]")
 
 
 def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
     """The family's record of a call: C reads what B writes, and dt scales both the decay and what is written."""
-    dt, state = wide(args.dt), args.initial_state
+    dt = wide(args.dt)
     return LinearRecurrence(
         query=args.C,
         key=args.B,
@@ -184,16 +190,18 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
         decay=(wide(args.A) * dt)[..., None],
         dt=dt,
         skip=wide(args.D)[None, None],
-        **_states(args, None if state is None else state.swapaxes(2, 3)),
+        **_states(args),
+        transposed_states=True,
         precision=args.precision,
     )
 
 
-def _states(args: StateSpaceV2Arguments, state: jax.Array | None) -> dict[str, Any]:
-    """The record's fields of states: those of rows, or of packed sequences."""
+def _states(args: StateSpaceV2Arguments) -> dict[str, Any]:
+    """The record's fields of states, [..., P, E]: those of rows, or of packed sequences."""
     if args.cu_seqlens is None:
-        return {"initial_state": state}
-    return {"cu_seqlens": args.cu_seqlens, "sequence_state": state}
+        return {"initial_state": args.initial_state}
+    states = {"sequence_state": args.initial_state, "state_slots": args.state_indices}
+    return {"cu_seqlens": args.cu_seqlens, **states}
 
 
 def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, Any]:
@@ -206,7 +214,7 @@ def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> 
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + args.rmsnorm_eps)
     if args.gate is not None:
         y = y * (args.act_fn or jax.nn.silu)(wide(args.gate))
-    return y.astype(args.x.dtype), state.swapaxes(2, 3), args.conv_state
+    return y.astype(args.x.dtype), state, args.conv_state
 
 
 def reference(args: StateSpaceV2Arguments) -> tuple[jax.Array, jax.Array, Any]:

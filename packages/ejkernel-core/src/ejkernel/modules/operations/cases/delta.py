@@ -10,6 +10,7 @@ from ejkernel.modules.operations.cases.recurrence import (
     RecurrenceSizes,
     Row,
     gates,
+    in_slots,
     log_gate,
     make_cases,
     normal,
@@ -106,6 +107,8 @@ def _ragged(
     dtype: Any,
 ) -> Case:
     sizes = RecurrenceSizes(b=1, t=tokens, g=kv_heads, v=12)
+    # Slots of empty requests are not among them.
+    used = {index for n, index in enumerate(indices) if index >= 0 and lengths[n + 1] > lengths[n]}
 
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, 6)
@@ -114,10 +117,10 @@ def _ragged(
             **{field: normal(k, sizes.shape(field)[1:], dtype) for field, k in zip(fields, keys, strict=False)},
             beta=jax.random.uniform(keys[4], (tokens, sizes.h)),
             decay=None if decay is None else log_gate(keys[3], sizes.shape(decay)[1:]),
-            recurrent_state=normal(keys[5], (SLOTS, sizes.h, sizes.k, sizes.v)),
+            recurrent_state=in_slots(keys[5], (SLOTS, sizes.h, sizes.k, sizes.v), used, dtype),
             query_start_loc=jnp.array(lengths, jnp.int32),
             state_indices=jnp.array(indices, jnp.int32),
         )
 
-    exercised = ("beta", "cu_seqlens", "sequence_state", *(() if decay is None else ("decay",)))
+    exercised = ("beta", "cu_seqlens", "sequence_state", "state_slots", *(() if decay is None else ("decay",)))
     return Case(name=name, make=make, tags=frozenset({"ci"}), exercises=frozenset(exercised))

@@ -70,6 +70,12 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> 
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
+def in_slots(key: jax.Array, shape: tuple[int, ...], used: Iterable[int], dtype: Any = jnp.float32) -> jax.Array:
+    """Normal states in those slots that are used, and inf in the others, which nobody may touch."""
+    index = jnp.array(sorted(used))
+    return jnp.full(shape, jnp.inf, dtype).at[index].set(normal(key, (index.size, *shape[1:]), dtype))
+
+
 def log_gate(key: jax.Array, shape: tuple[int, ...], strength: float = 0.3) -> jax.Array:
     """Log gates, of which a few are very strong."""
     weak, chance = (jax.random.uniform(k, shape) for k in jax.random.split(key))
@@ -108,6 +114,15 @@ def _packed(*names: str, **constants: Any) -> Extra:
     return lambda key, sizes: gates(*names, cu_seqlens=bounds(), **constants)(key, sizes)
 
 
+def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """A packed step whose states are in slots: one request has no slot, and one no tokens."""
+    made = gates("gate of channels", return_state=True)(key, sizes)
+    slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 3), sizes.dtype)
+    starts, indices = jnp.array([0, 1, 1, 4, 5], jnp.int32), jnp.array([5, 3, 3, -1], jnp.int32)
+    return {**made, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
+
+
+_SLOTS: tuple[str, ...] = ("decay", "cu_seqlens", "sequence_state", "state_slots")
 _MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
 _SPARSE: Row = (
     "packed",
@@ -147,6 +162,7 @@ _GATED: tuple[Row, ...] = (
     ("gate of channels, grouped", RecurrenceSizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
     ("bfloat16", RecurrenceSizes(g=2, **_BF16), gates("g"), ("decay",), ()),
     _SPARSE,
+    ("slots in bfloat16", RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16), _in_slots, _SLOTS, ()),
     _MODEL,
 )
 _CONSTANT: tuple[Row, ...] = (

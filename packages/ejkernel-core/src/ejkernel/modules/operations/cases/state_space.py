@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.recurrence import normal
+from ejkernel.modules.operations.cases.recurrence import in_slots, normal
 from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.ops.model import Case
 
@@ -29,7 +29,14 @@ PACKED = StateSpaceSizes(b=1, t=23)
 # name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
 _TABLE: tuple[tuple[str, StateSpaceSizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]], ...] = (
     ("one group", StateSpaceSizes(g=1), (), {}, ("decay", "dt", "skip"), ()),
-    ("one token with a state", StateSpaceSizes(t=1), ("initial_state",), {}, ("initial_state",), ("awkward",)),
+    (
+        "one token with a state",
+        StateSpaceSizes(t=1, p=8),
+        ("initial_state",),
+        {},
+        ("initial_state", "transposed_states"),
+        ("awkward",),
+    ),
     (
         "grouped, with a state",
         StateSpaceSizes(),
@@ -48,9 +55,20 @@ _TABLE: tuple[tuple[str, StateSpaceSizes, tuple[str, ...], dict[str, Any], tuple
     ),
     ("normalised and gated", StateSpaceSizes(g=4), ("gate",), {"use_gated_rmsnorm": True}, ("decay",), ()),
     ("packed, states", PACKED, ("states", "cu_seqlens"), {}, ("cu_seqlens", "sequence_state"), ("awkward",)),
+    (
+        "slots",
+        StateSpaceSizes(b=1, t=5),
+        ("slots", "starts", "state_indices"),
+        {},
+        ("cu_seqlens", "sequence_state", "state_slots"),
+        (),
+    ),
     ("bfloat16", StateSpaceSizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
     ("model", StateSpaceSizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
 )
+
+
+_FIELDS = {"states": "initial_state", "slots": "initial_state", "starts": "cu_seqlens"}
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
@@ -70,7 +88,7 @@ def _case(
     def make(key: jax.Array) -> Any:
         arrays = _arrays(key, sizes)
         required = ("x", "A", "B", "C", "D", "dt")
-        given = {"initial_state" if name == "states" else name: arrays[name] for name in (*required, *optional)}
+        given = {_FIELDS.get(name, name): arrays[name] for name in (*required, *optional)}
         return arguments(**given, **constants)
 
     return tagged(name, make, exercises, tags)
@@ -78,7 +96,7 @@ def _case(
 
 def _arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
     """Every array of a call."""
-    keys = iter(jax.random.split(key, 10))
+    keys = iter(jax.random.split(key, 11))
     return {
         "x": normal(next(keys), (z.b, z.t, z.h, z.p), z.dtype),
         "A": -jnp.exp(normal(next(keys), (z.h,))),
@@ -91,4 +109,7 @@ def _arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
         "conv_state": normal(next(keys), (z.b, z.h * z.p, 4), z.dtype),
         "states": normal(next(keys), (4, z.h, z.p, z.e)),
         "cu_seqlens": jnp.array([0, 9, 9, 10, z.t], jnp.int32),
+        "slots": in_slots(next(keys), (6, z.h, z.p, z.e), (4, 1)),
+        "starts": jnp.array([0, 1, 1, 3, 4], jnp.int32),
+        "state_indices": jnp.array([4, 2, 1, -1], jnp.int32),
     }

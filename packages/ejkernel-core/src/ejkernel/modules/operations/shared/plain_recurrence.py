@@ -14,6 +14,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_log_gate,
     check_packing,
+    check_states,
     check_tokens,
     rank,
     wide,
@@ -35,6 +36,7 @@ class RecurrentAttentionArguments:
     gv: jax.Array | None = None
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
+    state_indices: jax.Array | None = None
     softmax_scale: float | None = static(None)
     reverse: bool = static(False)
     return_state: bool = static(False)
@@ -64,19 +66,20 @@ def validate(args: RecurrentAttentionArguments) -> None:
     check_floating("g_gamma", args.g_gamma, "B H" if rank(args.g_gamma) == 2 else "H", sizes, broadcast="B")
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
-    check_floating("initial_state", args.initial_state, f"{'B' if args.cu_seqlens is None else 'N'} H K V", sizes)
+    check_states(args, "H K V", sizes)
 
 
 def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
     """The family's record of a call: gates added up, one order of time."""
     tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
     tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
-    state, bounds = args.initial_state, args.cu_seqlens
+    state, bounds, slots = args.initial_state, args.cu_seqlens, args.state_indices
     if args.reverse:
         tokens = {name: x if x is None else jnp.flip(x, axis=1) for name, x in tokens.items()}
         if bounds is not None:
             bounds = tokens["query"].shape[1] - jnp.flip(bounds)
-            state = None if state is None else jnp.flip(state, axis=0)
+            slots = None if slots is None else jnp.flip(slots)
+            state = state if state is None or slots is not None else jnp.flip(state, axis=0)
     return LinearRecurrence(
         query=tokens["query"],
         key=tokens["key"],
@@ -87,6 +90,7 @@ def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
         initial_state=state if bounds is None else None,
         cu_seqlens=bounds,
         sequence_state=None if bounds is None else state,
+        state_slots=slots,
     )
 
 
@@ -95,7 +99,8 @@ def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
     read, state = output
     if args.reverse:
         read = jnp.flip(read, axis=1)
-        state = state if args.cu_seqlens is None else jnp.flip(state, axis=0)
+        by_sequence = args.cu_seqlens is not None and args.state_indices is None
+        state = jnp.flip(state, axis=0) if by_sequence else state
     read = read[0] if _flat(args) else read
     return (read, state) if args.return_state else read
 

@@ -98,6 +98,31 @@ def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
     sizes["N"] = cu_seqlens.shape[0] - 1
 
 
+def check_states(args: Any, axes: str, sizes: dict[str, int]) -> None:
+    """Checks initial_state, of rows, of packed sequences or in slots, and state_indices.
+
+    Args:
+        args: Record with the two and cu_seqlens.
+        axes: Axis names of one state.
+        sizes: Those of the tokens, and N where they are packed.
+
+    Raises:
+        ValueError: One of them is wrong.
+    """
+    states, indices = args.initial_state, args.state_indices
+    if indices is None:
+        check_floating("initial_state", states, f"{'B' if args.cu_seqlens is None else 'N'} {axes}", sizes)
+        return
+    for name in ("cu_seqlens", "initial_state"):
+        if getattr(args, name) is None:
+            raise ValueError(f"state_indices: got it without {name}, wants both or neither")
+    check_shape("state_indices", indices, "N", sizes)
+    check_dtype("state_indices", indices, jnp.integer, "an integer dtype")
+    check_floating("initial_state", states, f"slots {axes}", sizes)
+    if not states.shape[0]:
+        raise ValueError(f"initial_state: got shape {states.shape}, wants at least one slot")
+
+
 def with_state(op: Op, name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The kernel-level function of a recurrence: the operation, which always returns the states too.
 

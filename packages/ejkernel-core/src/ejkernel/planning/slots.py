@@ -1,0 +1,33 @@
+"""States of requests in slots, as servers keep them: read before a packed call of a recurrence, stored after it.
+
+An index outside of the slots, such as -1, means none: the request starts from zeros and its state is not kept. An empty
+request leaves all slots as they are.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def _used(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.Array:
+    """Which requests have a slot and tokens, bool [N]."""
+    return (indices >= 0) & (indices < slots.shape[0]) & (jnp.diff(starts) > 0)
+
+
+def read_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.Array:
+    """The states [N, ...] before the requests, in at least float32; zeros for requests without tokens too.
+
+    Args:
+        slots: [slots, ...] floating.
+        indices: [N] int.
+        starts: [N + 1] int, cumulative lengths.
+    """
+    states = jnp.take(slots, indices, axis=0, mode="clip")
+    states = states.astype(jnp.promote_types(slots.dtype, jnp.float32))
+    # A choice and no product: what is in other slots, NaN as well, reaches nobody.
+    return jnp.where(_used(slots, indices, starts).reshape(-1, *(1,) * (slots.ndim - 1)), states, 0)
+
+
+def write_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array, states: jax.Array) -> jax.Array:
+    """The slots with the states [N, ...] of the requests that had tokens, `starts` [N + 1], and have a slot."""
+    index = jnp.where(_used(slots, indices, starts), indices, slots.shape[0])  # behind the last slot: dropped
+    return slots.at[index].set(states.astype(slots.dtype), mode="drop")
