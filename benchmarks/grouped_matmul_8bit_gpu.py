@@ -1,6 +1,7 @@
 """Grouped matmul of rows and matrices of 8 bits on a GPU, against bfloat16 and PyTorch.
 
-    python benchmarks/grouped_matmul_8bit_gpu.py            # three shapes
+    python benchmarks/grouped_matmul_8bit_gpu.py                # three shapes
+    python benchmarks/grouped_matmul_8bit_gpu.py --candidates   # also every configuration in Mosaic GPU
 
 Normal float8_e4m3fn arrays, matrices with their columns first, bfloat16 output; the rows of groups are drawn from a
 Dirichlet(2) distribution. Scales are one a row and one a column (`rows`), or one for 128 contracted elements of
@@ -9,8 +10,11 @@ float32. A side's relative error against float32 is printed, of some rows. Sides
 printed. The rate counts 2 M K N products.
 """
 
+import argparse
+import dataclasses
 import functools
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import _report
@@ -20,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules import grouped_matmul
+from ejkernel.ops.device import current_device
+from ejkernel.ops.plugins import registry
 
 COLUMNS = ("shape", "side", "ms", "rate", "relative error")
 CELLS = tuple(bench.CELLS[n] for n in (1, 0, 3))
@@ -42,11 +48,30 @@ def inputs(cell: bench.Cell) -> tuple[jax.Array, ...]:
     return jax.jit(make)(jax.random.key(0))
 
 
-def scaled(lhs: Any, rhs: Any, sizes: Any, *scales: Any, blocks: bool, precision: str | None) -> jax.Array:
+def scaled(lhs: Any, rhs: Any, sizes: Any, *scales: Any, blocks: bool, **options: Any) -> jax.Array:
     """Ours."""
     of_rows, of_columns = scales[2:] if blocks else scales[:2]
-    options: Any = {"transpose_rhs": True, "preferred_element_type": jnp.bfloat16, "precision": precision}
+    options |= {"transpose_rhs": True, "preferred_element_type": jnp.bfloat16}
     return grouped_matmul(lhs, rhs, sizes, lhs_scale=of_rows, rhs_scale=of_columns, **options)
+
+
+def configured(cell: bench.Cell) -> Iterator[tuple[str, bench.Side]]:
+    """The kernel in Mosaic GPU with every configuration worth measuring, scales in blocks."""
+    op = registry().ops["grouped_matmul"]
+    (kernel,) = (x for x in registry().implementations[op.name] if x.name == "mosaic_gpu_8_bits")
+
+    def record(lhs: Any, rhs: Any, sizes: Any, *scales: Any) -> Any:
+        fields = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "lhs_scale": scales[2], "rhs_scale": scales[3]}
+        return op.lower(op.arguments(**fields, transpose_rhs=True, preferred_element_type=jnp.bfloat16))
+
+    shapes = jax.eval_shape(lambda: inputs(cell))
+    for config in kernel.config.candidates(jax.eval_shape(record, *shapes), current_device(), "forward"):
+        name = " ".join(f"{name}={x}" for name, x in dataclasses.asdict(config).items())
+
+        def run(*arrays: Any, c: Any = config) -> jax.Array:
+            return kernel.function("forward")(record(*arrays), c)[0]
+
+        yield f"pallas blocks {name}", bench.bound(run, shapes)
 
 
 def wide(lhs: Any, rhs: Any, sizes: Any, *_: Any) -> jax.Array:
@@ -104,20 +129,27 @@ def errors(cell: bench.Cell, arrays: tuple[jax.Array, ...], sides: dict[str, ben
     return found
 
 
-def measure(cell: bench.Cell) -> None:
+def measure(cell: bench.Cell, candidates: bool) -> None:
     """Prints the lines of a shape."""
     arrays = inputs(cell)
-    kinds = {"rows quick": (False, "default"), "rows exact": (False, None), "blocks": (True, None)}
-    sides: dict[str, bench.Side] = {
-        f"8 bits {name}": jax.jit(functools.partial(scaled, blocks=blocks, precision=precision))
-        for name, (blocks, precision) in kinds.items()
+    kinds: dict[str, dict[str, Any]] = {
+        "triton rows quick": {"blocks": False, "platform": "triton", "precision": "default"},
+        "triton rows exact": {"blocks": False, "platform": "triton"},
+        "pallas rows exact": {"blocks": False, "platform": "pallas"},
+        "triton blocks": {"blocks": True, "platform": "triton"},
+        "pallas blocks": {"blocks": True, "platform": "pallas"},
     }
+    sides: dict[str, bench.Side] = {
+        f"ejkernel {name}": bench.bound(functools.partial(scaled, **options), jax.eval_shape(lambda: inputs(cell)))
+        for name, options in kinds.items()
+    }
+    sides |= dict(configured(cell)) if candidates else {}
     sides |= torch_sides(arrays)
     off = errors(cell, arrays, sides)
     times = bench.measured(sides, arrays, 5)
     del sides
     pair = tuple(x.astype(jnp.bfloat16) for x in arrays[:2])
-    times |= bench.measured({"bfloat16": jax.jit(wide)}, (*pair, *arrays[2:]), 5)
+    times |= bench.measured({"ejkernel bfloat16": jax.jit(wide)}, (*pair, *arrays[2:]), 5)
     for name, seconds in times.items():
         rate, error = f"{cell.operations / seconds / 1e12:.0f} TFLOP/s", f"{off[name]:.1e}" if name in off else ""
         print(f"| {cell} | {name} | {seconds * 1e3:.3f} | {rate} | {error} |", flush=True)
@@ -125,12 +157,16 @@ def measure(cell: bench.Cell) -> None:
 
 def main() -> None:
     """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--candidates", action="store_true", help="every configuration in Mosaic GPU, too")
+    parser.add_argument("--cells", default="0,1,2", help="numbers of shapes, with commas")
+    options = parser.parse_args()
     if not _report.has_gpu():
         return
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in CELLS:
-        measure(cell)
+    for number in options.cells.split(","):
+        measure(CELLS[int(number)], options.candidates)
 
 
 if __name__ == "__main__":

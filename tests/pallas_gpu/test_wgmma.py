@@ -34,6 +34,19 @@ def test_instructions_walk_along_the_columns(size, keys):
     assert numbers(r"setp\.ne\.b32 adds, zero, (\d+);", code) == list(range(0, size, 16))
 
 
+@pytest.mark.parametrize("size", [128, 256])
+def test_operands_of_8_bits_have_twice_the_columns_in_as_many_bytes(size):
+    of_8, of_16 = (
+        wgmma._code(64, [columns], kind, 32, fresh=True) for columns, kind in ((size, "e4m3"), (size // 2, "bf16"))
+    )
+    assert of_8.count("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3") == size // 32
+    for pattern in (r"mov\.b32 upper, (\d+);", r"add\.u32 place, \$\d+, (\d+);"):
+        assert numbers(pattern, of_8) == numbers(pattern, of_16)
+    # Operands of 8 bits have no order: both lie along the contracted axis.
+    assert "adds, 1, 1;" in of_8
+    assert "adds, 1, 1, 0, 0;" not in of_8
+
+
 def test_more_pairs_of_operands_are_added_to_what_is_there():
     registers, first = 32, 64
     code = wgmma._code(64, [128, 64], "bf16", first, fresh=False)

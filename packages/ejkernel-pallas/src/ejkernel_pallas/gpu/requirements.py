@@ -9,14 +9,19 @@ from ejkernel_pallas.toolchain import JAX
 
 
 def hopper_requires(
-    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]], head_dims: tuple[int, ...] | None = None
+    *,
+    handles: Iterable[str],
+    extra: Callable[[Any], Iterable[str]],
+    head_dims: tuple[int, ...] | None = None,
+    dtypes: Iterable[str] = ("float16", "bfloat16"),
 ) -> Requires:
-    """NVIDIA's GPUs of compute capability 9.0, and 16-bit dtypes.
+    """NVIDIA's GPUs of compute capability 9.0, and 16-bit dtypes unless others are named.
 
     Args:
         handles: Optional fields that the kernels honour.
         extra: Sentences for what data cannot say.
         head_dims: Head dimensions that the kernels have; None for what has none, or whose `extra` refuses them.
+        dtypes: Of the first operand.
     """
 
     def reasons(record: Any) -> Iterable[str]:
@@ -29,7 +34,7 @@ def hopper_requires(
         devices=frozenset({"nvidia"}),
         modules=JAX,
         min_compute_capability=9.0,
-        dtypes=frozenset({"float16", "bfloat16"}),
+        dtypes=frozenset(dtypes),
         head_dims=head_dims,
         handles=frozenset(handles),
         extra=reasons,

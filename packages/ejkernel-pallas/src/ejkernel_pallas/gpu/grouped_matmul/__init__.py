@@ -5,7 +5,7 @@ What the kernels need, and what they do not do, is data here; nothing of Pallas 
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.planning.grouped_kinds import kind_of
-from ejkernel_pallas.gpu.grouped_matmul import spec
+from ejkernel_pallas.gpu.grouped_matmul import scaled_spec, spec
 from ejkernel_pallas.gpu.requirements import hopper_requires
 
 HANDLES = frozenset({"group_offset", "transpose_rhs"})
@@ -13,7 +13,7 @@ HANDLES = frozenset({"group_offset", "transpose_rhs"})
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """One for operands of 16 bits, and one for those of 8 bits with scales."""
     return (
         Implementation(
             family="grouped_matmul",
@@ -38,5 +38,28 @@ def implementations() -> tuple[Implementation, ...]:
             # Above Triton's, whose kernels were slower in both passes of every shape of `grouped_matmul_gpu.py`.
             priority=20,
             cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases",
+        ),
+        Implementation(
+            family="grouped_matmul",
+            name="mosaic_gpu_8_bits",
+            platform="pallas",
+            backend="gpu",
+            forward="ejkernel_pallas.gpu.grouped_matmul.run:forward_of_8_bits",
+            backward=None,
+            requires=hopper_requires(
+                handles=HANDLES | {"lhs_scale", "rhs_scale"},
+                extra=scaled_spec.reasons,
+                dtypes=(scaled_spec.FLOAT8,),
+            ),
+            config=ConfigSpace(
+                heuristic=scaled_spec.heuristic,
+                candidates=scaled_spec.candidates,
+                forward=spec.HopperScaled,
+                faces=scaled_spec.FACES,
+                kind=kind_of,
+            ),
+            # Below Triton's: no chip has run it.
+            priority=5,
+            cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases_of_8_bits",
         ),
     )

@@ -1,5 +1,8 @@
 """Conformance cases of these kernels, which take whole swizzled rows of 16 bits: tiles of every kind of group."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.grouped_matmul import GroupedSizes, inputs
@@ -24,5 +27,40 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ("tiles", UNEVEN, lambda key: {}, (), ()),
         ("tiles in pairs", PAIRS, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
         ("tiles of some groups, transposed", SOME, lambda key: _some(), ("group_offset", "transpose_rhs"), ()),
+    )
+    return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}
+
+
+# As above: empty, smaller than a warpgroup, than a tile, of several tiles, and rows left over.
+EIGHT = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
+EIGHT_PAIRS = GroupedSizes(333, 384, 512, (130, 0, 63, 100, 1))
+EIGHT_SOME = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
+
+
+def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
+    """Rows and matrices of 8 bits, with as many scales of a row and of a column."""
+    keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
+    shapes = (sizes.m, sizes.k), (matrices, sizes.n, sizes.k)
+    lhs, rhs = ((2 * jax.random.normal(k, s)).astype(jnp.float8_e4m3fn) for k, s in zip(keys[:2], shapes, strict=True))
+    scales = {
+        "lhs_scale": jax.random.uniform(keys[2], (sizes.m, blocks[0]), jnp.float32, 0.25, 1.0),
+        "rhs_scale": jax.random.uniform(keys[3], (matrices, blocks[1], 1, sizes.n), jnp.float32, 0.02, 0.2),
+    }
+    return {"lhs": lhs, "rhs": rhs, **scales, "transpose_rhs": True, **static}
+
+
+def cases_of_8_bits() -> dict[str, tuple[Case, ...]]:
+    """The conformance cases of each operation for operands of 8 bits, by its name."""
+    scaled, some = ("lhs_scale", "rhs_scale"), {"group_offset": 1, "preferred_element_type": jnp.float32}
+    rows: tuple[Row[GroupedSizes], ...] = (
+        ("8 bits in tiles", EIGHT, lambda key: _eight_bits(key, EIGHT, (2, 2)), scaled, ()),
+        ("8 bits in pairs of tiles", EIGHT_PAIRS, lambda key: _eight_bits(key, EIGHT_PAIRS, (1, 3)), scaled, ()),
+        (
+            "8 bits of some groups",
+            EIGHT_SOME,
+            lambda key: _eight_bits(key, EIGHT_SOME, (1, 1), **some),
+            ("group_offset", "transpose_rhs"),
+            (),
+        ),
     )
     return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}

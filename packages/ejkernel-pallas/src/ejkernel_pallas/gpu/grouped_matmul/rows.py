@@ -23,14 +23,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning.row_tiles import FIELDS
+from ejkernel_pallas.gpu.grouped_matmul import scaled
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     FETCHING_REGISTERS,
     LEAD,
     REGISTERS,
-    STEP,
     WARPGROUPS,
     GroupedSpec,
+    Scaling,
 )
 from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
@@ -44,13 +45,15 @@ class Shared:
     """Buffers in shared memory and their barriers.
 
     Attributes:
-        a: Rows as products read them, [stages * warpgroups, 64, 64].
+        a: Rows as products read them, [stages * warpgroups, 64, 64], or of 8 bits [..., 128].
         a_lines: The same memory as copies write it: row after row, so that they may begin anywhere.
-        b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64].
+        b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64], or of 8 bits [stages, BN, 128].
         out: Slots of the output as registers are written, [warpgroups * slots, 64, part].
         out_lines: The same memory, as copies read it.
         full: The operands of a stage are there.
         free: They have been read.
+        columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
+        rows: Scales of a step's rows, float32 [(stages + 1) * warpgroups, 64].
     """
 
     a: Any
@@ -60,6 +63,8 @@ class Shared:
     out_lines: Any
     full: Any
     free: Any
+    columns: Any = None
+    rows: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +112,11 @@ def rows_kernel(call: Call) -> None:
         if spec.overlapped:
             # The tile before the first: it ends at row 0, so nothing of it is stored.
             nothing = arrays.full_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
-            _write(call, *every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing))
+            last = every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing)
+            _write(call, [last[0]], *last[1:])
         else:
+            if spec.scaling:
+                scaled.begin(spec.scaling, warpgroup)
             every(functools.partial(_multiply_tile, call, before, count), count)
         # The block's shared memory has to last as long as the copies that read it.
         plgpu.wait_smem_to_gmem(0)
@@ -157,7 +165,7 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         # `done` counts the steps of all tiles: the ring of stages runs on into the next tile, whose first copies
         # overlap with the end of this one. The first round finds the stages free.
         pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-        inner, full = pl.ds(index * STEP, STEP), shared.full.at[slot]
+        inner, full = pl.ds(index * spec.step, spec.step), shared.full.at[slot]
         across = pl.ds(tile.column, size)
         for warpgroup, first in enumerate(firsts):
             # By lines, not by swizzle atoms of eight rows: a group may begin at any row.
@@ -173,6 +181,8 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
             pl.when(~tile.shared)(copy)
         else:
             copy()
+        if spec.scaling:
+            scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, firsts, tile.column, index, done))
         return done + 1
 
     return number + call.blocks, lax.fori_loop(0, spec.steps, step, done)
@@ -184,13 +194,18 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
     warpgroup = lax.axis_index("warpgroup")
 
+    def scaled_product(scaling: Scaling, part: Part) -> None:
+        _write(call, scaled.sums(call, scaling, done, part.size), tile.first(part.rows), tile.column, tile.end)
+
     def product(part: Part) -> None:
+        if spec.scaling:
+            return scaled_product(spec.scaling, part)
         made = pl.run_scoped(
             functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
         )
         # The stage of the last product, which no later step of this tile frees.
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
-        _write(call, made, tile.first(part.rows), tile.column + part.start, tile.end)
+        _write(call, [made], tile.first(part.rows), tile.column + part.start, tile.end)
 
     size, half = spec.tile.block_n, spec.tile.block_n // 2
     # N of a product is a constant of its code, so a tile has up to three versions; both warpgroups choose the same.
@@ -239,7 +254,7 @@ def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any
     def products(acc: Any) -> Any:
         lax.fori_loop(0, lead, lambda index, _: _multiply(call, done + index, part, acc), None)
         # The tile before leaves while the tensor cores work: its registers are 16-bit, beside the accumulator's.
-        _write(call, *left)
+        _write(call, [left[0]], *left[1:])
         # All but the last of the leading products have read their stages.
         plgpu.wgmma_wait(1)
         for index in range(lead - 1):
@@ -296,35 +311,48 @@ def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
     column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
     tile = Tile(I32(0), jnp.bool_(False), row, begin, end, column)
     zeros = arrays.full_tile((WGMMA_M, spec.tile.block_n))
-    _write(call, zeros, tile.first(lax.axis_index("warpgroup")), tile.column, end)
+    _write(call, [zeros], tile.first(lax.axis_index("warpgroup")), tile.column, end)
     return number + call.blocks, done
 
 
-def _write(call: Call, made: Any, row: Any, column: Any, end: Any) -> None:
-    """Writes a warpgroup's rows before `end`."""
-    made = made.astype(call.spec.out)
+def _write(call: Call, tiles: list[Any], row: Any, column: Any, end: Any) -> None:
+    """Writes a warpgroup's rows before `end`; tiles lie side by side."""
+    tiles = [made.astype(call.spec.out) for made in tiles]
     whole = end - row >= WGMMA_M
-    pl.when(whole)(functools.partial(_copy_out, call, row, column, made))
-    # A group of fewer than 64 rows: a copy would overwrite those of the next group.
-    pl.when(~whole)(lambda: store_rows(call.output, made, row, column, end - row))
+    pl.when(whole)(functools.partial(_copy_out, call, row, column, tiles))
+
+    @pl.when(~whole)
+    def _store() -> None:
+        # A group of fewer than 64 rows: a copy would overwrite those of the next group.
+        for number, made in enumerate(tiles):
+            store_rows(call.output, made, row, column + number * made.shape[1], end - row)
 
 
-def _copy_out(call: Call, row: Any, column: Any, made: Any) -> None:
-    """Writes 64 rows by way of shared memory, part of the columns after part."""
-    spec, shared = call.spec, call.shared
-    first = lax.axis_index("warpgroup") * spec.tile.slots
-    for number in range(made.shape[1] // spec.part):
-        start = number * spec.part
+def _copy_out(call: Call, row: Any, column: Any, tiles: list[Any]) -> None:
+    """Writes 64 rows by way of shared memory, part of the columns after part; all parts at once if slots hold them."""
+    spec, shared, slots = call.spec, call.shared, call.spec.tile.slots
+    first, width = lax.axis_index("warpgroup") * slots, spec.part
+    parts = [made[:, n : n + width] for made in tiles for n in range(0, made.shape[1], width)]
+    together = len(parts) if len(parts) <= slots else 1
 
-        def part(number: int = number, start: int = start) -> None:
-            slot = first + number % spec.tile.slots
-            plgpu.wait_smem_to_gmem(spec.tile.slots - 1, wait_read_only=True)  # the copy that had the slot has read it
-            shared.out[slot] = made[:, start : start + spec.part]
-            # Fence: the copy reads by the asynchronous proxy what all threads of the warpgroup wrote by the generic
-            # one.
-            plgpu.commit_smem()
-            target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column + start, spec.part)]
-            plgpu.copy_smem_to_gmem(shared.out_lines.at[slot], target)
-
+    def inside(number: int, work: Any) -> None:
         # Columns of the last tile that the output does not have need no copy.
-        part() if spec.even else pl.when(column + start < spec.columns)(part)
+        work() if spec.even else pl.when(column + number * width < spec.columns)(work)
+
+    def store(number: int) -> None:
+        shared.out[first + number % slots] = parts[number]
+
+    def copy(number: int) -> None:
+        target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column + number * width, width)]
+        plgpu.copy_smem_to_gmem(shared.out_lines.at[first + number % slots], target)
+
+    for start in range(0, len(parts), together):
+        # The copies that had these slots have read them: those of the last tile, and all but the last few of this one.
+        plgpu.wait_smem_to_gmem(min(start, slots - together), wait_read_only=True)
+        numbers = range(start, start + together)
+        for number in numbers:
+            inside(number, functools.partial(store, number))
+        # Fence: copies read by the asynchronous proxy what all threads of the warpgroup wrote by the generic one.
+        plgpu.commit_smem()
+        for number in numbers:
+            inside(number, functools.partial(copy, number))

@@ -13,6 +13,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.row_tiles import find_row_tiles
 from ejkernel_pallas.gpu.grouped_matmul import matrices, rows
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
+from ejkernel_pallas.gpu.grouped_matmul.scaled_spec import make_scaled_spec
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     STEP,
@@ -20,12 +21,15 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     GroupedSpec,
     HopperGrouped,
     HopperGroupedBackward,
+    HopperScaled,
     make_spec,
 )
 from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
+
+SCALES = ("lhs_scale", "rhs_scale")
 
 
 def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tuple[()]]:
@@ -43,6 +47,28 @@ def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tu
     """
     spec = make_spec(record, params, record.out_dtype)
     return _times_matrices(spec, record.lhs, record), ()
+
+
+def forward_of_8_bits(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record of 8-bit rows and matrices with scales.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes and stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        [M, N] in the record's `out_dtype`. There are no residuals.
+    """
+    assert record.lhs_scale is not None  # the kernel's requirements
+    assert record.rhs_scale is not None
+    spec = make_scaled_spec(record, params)
+    # The scales of a step's rows lie together then. Copies want lines of whole 16 bytes.
+    of_rows = jnp.pad(record.lhs_scale.astype(jnp.float32).T, ((0, 0), (0, -spec.rows % 4)))
+    of_columns = record.rhs_scale[:, :, 0].astype(jnp.float32)
+    return _times_matrices(spec, record.lhs, record, of_rows, of_columns), ()
 
 
 def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax.Array]:
@@ -74,12 +100,12 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
     return gradients
 
 
-def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul) -> jax.Array:
-    """Rows [M, contracted] times the matrices of their groups."""
+def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array) -> jax.Array:
+    """Rows [M, contracted] times the matrices of their groups; of 8 bits with their scales, of rows and matrices."""
     blocks = multiprocessors() // spec.members
 
     @sequential_vmap
-    def run(lhs: jax.Array, rhs: jax.Array, table: jax.Array) -> jax.Array:
+    def run(lhs: jax.Array, rhs: jax.Array, table: jax.Array, *scales: jax.Array) -> jax.Array:
         def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
             a, a_lines = buffers["a"]
             out, out_lines = buffers["out"]
@@ -88,10 +114,10 @@ def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul
             rows.rows_kernel(Call(spec, blocks, given, made[0], shared))
 
         shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
-        operands = {"lhs": lhs, "rhs": rhs, "tiles": table}
+        operands = {"lhs": lhs, "rhs": rhs, "tiles": table, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
         return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
 
-    return run(operand, record.rhs, find_row_tiles(record, BLOCK_M))
+    return run(operand, record.rhs, find_row_tiles(record, BLOCK_M), *scales)
 
 
 def _matrix_sums(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
@@ -138,13 +164,19 @@ def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
 def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `rows.Shared`."""
     tile = spec.tile
-    part = (tile.block_n, STEP) if spec.transposed else (STEP, tile.block_n)
+    part = (tile.block_n, spec.step) if spec.transposed else (spec.step, tile.block_n)
+    scales: dict[str, Any] = {}
+    if spec.scaling:
+        scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
+        scales["rows"] = plgpu.SMEM(((tile.stages + 1) * WARPGROUPS, WGMMA_M), jnp.float32)
+    copies = WARPGROUPS + 1 + (WARPGROUPS + 1 if spec.scaling else 0)
     return {
-        "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, STEP), spec.dtype),
+        "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
         "b": matrix((tile.stages, *part), spec.dtype),
         "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
-        # Copies of a stage: rows of each warpgroup, and the part of a matrix that both read.
-        "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=tile.stages),
+        **scales,
+        # Copies of a stage: rows of each warpgroup, the part of a matrix that both read, and the scales of both.
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "free": _free_barrier(spec),
     }
 

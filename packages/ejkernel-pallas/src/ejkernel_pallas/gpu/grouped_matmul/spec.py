@@ -12,7 +12,7 @@ from ejkernel.planning.row_tiles import most_tiles
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
 STEP = 64
-"""Contracted elements a step: a swizzled row of 128 bytes."""
+"""Contracted elements a step of 16 bits: a swizzled row of 128 bytes."""
 WARPGROUPS = 2
 """Warpgroups that multiply."""
 REGISTERS, FETCHING_REGISTERS = 240, 24
@@ -76,6 +76,44 @@ class HopperGroupedBackward(HopperGrouped):
         """The configuration of the kernel that owns matrices."""
         names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in OF_ROWS_ALONE]
         return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, halves=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperScaled:
+    """Configuration of rows.py for operands of 8 bits with scales (scaled.py).
+
+    Attributes:
+        block_n: Columns of a tile.
+        product_n: Columns of a product, which divide those of a tile.
+        stages: Pipeline stages: steps whose operands are in shared memory.
+        slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
+        band: Tiles of rows that are gone down before the next column.
+        ping_pong: Whether the two warpgroups issue their products alternately (ping-pong scheduling).
+    """
+
+    block_n: int
+    product_n: int
+    stages: int
+    slots: int
+    band: int
+    ping_pong: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Constants of rows.py with operands of 8 bits and scales.
+
+    Attributes:
+        lhs_blocks: Blocks of contracted elements in which a row has a scale each.
+        rhs_blocks: Likewise of a column.
+        product_n: Columns of a product.
+        ping_pong: Whether the two warpgroups issue their products alternately (ping-pong scheduling).
+    """
+
+    lhs_blocks: int
+    rhs_blocks: int
+    product_n: int
+    ping_pong: bool
 
 
 OF_ROWS_ALONE = ("overlap", "halves")
@@ -162,6 +200,7 @@ class GroupedSpec:
         dtype: Of the operands.
         out: Of the result.
         tile: The configuration.
+        scaling: Of operands of 8 bits; None for those of 16.
     """
 
     rows: int
@@ -172,6 +211,12 @@ class GroupedSpec:
     dtype: Any
     out: Any
     tile: HopperGrouped
+    scaling: Scaling | None = None
+
+    @property
+    def step(self) -> int:
+        """Contracted elements a step in rows.py: a swizzled row."""
+        return LINE // jnp.dtype(self.dtype).itemsize
 
     @property
     def part(self) -> int:
@@ -211,7 +256,7 @@ class GroupedSpec:
     @property
     def steps(self) -> int:
         """Steps of a tile in rows.py."""
-        return self.contracted // STEP
+        return self.contracted // self.step
 
     @property
     def entries(self) -> int:

@@ -54,10 +54,10 @@ def launch(
     )(*operands.values())
 
 
-def transforms(swizzle: int = 128) -> tuple[Any, ...]:
-    """The layout of 16-bit operands of WGMMA in shared memory, with a swizzle of so many bytes."""
+def transforms(swizzle: int = 128, itemsize: int = 2) -> tuple[Any, ...]:
+    """The layout of operands of WGMMA in shared memory, of `itemsize` bytes, with a swizzle of so many bytes."""
     # Swizzle atoms: eight rows of as many bytes as the swizzle has. WGMMA's descriptors address shared memory by them.
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 TRANSFORMS = transforms()
@@ -66,7 +66,7 @@ TRANSFORMS = transforms()
 
 def matrix(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
     """Shared memory in the layout that WGMMA reads."""
-    return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle, jnp.dtype(dtype).itemsize))
 
 
 def whole(x: jax.Array, rows: int) -> jax.Array:

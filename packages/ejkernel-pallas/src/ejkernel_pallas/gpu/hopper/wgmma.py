@@ -16,24 +16,28 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ejkernel_pallas.gpu.hopper.launch import TRANSFORMS
+from ejkernel_pallas.gpu.hopper.launch import transforms
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, with_registers
-from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, THREADS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 
-STEP = 16
-"""K of one WGMMA instruction for 16-bit operands."""
+STEP = 32
+"""Bytes of a row that one WGMMA instruction takes: 16 columns of 16 bits, 32 of 8."""
+LINE = 128
+"""Bytes of a swizzled row."""
 UNIT = 16
-"""Bytes that a matrix descriptor counts in. Eight rows of 64 16-bit columns are 64 such units apart."""
+"""Bytes that a matrix descriptor counts in. Eight swizzled rows are 64 such units."""
 SWIZZLED = 1 << 30
 """Upper word of a matrix descriptor: the 128-byte swizzle. Its low bits hold the stride of eight rows."""
-KINDS = {"bfloat16": "bf16", "float16": "f16"}
+KINDS = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
+BYTES = {"bf16": 2, "f16": 2, "e4m3": 1}
+"""Bytes of an element of an operand."""
 
 
 def issue(queries: Any, keys: Any) -> jax.Array:
     """Issues a product; returns its accumulator registers, which only `wait` may read.
 
     Args:
-        queries: Reference to bfloat16 or float16 [64, D] in shared memory.
+        queries: Reference to bfloat16, float16 or float8_e4m3fn [64, D] in shared memory.
         keys: Reference to the same dtype, [keys, D].
 
     Returns:
@@ -65,7 +69,7 @@ def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
     tied = [str(n) for n in range(count)] * len(given)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,) * len(given) + (plgpu.RefType(TRANSFORMS),) * len(refs),
+        arg_types=(plgpu.Layout.WGMMA,) * len(given) + (plgpu.RefType(transforms(itemsize=BYTES[kind])),) * len(refs),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, *operands: Any) -> Any:
@@ -115,7 +119,7 @@ def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]
 
 
 def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) -> str:
-    """PTX of products: one instruction per 16 columns; predicate `adds` is scale-d, false for the first if `fresh`.
+    """PTX of products: one instruction per 32 bytes of a row; `adds`, the scale-d, is false for the first if `fresh`.
 
     Args:
         keys: N of the accumulator.
@@ -125,22 +129,25 @@ def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) ->
         fresh: Whether the accumulator holds nothing yet.
     """
     sums = ", ".join(f"${n}" for n in range(_registers((WGMMA_M, keys))))
-    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{keys}k{STEP}"
+    size_of = BYTES[kind]
+    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{keys}k{STEP // size_of}"
+    # Operands of 16 bits say whether they are transposed; those of 8 bits cannot be.
+    orders = ", 0, 0" if size_of == 2 else ""
     # scale-d is a predicate. Compared with a register, it is set by an instruction and cannot be folded away.
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
     # The fence orders earlier accesses of these registers before the first product, which is asynchronous.
-    lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | sizes[0]}; wgmma.fence.sync.aligned;"]
+    lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | sizes[0] * size_of // 2}; wgmma.fence.sync.aligned;"]
     for pair_number, size in enumerate(sizes):
         place = first + 2 * pair_number
-        lines += [f"mov.b32 upper, {SWIZZLED | size};"] * (pair_number > 0)
-        for column in range(0, size, STEP):
+        lines += [f"mov.b32 upper, {SWIZZLED | size * size_of // 2};"] * (pair_number > 0)
+        for column in range(0, size, STEP // size_of):
             # Atoms of the same eight rows follow each other, 8 x 128 bytes apart; within one, the hardware applies the
             # swizzle to addresses, so columns advance as if there were none.
-            part, rest = divmod(column, SWIZZLE_COLUMNS)
-            units = part * SWIZZLE_COLUMNS + rest * 2 // UNIT
+            part, rest = divmod(column * size_of, LINE)
+            units = (part * 8 * LINE + rest) // UNIT
             lines += [f"add.u32 place, ${place}, {units}; mov.b64 left, {{place, upper}};"]
             lines += [f"add.u32 place, ${place + 1}, {units}; mov.b64 right, {{place, upper}};"]
             # False for the very first product of a fresh accumulator alone, whose content is then ignored.
             lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not fresh)};"]
-            lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
+            lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1{orders};"]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])

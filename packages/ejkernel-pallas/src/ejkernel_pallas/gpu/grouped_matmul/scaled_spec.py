@@ -1,0 +1,131 @@
+"""Tiles of the kernel for operands of 8 bits with scales, and what it takes."""
+
+import jax.numpy as jnp
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.ops.config.params import Direction, given_values
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_pallas.gpu.grouped_matmul.spec import (
+    BLOCK_M,
+    LINE,
+    RESERVE,
+    WARPGROUPS,
+    GroupedSpec,
+    HopperGrouped,
+    HopperScaled,
+    Scaling,
+)
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
+
+FLOAT8 = "float8_e4m3fn"
+"""Dtype of rows and matrices."""
+STEP = LINE
+"""Contracted elements a step: a swizzled row of 8 bits."""
+MOST_COLUMNS = 256
+"""Columns of a tile whose scales one copy takes, and whose sums a warpgroup has registers for."""
+FACES = {"block_n": "block_n", "num_stages": "stages"}
+"""Public configuration field -> field of `HopperScaled`."""
+
+
+def _tile(n: int, product: int, stages: int, slots: int, band: int = 16, ping_pong: bool = True) -> HopperScaled:
+    return HopperScaled(block_n=n, product_n=product, stages=stages, slots=slots, band=band, ping_pong=ping_pong)
+
+
+WIDE = (
+    _tile(256, 128, 3, 4),
+    _tile(256, 128, 3, 4, band=8),
+    _tile(256, 128, 3, 4, ping_pong=False),
+    _tile(256, 128, 4, 1),
+    _tile(128, 128, 5, 2),
+    _tile(128, 128, 5, 2, ping_pong=False),
+)
+"""Tiles, the best first."""
+NARROW = (_tile(128, 128, 5, 2), _tile(128, 128, 5, 2, ping_pong=False))
+"""Where the last tile of 256 columns would have half of them."""
+
+
+def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperScaled:
+    """The configuration of a call without a chosen or tuned one."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperScaled, ...]:
+    """The configurations worth measuring, the best first."""
+    narrow = 0 < columns(record) % 256 <= 128
+    return tuple(dict.fromkeys((*NARROW, *WIDE) if narrow else WIDE))
+
+
+def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec:
+    """The constants of the kernel.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+    """
+    given = given_values(params)
+    size, product = params.block_n, params.product_n
+    if not 0 < size <= MOST_COLUMNS or size % SWIZZLE_COLUMNS:
+        raise ValueError(f"cfg: got block_n={size}, wants a multiple of {SWIZZLE_COLUMNS} up to {MOST_COLUMNS}")
+    # An output part of 16 bits has 64 columns, of 32 bits 32.
+    part = LINE // jnp.dtype(record.out_dtype).itemsize
+    if product <= 0 or product % part or size % product:
+        raise ValueError(f"cfg: got product_n={product}, wants a divisor of block_n={size} and a multiple of {part}")
+    if params.stages < 2 or params.slots < 1 or params.band < 1:
+        raise ValueError(f"cfg: got {given}, wants at least 2 stages, a slot and a band of 1")
+    if shared_bytes(params) > SHARED_MEMORY - RESERVE:
+        raise ValueError(f"cfg: {given} takes more than the {SHARED_MEMORY} bytes of shared memory")
+    assert record.lhs_scale is not None  # the kernel's requirements
+    assert record.rhs_scale is not None
+    return GroupedSpec(
+        rows=record.lhs.shape[0],
+        contracted=record.lhs.shape[1],
+        columns=columns(record),
+        matrices=record.rhs.shape[0],
+        transposed=True,
+        dtype=jnp.dtype(record.lhs.dtype),
+        out=jnp.dtype(record.out_dtype),
+        tile=HopperGrouped(
+            block_n=size,
+            stages=params.stages,
+            slots=params.slots,
+            band=params.band,
+            cluster_m=1,
+            cluster_n=1,
+            overlap=False,
+            halves=False,
+        ),
+        scaling=Scaling(
+            lhs_blocks=record.lhs_scale.shape[1],
+            rhs_blocks=record.rhs_scale.shape[1],
+            product_n=product,
+            ping_pong=params.ping_pong,
+        ),
+    )
+
+
+def shared_bytes(params: HopperScaled) -> int:
+    """Shared memory of the kernel, without barriers."""
+    lines = BLOCK_M + params.block_n
+    scales = (params.stages + 1) * lines * 4
+    return params.stages * lines * STEP + scales + WARPGROUPS * params.slots * WGMMA_M * LINE
+
+
+def reasons(record: GroupedMatmul) -> list[str]:
+    """What `Requires` has no word for."""
+    rows, contracted = record.lhs.shape
+    found = []
+    if str(record.rhs.dtype) != FLOAT8:
+        found.append(f"rhs has dtype {record.rhs.dtype}, wants {FLOAT8}")
+    if record.lhs_scale is None or record.rhs_scale is None:
+        return [*found, "lhs_scale or rhs_scale is None, wants both"]
+    if not record.transpose_rhs:
+        found.append("matrices lie with their contracted elements first; WGMMA reads 8 bits along them (transpose_rhs)")
+    if rows < WGMMA_M:
+        found.append(f"{rows} rows are fewer than {WGMMA_M}")
+    if columns(record) % SWIZZLE_COLUMNS or not columns(record):
+        found.append(f"{columns(record)} columns are not a multiple of {SWIZZLE_COLUMNS}")
+    for name, blocks in (("rows", record.lhs_scale.shape[1]), ("matrices", record.rhs_scale.shape[1])):
+        if contracted % (blocks * STEP) or not contracted:
+            found.append(f"{contracted // blocks} contracted elements a scale of {name} are not a multiple of {STEP}")
+    if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
+        found.append(f"preferred_element_type {record.out_dtype} is not of 16 or 32 bits")
+    return found

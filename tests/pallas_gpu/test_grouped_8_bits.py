@@ -1,0 +1,81 @@
+"""Grouped matmul of 8 bits with scales in Mosaic GPU, lowered for CUDA without a GPU; and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel_pallas.gpu.grouped_matmul import scaled_spec
+from ejkernel_pallas.gpu.grouped_matmul.run import forward_of_8_bits
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+
+SHAPE = jax.ShapeDtypeStruct
+EIGHT = jnp.float8_e4m3fn
+
+
+def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=EIGHT):
+    return GroupedMatmul(
+        lhs=SHAPE((rows, depth), EIGHT),
+        rhs=SHAPE((5, width, depth), dtype),
+        group_sizes=SHAPE((5,), jnp.int32),
+        out_dtype=jnp.dtype(out),
+        lhs_scale=SHAPE((rows, blocks[0]), jnp.float32),
+        rhs_scale=SHAPE((5, blocks[1], 1, width), jnp.bfloat16),
+        transpose_rhs=True,
+    )
+
+
+CANDIDATES = scaled_spec.candidates(make(width=256), None, "forward")
+
+
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        (CANDIDATES[0], {}),
+        (dataclasses.replace(CANDIDATES[0], ping_pong=False), {"blocks": (1, 2)}),
+        (dataclasses.replace(CANDIDATES[0], block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
+    ],
+    ids=str,
+)
+def test_a_call_lowers(params, fields):
+    record = make(**fields)
+    traced = jax.jit(lambda record: forward_of_8_bits(record, params)[0]).trace(record)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+    assert (traced.out_info.shape, traced.out_info.dtype) == ((520, 320), record.out_dtype)
+
+
+@pytest.mark.parametrize("params", [*CANDIDATES, *scaled_spec.NARROW], ids=str)
+def test_candidates_are_ones_that_the_kernel_can_have(params):
+    assert scaled_spec.shared_bytes(params) <= SHARED_MEMORY - scaled_spec.RESERVE
+    scaled_spec.make_scaled_spec(make(), params)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_n", 100), ("product_n", 96), ("product_n", 32), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0)],
+)
+def test_tiles_that_are_none_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        scaled_spec.make_scaled_spec(make(), dataclasses.replace(CANDIDATES[0], **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (make(), []),
+        (make(rows=65), []),
+        (make(rows=63), ["63 rows"]),
+        (make(width=100), ["100 columns"]),
+        (make(blocks=(2, 4)), ["64 contracted elements a scale of matrices"]),
+        (make(depth=192, blocks=(1, 1)), ["192 contracted", "192 contracted"]),
+        (make(dtype=jnp.float8_e5m2), ["float8_e5m2"]),
+        (dataclasses.replace(make(), lhs_scale=None), ["lhs_scale"]),
+        (dataclasses.replace(make(width=256), transpose_rhs=False), ["transpose_rhs"]),
+    ],
+)
+def test_what_it_does_not_multiply_is_refused_with_a_sentence(record, words):
+    found = scaled_spec.reasons(record)
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
