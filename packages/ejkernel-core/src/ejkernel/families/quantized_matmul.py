@@ -2,9 +2,10 @@
 
 With w the [K, N] matrix of the codes (`ejkernel.planning.quantized_formats` says what they mean):
 
-    out_i = x_i w      w rounded to x's dtype, in which matrix units take it
+    out_i = x_i w
 
-Sums are taken in float32 (float64 for float64 x). Rows of the packed matrix are those of w, or with `transpose` its
+Products and sums are taken in float32 (float64 for float64 x). An implementation may round w to x's dtype, or x times the
+scales, where matrix units want their operands so; the operation's tolerance has room for either. Rows of the packed matrix are those of w, or with `transpose` its
 columns. With do the cotangent of the output, dx_i = do_i w^T; codes, scales and zeros have no gradient.
 """
 
@@ -55,7 +56,7 @@ def columns(record: QuantizedMatmul) -> int:
 
 
 def matrix(record: QuantizedMatmul) -> jax.Array:
-    """w as it lies, in x's dtype: [K, N], or [N, K] if `transpose`."""
+    """w as it lies, rounded to x's dtype: [K, N], or [N, K] if `transpose`."""
     return rounded(decode(record.packed, record.scales, record.zeros, record.format), record.x.dtype).astype(
         record.x.dtype
     )
@@ -68,7 +69,7 @@ def reference(record: QuantizedMatmul) -> tuple[jax.Array, tuple[()]]:
         [M, N] in x's dtype. There are no residuals.
     """
     dtype = accumulator(record)
-    weights = matrix(record).astype(dtype)
+    weights = decode(record.packed, record.scales, record.zeros, record.format).astype(dtype)
     weights = weights.T if record.transpose else weights
     output = jnp.matmul(record.x.astype(dtype), weights, precision=lax.Precision.HIGHEST)
     return output.astype(record.x.dtype), ()

@@ -58,7 +58,8 @@ def cases(arguments: type) -> tuple[Case, ...]:
 def inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
     """What every case gives."""
     z, (one, other) = sizes, jax.random.split(key)
-    weights = jax.random.normal(other, (z.n, z.k), jnp.float32)
+    # Outputs of the size of 1, as a model's weights make them: kernels may round weights, which adds up as they do.
+    weights = jax.random.normal(other, (z.n, z.k), jnp.float32) * z.k**-0.5
     packed, scales, *zeros = quantize(weights, z.group_size, z.bits, z.mode, "col" if z.transpose else "row")
     return {
         "x": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
