@@ -68,7 +68,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         sizes = ({"rows": 3, "tokens": 5, "size": 8}, {"rows": 3, "tokens": 5, "size": 8, "layers": 2})
     elif not options.quick:
         sizes += ({"size": 512}, {"size": 512, "layers": 2})
-    for kind in GATES:
+    for kind in (kind for kind in GATES if options.kind in ("", kind)):
         for size in sizes:
             for precision in TOLERANCES:
                 yield Cell(kind=kind, precision=precision, **size)
@@ -182,6 +182,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one size, few rounds")
+    parser.add_argument("--kind", default="", choices=("", *GATES), help="one kind of network; without it all")
     parser.add_argument("--check", action="store_true", help="small networks on any device, no times")
     options = parser.parse_args()
     if options.check or _report.has_gpu():

@@ -1,7 +1,7 @@
 """The decode step of linear recurrences on a GPU: one to eight tokens a sequence, beside XLA, FLA and a copy.
 
     python benchmarks/recurrent_step_gpu.py                  # the table
-    python benchmarks/recurrent_step_gpu.py --quick          # one token, few rounds
+    python benchmarks/recurrent_step_gpu.py --quick          # one token
     python benchmarks/recurrent_step_gpu.py --only triton    # one of ours
     python benchmarks/recurrent_step_gpu.py --candidates     # also every configuration worth measuring
     TRITON_INTERPRET=1 python benchmarks/recurrent_step_gpu.py --check    # no times: small steps anywhere
@@ -15,7 +15,9 @@ and once written; so does that of the copy, which negates as many in place. Mamb
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,9 +25,8 @@ from typing import Any
 import _report
 import jax
 import jax.numpy as jnp
-import numpy as np
 from linear_recurrence_gpu import Cell, implementation
-from selective_scan_gpu import Side, error, medians
+from selective_scan_gpu import Side, medians
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops.device import current_device
@@ -165,7 +166,7 @@ def fla(cell: Cell, record: LinearRecurrence) -> Iterator[tuple[str, Side, Any]]
             torch.cuda.synchronize()
             return ()
 
-        yield "FLA", Side(run), [x.float().cpu().numpy() for x in first]
+        yield "FLA", Side(run), [jnp.asarray(x.float().cpu().numpy()) for x in first]
     except Exception as failure:  # noqa: BLE001  whatever another library fails with is its result
         print(f"<!-- FLA on {cell}: {type(failure).__name__}: {str(failure)[:200]} -->", flush=True)
 
@@ -198,18 +199,26 @@ def _fla_step(kind: str, record: LinearRecurrence) -> Callable[[Any], Any] | Non
     return None
 
 
-def right(name: str, made: Any, want: list[np.ndarray], cell: Cell) -> bool:
+@jax.jit
+def distance(made: Any, want: Any) -> jax.Array:
+    """The largest relative error of several arrays."""
+    pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(made, want, strict=True)]
+    return jnp.max(jnp.stack([jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel()) for x, y in pairs]))
+
+
+def right(name: str, made: Any, want: Any, cell: Cell) -> bool:
     """Whether outputs and states are those of the formula; says so if not."""
-    off = error([np.asarray(x, np.float32) for x in made], want)
+    off = float(distance(tuple(made), tuple(want)))
     if not off < 1e-2:
         print(f"<!-- {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
     return off < 1e-2
 
 
-def timed(cell: Cell, form: str, options: argparse.Namespace) -> Iterator[list[str]]:
-    """One line for each side that is right."""
+def prepared(step: tuple[Cell, str], options: argparse.Namespace) -> dict[str, Side]:
+    """Everything that takes a step rightly, compiled, and the copy."""
+    cell, form = step
     record = record_of(cell, form)
-    want = [np.asarray(x, np.float32) for x in jax.jit(lambda record: reference(record)[0])(record)]
+    want = jax.jit(lambda record: reference(record)[0])(record)
     contenders: dict[str, Side] = {}
     for name, call in calls(record, options):
         if right(name, jax.jit(call)(record), want, cell):
@@ -217,22 +226,41 @@ def timed(cell: Cell, form: str, options: argparse.Namespace) -> Iterator[list[s
     for name, side, made in fla(cell, record):
         if right(name, made, want, cell):
             contenders[name] = side
+    return {**contenders, "copy": copy(record)}
+
+
+def timed(step: tuple[Cell, str], contenders: dict[str, Side], options: argparse.Namespace) -> Iterator[list[str]]:
+    """One line for each side."""
+    cell, form = step
     shape = f"{cell}, {form}" if form else str(cell)
-    contenders["copy"] = copy(record)
     if options.check:
         for name, side in contenders.items():
             jax.block_until_ready(side.run())
             yield [shape, name, "right", ""]
         return
     size = 8.0 * cell.batch * cell.heads * cell.keys * cell.values
-    for name, seconds in medians(contenders, 3 if options.quick else 7).items():
+    for name, seconds in medians(contenders, options.rounds).items():
         yield [shape, name, f"{seconds / STEPS * 1e6:.1f}", f"{size * STEPS / seconds / 1e9:.0f} GB/s"]
+
+
+def rows(options: argparse.Namespace) -> Iterator[list[str]]:
+    """The lines of the table. With several threads everything is compiled before anything is timed."""
+    prepare = functools.partial(prepared, options=options)
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        every = list(steps(options))
+        made = map(prepare, every) if options.threads == 1 else list(pool.map(prepare, every))
+        for step, contenders in zip(every, made, strict=True):
+            yield from timed(step, contenders, options)
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one token, few rounds")
+    parser.add_argument("--quick", action="store_true", help="one token")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each side")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="steps compiled at the same time, before all timing"
+    )
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="one kind of recurrence; without it all")
     parser.add_argument("--only", default="", help="part of the name of one of ours; without it all")
@@ -240,7 +268,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.check and not _report.has_gpu():
         return
-    _report.stream(COLUMNS, (row for cell, form in steps(options) for row in timed(cell, form, options)))
+    _report.stream(COLUMNS, rows(options))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> 
 
 
 def in_slots(key: jax.Array, shape: tuple[int, ...], used: Iterable[int], dtype: Any = jnp.float32) -> jax.Array:
-    """Normal states in those slots that are used, and inf in the others, which nobody may touch."""
+    """Normal states in those slots that are used, and inf in the others, which stay as they are."""
     index = jnp.array(sorted(used))
     return jnp.full(shape, jnp.inf, dtype).at[index].set(normal(key, (index.size, *shape[1:]), dtype))
 
