@@ -4,9 +4,10 @@ With w the [K, N] matrix of the codes (`ejkernel.planning.quantized_formats` say
 
     out_i = x_i w
 
-Products and sums are taken in float32 (float64 for float64 x). An implementation may round w to x's dtype, or x times the
-scales, where matrix units want their operands so; the operation's tolerance has room for either. Rows of the packed matrix are those of w, or with `transpose` its
-columns. With do the cotangent of the output, dx_i = do_i w^T; codes, scales and zeros have no gradient.
+Products and sums are taken in float32 (float64 for float64 x). An implementation may round w to x's dtype, or x times
+the scales, where matrix units want their operands so; the operation's tolerance has room for either. Rows of the packed
+matrix are those of w, or with `transpose` its columns. With do the cotangent of the output, dx_i = do_i w^T; codes,
+scales and zeros have no gradient.
 """
 
 from collections.abc import Mapping

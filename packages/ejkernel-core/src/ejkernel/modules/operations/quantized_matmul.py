@@ -105,9 +105,9 @@ def quantized_matmul(
     """x times a matrix of few bits (formula and formats: `ejkernel.families.quantized_matmul`).
 
     `ejkernel.quantization.quantize` makes w, scales and zeros. Kernels dequantise in registers; where none serves the
-    call, XLA makes the matrix at x's width. Sums are float32 (float64 of float64 x); of narrower x, a backend may round the
-    dequantised matrix, or x times the scales, to x's dtype. The gradient of x is that of the dequantised matrix; w, scales
-    and zeros are constants, whose gradients are zeros.
+    call, XLA makes the matrix at x's width. Sums are float32 (float64 of float64 x); of narrower x, a backend may round
+    the dequantised matrix, or x times the scales, to x's dtype. The gradient of x is that of the dequantised matrix; w,
+    scales and zeros are constants, whose gradients are zeros.
 
     Args:
         x: [M, K] float16, bfloat16, float32 or float64.
