@@ -10,7 +10,8 @@ timed only if its output agrees with float64 on a few query rows. Sides are inte
 medians are printed. Decoding's rate counts each key and value once, and queries and outputs; that of the copy, what it
 reads and writes. The rate of prefill counts the products of pairs that attend. Beside these stand flash attention and
 `ragged_decode_attention` of the same keys and values as dense arrays, and a mixed batch as two calls, one after the
-other.
+other. Short calls take longer to start than to run: those of several layers are in one program, whose time is divided
+by their number.
 """
 
 import argparse
@@ -52,6 +53,8 @@ class Cell:
     cache: str = "bfloat16"
     others: int = 0
     """Tokens of all sequences but one, where they are fewer."""
+    layers: int = 1
+    """Calls of a program, each with pages of its own, and queries that the call before made."""
 
     def __str__(self) -> str:
         shape = f"B{self.batch} ctx {self.context} H{self.heads}/{self.kv_heads} D{self.size} page {self.page}"
@@ -61,6 +64,7 @@ class Cell:
         shape += " of a tree" if self.tree else ""
         shape += f", {self.cache} cache" if self.cache != "bfloat16" else ""
         shape += f", the others {self.others}" if self.others else ""
+        shape += f", {self.layers} layers" if self.layers > 1 else ""
         return f"{shape}, lengths 1 to {self.context}" if self.ragged else shape
 
     @functools.cached_property
@@ -116,7 +120,7 @@ class Cell:
         sequences, columns = len(self.lengths), -(-self.context // self.page)
         shapes = [
             (int(self.queries.sum()), self.heads, self.size),
-            *[(sequences * columns, self.page, self.kv_heads, self.size)] * 2,
+            *[(self.layers * sequences * columns, self.page, self.kv_heads, self.size)] * 2,
         ]
         keys = jax.random.split(jax.random.key(0), 3)
         made = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
@@ -156,31 +160,60 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(cache="float8_e5m2")
     yield Cell(context=32768, others=1024)
     yield Cell(cache="float8_e4m3fn", context=32768, others=1024)
+    yield Cell(batch=1, layers=16)
+    yield Cell(batch=8, layers=4)
+    yield Cell(batch=1, context=131072, layers=4)
+    yield Cell(batch=8, context=131072)
 
 
-def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any]) -> Side:
+def chained(step: Callable[..., jax.Array], query: jax.Array, layers: list[Any]) -> Any:
+    """Queries through a call for each layer: what the first layer makes and, where there are more, the last one."""
+    made = [query]
+    for layer in layers:
+        made.append(step(made[-1], layer))
+    return made[1] if len(layers) == 1 else (made[1], made[-1])
+
+
+def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any], layers: int = 1) -> Side:
     """The operation, as users call it."""
-    call = jax.jit(functools.partial(unified_attention, platform=platform))
-    compiled = call.lower(*arrays, **options).compile()
-    return lambda: compiled(*arrays, **options)
+    query, keys, values, lengths, tables, starts = arrays
+    every = [tables + n * (keys.shape[0] // layers) for n in range(layers)]
+
+    def run(query: jax.Array, every: list[jax.Array], *rest: jax.Array, **options: Any) -> Any:
+        keys, values, lengths, starts = rest
+
+        def step(query: jax.Array, tables: jax.Array) -> jax.Array:
+            return unified_attention(query, keys, values, lengths, tables, starts, platform=platform, **options)
+
+        return chained(step, query, every)
+
+    given = query, every, keys, values, lengths, starts
+    compiled = jax.jit(run).lower(*given, **options).compile()
+    return lambda: compiled(*given, **options)
 
 
 def dense(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
     """Operations on the keys and values of all sequences as arrays without pages, which are made beforehand."""
     query, keys, values, lengths, tables, _ = arrays
     count, same = len(cell.lengths), len(set(cell.lengths)) == 1
-    if cell.decoding or cell.prefix or cell.tree or not same or cell.bytes > 1.5e9 or keys.dtype != query.dtype:
+    if cell.decoding or cell.prefix or cell.tree or not same or keys.nbytes > 2.5e9 or keys.dtype != query.dtype:
         return
-    keys, values = (x[tables].reshape(count, -1, cell.kv_heads, cell.size) for x in (keys, values))
+    every = [tables + n * (keys.shape[0] // cell.layers) for n in range(cell.layers)]
+    shape = count, -1, cell.kv_heads, cell.size
     if cell.rows == 1:
-        given = query, keys, values, jnp.zeros_like(lengths), lengths
-        call = jax.jit(ragged_decode_attention).lower(*given).compile()
+
+        def run(query: jax.Array, caches: list[Any], *limits: jax.Array) -> Any:
+            return chained(lambda query, cache: ragged_decode_attention(query, *cache, *limits), query, caches)
+
+        given = query, [[x[pages].reshape(shape) for x in (keys, values)] for pages in every], 0 * lengths, lengths
+        call = jax.jit(run).lower(*given).compile()
         yield "ragged_decode_attention, dense", lambda: call(*given)
         return
+    keys, values = (x[tables].reshape(shape) for x in (keys, values))
     rows = query.reshape(count, cell.rows, cell.heads, cell.size)
     # The newest tokens are queries: query 0 attends to all keys but those of later queries.
-    run = functools.partial(flash_attention, sliding_window=(None, cell.context - cell.rows))
-    flash = jax.jit(run).lower(rows, keys, values).compile()
+    attend = functools.partial(flash_attention, sliding_window=(None, cell.context - cell.rows))
+    flash = jax.jit(attend).lower(rows, keys, values).compile()
     yield "flash_attention, dense", lambda: flash(rows, keys, values).reshape(query.shape)
 
 
@@ -207,7 +240,7 @@ def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
 
 def copy(cell: Cell) -> Side:
     """A copy that moves as many bytes."""
-    source = jax.random.normal(jax.random.key(1), (int(cell.bytes) // 8,), jnp.float32)
+    source = jax.random.normal(jax.random.key(1), (cell.layers * int(cell.bytes) // 8,), jnp.float32)
     compiled = jax.jit(lambda x: -x).lower(source).compile()
     return lambda: compiled(source)
 
@@ -220,7 +253,7 @@ def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool, only: str
         if (only and platform not in only.split(",")) or (platform == "xla" and slow):
             continue
         try:
-            found[f"ejkernel {platform}"] = ours(arrays, platform, cell.options())
+            found[f"ejkernel {platform}"] = ours(arrays, platform, cell.options(), cell.layers)
             if cell.prefix:
                 found[f"ejkernel {platform}, without shared_prefix"] = ours(arrays, platform, {})
             if cell.decoding:
@@ -254,8 +287,9 @@ def truth(cell: Cell, arrays: tuple[jax.Array, ...]) -> list[tuple[int, np.ndarr
     return made
 
 
-def error(made: jax.Array, want: list[tuple[int, np.ndarray]]) -> float:
-    """Largest relative error of a row."""
+def error(made: Any, want: list[tuple[int, np.ndarray]]) -> float:
+    """Largest relative error of a row, of the first layer where there are several."""
+    made = jax.tree.leaves(made)[0]
     got = [np.asarray(made[row, : len(x)].astype(jnp.float32)) for row, x in want]
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, (_, y) in zip(got, want, strict=True))
 
@@ -271,6 +305,12 @@ def timed(cell: Cell, rounds: int, candidates: bool, only: str) -> list[list[str
             del contenders[name]
     if cell.rows == 1:
         contenders["copy"] = copy(cell)
+    medians = {name: x / cell.layers for name, x in timed_in_turns(contenders, rounds).items()}
+    return [[str(cell), name, f"{s * 1e3:.3f}", cell.rate(s)] for name, s in medians.items()]
+
+
+def timed_in_turns(contenders: dict[str, Side], rounds: int) -> dict[str, float]:
+    """Median seconds of a call of each side."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in _report.turns(rounds):
         for name, side in contenders.items():
@@ -281,8 +321,13 @@ def timed(cell: Cell, rounds: int, candidates: bool, only: str) -> list[list[str
             made = [side() for _ in range(calls)][-1]  # one after the other, so that starting them costs nothing
             jax.block_until_ready(made)
             times[name].append((time.perf_counter() - start) / calls)
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    return [[str(cell), name, f"{s * 1e3:.3f}", cell.rate(s)] for name, s in medians.items()]
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def ends(part: str) -> list[int | None]:
+    """Where a part of a list begins and ends: `4:7`, `:7`, or `4` for one."""
+    found = [int(x) if x else None for x in part.split(":")]
+    return found if len(found) > 1 else [int(part), int(part) + 1]
 
 
 def main() -> None:
@@ -291,11 +336,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--only", default="", help="platforms, separated by commas; without it all")
-    parser.add_argument("--cells", default=":", help="of the shapes, those from one number to another")
+    parser.add_argument(
+        "--cells", default=":", help="of the shapes, those from one number to another; commas between parts"
+    )
     options = parser.parse_args()
     if not _report.has_gpu():
         return
-    chosen = list(cells(options.quick))[slice(*(int(x) if x else None for x in options.cells.split(":")))]
+    every = list(cells(options.quick))
+    chosen = [cell for part in options.cells.split(",") for cell in every[slice(*ends(part))]]
     given = (3 if options.quick else 7, options.candidates, options.only)
     _report.stream(COLUMNS, (row for cell in chosen for row in timed(cell, *given)))
 

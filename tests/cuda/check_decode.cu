@@ -8,16 +8,18 @@
 //
 // Prints a line for each call, and fails if an output is off. Slots that no row attends to hold NaN, where a cache's
 // dtype has one, and outputs are NaN before each call.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <type_traits>
 #include <vector>
 
 #include <cuda_fp8.h>
 
-#include "paged_decode.cuh"
+#include "paged_write.cuh"
 #include "split_decode.cuh"
 
 using namespace ejkernel;
@@ -83,6 +85,7 @@ struct Call {
   float cap = 0.f;
   bool sinks = false, starts = false, absent = false, dense = false, half = false;
   int splits = 0;  // of the kernel of dense caches; 0 for the persistent one
+  bool write = false;  // tokens of query rows are not in the cache yet, which has a head more than tokens have
 };
 
 template <typename C>
@@ -105,14 +108,25 @@ bool check(const Call& z, const char* dtype) {
     }
   }
   const auto page_of = [&](int n, int key) { return tables[n * columns + key / page_size]; };
+  // Sequence and position of a query row.
+  const auto place = [&](int row) {
+    if (z.query_start.empty()) return Place{row, z.lengths[row] - 1};
+    for (int n = 0; n < sequences; ++n) {
+      const int first = z.query_start[n], next = z.query_start[n + 1];
+      if (first <= row && row < next) return Place{n, z.lengths[n] - (next - row)};
+    }
+    return Place{-1, -1};
+  };
   const auto random_cache = [&](int size) {
-    std::vector<C> cache(size_t(pages) * page_size * z.kv_heads * size, encoded<C>(NAN));
+    std::vector<C> cache(size_t(pages) * page_size * (z.kv_heads + z.write) * size, encoded<C>(NAN));
     for (int n = 0; n < sequences; ++n) {
       for (int key = 0; key < z.lengths[n]; ++key) {
         const int page = page_of(n, key);
         if (page < 0 || page >= pages) continue;
-        const size_t at = (size_t(page) * page_size + key % page_size) * z.kv_heads * size;
+        const size_t at = (size_t(page) * page_size + key % page_size) * (z.kv_heads + z.write) * size;
         for (int i = 0; i < z.kv_heads * size; ++i) cache[at + i] = encoded<C>(normal(random));
+        // A head that pads the cache: zeros where a token is written.
+        if (z.write) std::fill_n(&cache[at + z.kv_heads * size], size, C{});
       }
     }
     return cache;
@@ -126,19 +140,37 @@ bool check(const Call& z, const char* dtype) {
     query[i] = bfloat16 ? __bfloat16_as_ushort(b) : __half_as_ushort(h);
     query_numbers[i] = bfloat16 ? __bfloat162float(b) : __half2float(h);
   }
+  // The cache before the call, and its new tokens: NaN in all other rows, and in slots where nothing may be written.
+  const int cache_heads = z.kv_heads + z.write;
+  auto old_keys = keys, old_values = values;
+  std::vector<C> new_keys(size_t(rows) * z.kv_heads * z.size, encoded<C>(NAN));
+  std::vector<C> new_values(size_t(rows) * z.kv_heads * z.value_size, encoded<C>(NAN));
+  for (int row = 0; z.write && row < rows; ++row) {
+    const Place to = place(row);
+    if (to.sequence < 0 || to.position < 0) continue;
+    const int page = page_of(to.sequence, to.position), slot = to.position % page_size;
+    if (page < 0 || page >= pages) continue;
+    const auto move = [&](std::vector<C>& tokens, std::vector<C>& cache, int size) {
+      const size_t at = (size_t(page) * page_size + slot) * cache_heads * size;
+      std::copy_n(&cache[at], z.kv_heads * size, &tokens[size_t(row) * z.kv_heads * size]);
+      std::fill_n(&cache[at], cache_heads * size, encoded<C>(NAN));
+    };
+    move(new_keys, old_keys, z.size);
+    move(new_values, old_values, z.value_size);
+  }
   std::vector<float> sinks(z.heads);
   std::vector<int> starts(sequences, 0);
   for (float& sink : sinks) sink = normal(random);
   for (int n = 0; z.starts && n < sequences; ++n) starts[n] = z.lengths[n] / 4;
 
   const auto strides = [&](int size) {
-    const uint32_t head = size * sizeof(C) / 16, slot = z.kv_heads * head;
+    const uint32_t head = size * sizeof(C) / 16, slot = cache_heads * head;
     return Strides{page_size * slot, slot, head};
   };
   const auto fill = [&](auto& call) {
     call.query = on_device(query);
-    call.keys = reinterpret_cast<const unsigned char*>(on_device(keys));
-    call.values = reinterpret_cast<const unsigned char*>(on_device(values));
+    call.keys = reinterpret_cast<const unsigned char*>(on_device(old_keys));
+    call.values = reinterpret_cast<const unsigned char*>(on_device(old_values));
     call.starts = on_device(starts);
     call.sinks = z.sinks ? on_device(sinks) : nullptr;
     call.output = on_device(std::vector<uint16_t>(size_t(rows) * z.heads * z.value_size, 0xffff));
@@ -159,7 +191,7 @@ bool check(const Call& z, const char* dtype) {
     call.left = z.left;
     call.right = z.right;
   };
-  const auto launch = [&](auto size) {
+  const auto launch = [&](auto size) -> Decode {
     constexpr int kSize = decltype(size)::value;
     using S = Shape<kSize, C>;
     if constexpr (sizeof(C) == 2) {
@@ -175,11 +207,12 @@ bool check(const Call& z, const char* dtype) {
         cudaFuncSetAttribute(split_kernel<kSize, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
         const int groups = (z.heads / z.kv_heads + kHeads - 1) / kHeads;
         split_kernel<kSize, C><<<rows * z.splits * z.kv_heads * groups, S::kWarps * 32, S::kBytes>>>(call);
-        if (z.splits > 1) merge_kernel<<<rows * z.heads, kMergeThreads>>>(call);
-        return std::pair{call.output, call.lse};
+        if (z.splits > 1) expect_success(launch_early(merge_kernel, rows * z.heads, kMergeThreads, 0, nullptr, call), "merge");
+        return call;
       }
     }
-    PagedDecode call{};
+    PagedWrite write{};
+    PagedDecode& call = write.call;
     fill(call);
     call.lengths = on_device(z.lengths);
     call.tables = z.dense ? nullptr : on_device(tables);
@@ -190,30 +223,37 @@ bool check(const Call& z, const char* dtype) {
     call.partial = on_device(std::vector<float>(size_t(z.blocks) * 2 * kHeads * z.value_size, NAN));
     call.statistics = on_device(std::vector<float>(z.blocks * 2 * kHeads * 2, NAN));
     call.cuts = on_device(std::vector<int>(z.blocks * 4, 99));
-    cudaFuncSetAttribute(paged_kernel<kSize, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
-    paged_kernel<kSize, C><<<z.blocks, S::kWarps * 32, S::kBytes>>>(call);
-    combine_kernel<<<dim3(z.blocks, kHeads), kCombineWarps * 32>>>(call);
-    return std::pair{call.output, call.lse};
+    if (z.write) {
+      const auto part = [&](const std::vector<C>& tokens, const unsigned char* pages, Strides strides, int size) {
+        const int pieces = size * sizeof(C) / 16;
+        return NewTokens{reinterpret_cast<const uint4*>(on_device(tokens)), (uint4*)pages, strides, pieces, pieces};
+      };
+      write.parts[0] = part(new_keys, call.keys, call.key_strides, z.size);
+      write.parts[1] = part(new_values, call.values, call.value_strides, z.value_size);
+      write.heads = cache_heads;
+      expect_success(launch_write(nullptr, write), "write");
+    }
+    expect_success(launch_paged<kSize, C>(nullptr, call, z.blocks, z.write), "launch");
+    return static_cast<Decode>(call);
   };
   const int padded = std::max(z.size, z.value_size);
-  const auto [output, lse] = padded <= 64    ? launch(std::integral_constant<int, 64>())
-                             : padded <= 128 ? launch(std::integral_constant<int, 128>())
-                                             : launch(std::integral_constant<int, 256>());
+  const Decode call = padded <= 64    ? launch(std::integral_constant<int, 64>())
+                      : padded <= 128 ? launch(std::integral_constant<int, 128>())
+                                      : launch(std::integral_constant<int, 256>());
   expect_success(cudaGetLastError(), "launch");
   expect_success(cudaDeviceSynchronize(), "kernels");
-  const auto got = on_host(static_cast<const uint16_t*>(output), size_t(rows) * z.heads * z.value_size);
-  const auto got_lse = on_host(lse, rows * z.heads);
+  const auto got = on_host(static_cast<const uint16_t*>(call.output), size_t(rows) * z.heads * z.value_size);
+  const auto got_lse = on_host(call.lse, rows * z.heads);
+  // Every bit of the cache: what was written, and what was not.
+  const auto same = [](const unsigned char* cache, const std::vector<C>& want) {
+    const auto have = on_host(cache, want.size() * sizeof(C));
+    return std::memcmp(have.data(), want.data(), have.size()) == 0;
+  };
+  const bool kept = same(call.keys, keys) && same(call.values, values);
 
   double difference = 0, norm = 0, lse_difference = 0;
   for (int row = 0; row < rows; ++row) {
-    int sequence = z.query_start.empty() ? row : -1, position = 0;
-    for (int n = 0; n + 1 < int(z.query_start.size()); ++n) {
-      if (z.query_start[n] <= row && row < z.query_start[n + 1]) sequence = n;
-    }
-    if (sequence >= 0) {
-      position = z.lengths[sequence] - 1;
-      if (!z.query_start.empty()) position -= z.query_start[sequence + 1] - 1 - row;
-    }
+    const auto [sequence, position] = place(row);
     for (int head = 0; head < z.heads; ++head) {
       const int kv_head = head / (z.heads / z.kv_heads);
       std::vector<double> sums(z.value_size, 0);
@@ -222,7 +262,7 @@ bool check(const Call& z, const char* dtype) {
         const int page = page_of(sequence, key);
         if (page < 0 || page >= pages || key < starts[sequence]) continue;
         if (key < position - z.left || key > position + z.right) continue;
-        const size_t at = (size_t(page) * page_size + key % page_size) * z.kv_heads + kv_head;
+        const size_t at = (size_t(page) * page_size + key % page_size) * cache_heads + kv_head;
         double score = 0;
         for (int i = 0; i < z.size; ++i) {
           score += query_numbers[(size_t(row) * z.heads + head) * z.size + i] * decoded(keys[at * z.size + i]);
@@ -249,8 +289,8 @@ bool check(const Call& z, const char* dtype) {
     }
   }
   const double error = std::sqrt(difference / (norm > 0 ? norm : 1));
-  const bool right = error < (bfloat16 ? 5e-3 : 1e-3) && lse_difference < 5e-3;
-  std::printf("%-8s %-32s relative error %.1e, lse %.1e%s\n", dtype, z.name, error, lse_difference, right ? "" : "  WRONG");
+  const bool right = kept && error < (bfloat16 ? 5e-3 : 1e-3) && lse_difference < 5e-3;
+  std::printf("%-8s %-32s relative error %.1e, lse %.1e%s\n", dtype, z.name, error, lse_difference, right ? "" : kept ? "  WRONG" : "  WRONG CACHE");
   return right;
 }
 
@@ -259,7 +299,7 @@ bool check(const Call& z, const char* dtype) {
 int main() {
   bool right = true;
   const std::vector<int> uneven = {537, 1, 0, 64, 300};
-  std::vector<Call> calls(10);
+  std::vector<Call> calls(14);
   calls[0] = {"pages of 16", uneven};
   calls[1] = {"pages of 1, sinks, cap", uneven, 6, 3, 64, 48, 1};
   calls[1].lines = 3;
@@ -283,6 +323,17 @@ int main() {
     z.dense = z.sinks = true;
     z.splits = splits;
   }
+  calls[10] = {"new tokens, a padded head", uneven};
+  calls[10].write = true;
+  calls[11] = {"new tokens of some, absent pages", uneven, 6, 3, 64, 48, 16, {0, 2, 2, 2, 3, 4}};
+  calls[11].lines = 3;
+  calls[11].write = calls[11].absent = true;
+  // Shares of whole items, and items of two shares each.
+  calls[12] = {"one length, whole items", std::vector<int>(16, 2176), 4, 1, 64, 64, 64};
+  calls[12].blocks = 17;
+  calls[13] = {"one length, two shares each", {2176, 2176, 2176}, 8, 2, 128, 128, 64};
+  calls[13].blocks = 13;
+  calls[12].lines = calls[13].lines = 1;
   for (const Call& z : calls) {
     right &= check<__nv_bfloat16>(z, "bfloat16") & check<__half>(z, "float16");
     if (z.splits > 0) continue;

@@ -11,10 +11,12 @@ from test_decode import build
 import ejkernel_cuda
 from ejkernel import explain
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules import chunked_prefill_paged_decode, unified_attention
+from ejkernel.modules import chunked_prefill_paged_decode, ragged_page_attention_v3, unified_attention
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.plugins import registry
 from ejkernel_cuda import library
 from ejkernel_cuda.paged_decode import IMPLEMENTATIONS, blocks
+from ejkernel_cuda.paged_decode import forward as call
 from ejkernel_cuda.paged_decode.forward import forward, strides
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
@@ -157,6 +159,70 @@ def test_layouts_are_strides():
         *(64 * 8 * 512, 8 * 512, 512) * 2,
         256,
     )
+
+
+WRITING = {"ragged_page_attention_v3": (3,), "chunked_prefill_paged_decode": (3, 4)}
+"""Operations that write new tokens, and the arguments that are the cache."""
+WRITTEN = [(op, cache) for op in WRITING for cache in ("bfloat16", "float8_e4m3fn", "int8")][:-1]
+"""With each dtype of the cache; `chunked_prefill_paged_decode` has no caches of whole numbers."""
+
+
+def writing_call(op, cache, pages):
+    """The operation on CUDA, and its arguments: four sequences of 128 slots in pages of 16."""
+    tokens = array(4, 2, 128, dtype=cache)
+    query, ints = array(4, 8, 128, dtype=jnp.bfloat16), (array(4), array(4, 8), array(5))
+    if op == "ragged_page_attention_v3":
+        pack = 4 // jnp.dtype(cache).itemsize
+        combined = array(pages, 16, 4 // pack, pack, 128, dtype=cache)
+        return ragged_page_attention_v3, (query, tokens, tokens, combined, *ints, array(3))
+    caches = [array(pages, 16, 2, 128, dtype=cache)] * 2
+    return chunked_prefill_paged_decode, (query, tokens, tokens, *caches, *ints)
+
+
+@pytest.mark.parametrize(("op", "cache"), WRITTEN)
+def test_new_tokens_are_written_by_the_call_into_the_cache_that_it_is_given(op, cache, monkeypatch):
+    monkeypatch.setattr(call, "registered", lambda symbol: symbol)
+    _, arguments = writing_call(op, cache, 64)
+    operation = registry().ops[op]
+
+    def step(*arguments):
+        args = operation.arguments(**dict(zip(operation.axes, arguments, strict=False)))
+        record = operation.lower(args)
+        assert list(IMPLEMENTATIONS[1].requires.extra(record)) == []
+        return operation.finish(args, forward(record, blocks.PagedBlocks(num_blocks=16, num_lines=2))[0])
+
+    traced = jax.jit(step, donate_argnums=WRITING[op]).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    arrays = len(WRITING[op])
+    assert text.count("@ejkernel_paged_decode(") == 1
+    assert text.count("#stablehlo.output_operand_alias<") == arrays
+    # Neither a scatter nor a copy beside it.
+    assert "stablehlo.scatter" not in text
+    assert "stablehlo.dynamic_update_slice" not in text
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= arrays
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs the kernels")
+@pytest.mark.parametrize(("op", "cache"), WRITTEN)
+def test_donated_caches_are_updated_in_place_on_a_gpu(op, cache):
+    function, arguments = writing_call(op, cache, 16384)
+    donated = WRITING[op]
+    made = [jnp.ones(x.shape, x.dtype) for x in arguments]
+    made[-3 if "v3" in op else -2] = jnp.arange(32).reshape(4, 8)
+    made[-2 if "v3" in op else -1] = jnp.arange(5)
+    made[-4 if "v3" in op else -3] = jnp.full(4, 100)
+    if "v3" in op:
+        made[-1] = jnp.full(3, 4)
+    compiled = jax.jit(functools.partial(function, platform="cuda"), donate_argnums=donated).lower(*made).compile()
+    memory, size = compiled.memory_analysis(), sum(made[n].nbytes for n in donated)
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 8
+    for _ in range(2):
+        pointers = [made[n].unsafe_buffer_pointer() for n in donated]
+        _, *caches = compiled(*made)
+        assert [x.unsafe_buffer_pointer() for x in caches] == pointers
+        for n, x in zip(donated, caches, strict=True):
+            made[n] = x
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <string>
 
-#include "paged_decode.cuh"
+#include "paged_write.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -14,34 +14,26 @@ ffi::Error failed(const char* what, cudaError_t error) {
   return ffi::Error::Internal(std::string("ejkernel paged decode: ") + what + ": " + cudaGetErrorString(error));
 }
 
-template <int Size, typename C>
-ffi::Error launch(cudaStream_t stream, const PagedDecode& call, int blocks) {
-  using S = Shape<Size, C>;
-  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
-  cudaError_t error =
-      cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
-  if (error != cudaSuccess) return failed("shared memory", error);
-  paged_kernel<Size, C><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
-  if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
-  // Which items were cut follows from lengths: a grid for all that can be. The same stream: it begins when all
-  // segments have been written.
-  const int heads = std::min(kHeads, call.heads / call.kv_heads);
-  combine_kernel<<<dim3(blocks, heads), kCombineWarps * 32, 0, stream>>>(call);
-  if ((error = cudaGetLastError()) != cudaSuccess) return failed("combine", error);
-  return ffi::Error::Success();
-}
-
 template <typename C>
-ffi::Error launch_for_size(cudaStream_t stream, const PagedDecode& call, int blocks) {
+ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blocks) {
+  const PagedDecode& call = write.call;
+  const bool written = write.parts[0].tokens != nullptr;
+  cudaError_t error = written ? launch_write(stream, write) : cudaSuccess;
+  if (error != cudaSuccess) return failed("write", error);
   // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
   const int size = std::max(call.size, call.value_size);
-  if (size <= 64) return launch<64, C>(stream, call, blocks);
-  if (size <= 128) return launch<128, C>(stream, call, blocks);
-  return launch<256, C>(stream, call, blocks);
+  if (size <= 64) {
+    error = launch_paged<64, C>(stream, call, blocks, written);
+  } else if (size <= 128) {
+    error = launch_paged<128, C>(stream, call, blocks, written);
+  } else {
+    error = launch_paged<256, C>(stream, call, blocks, written);
+  }
+  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
 
 struct Arguments {
-  ffi::AnyBuffer query, keys, values;
+  ffi::AnyBuffer query, keys, values;  // `values` without elements where the array of keys has them, too
   ffi::Buffer<ffi::S32> tables, lengths, starts, query_start, live;
   ffi::Buffer<ffi::F32> sinks;
   ffi::AnyBuffer output;
@@ -56,6 +48,8 @@ const int* given(const ffi::Buffer<ffi::S32>& buffer) {
   return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
 }
 
+const ffi::AnyBuffer& values_of(const Arguments& a) { return a.values.element_count() == 0 ? a.keys : a.values; }
+
 // The record of a call. Absent arrays have no elements.
 PagedDecode paged_call(const Arguments& a) {
   const auto query = a.query.dimensions(), output = a.output.dimensions();
@@ -63,8 +57,8 @@ PagedDecode paged_call(const Arguments& a) {
   call.query = a.query.untyped_data();
   call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
   // Elements from the array's start: keys and values may be in one array.
-  call.values =
-      static_cast<const unsigned char*>(a.values.untyped_data()) + a.strides[6] * ffi::ByteWidth(a.values.element_type());
+  call.values = static_cast<const unsigned char*>(values_of(a).untyped_data()) +
+                a.strides[6] * ffi::ByteWidth(a.keys.element_type());
   call.tables = given(a.tables);
   call.lengths = a.lengths.typed_data();
   call.starts = given(a.starts);
@@ -129,57 +123,120 @@ bool consistent(const Arguments& a, const PagedDecode& call, int64_t blocks) {
          (call.tables != nullptr || call.pages >= call.sequences) &&
          int64_t(a.query.element_count()) == heads * call.size && or_none(a.starts, call.sequences) &&
          or_none(a.query_start, call.sequences + 1) && or_none(a.sinks, call.heads) && or_none(a.live, 1) &&
-         holds(call, a.keys, a.strides, 0, call.size) && holds(call, a.values, a.strides, 3, call.value_size) &&
+         holds(call, a.keys, a.strides, 0, call.size) && holds(call, values_of(a), a.strides, 3, call.value_size) &&
          int64_t(a.lse.element_count()) == heads &&
          int64_t(a.partial.element_count()) == blocks * 2 * kHeads * call.value_size &&
          int64_t(a.statistics.element_count()) == blocks * 2 * kHeads * 2 &&
          int64_t(a.cuts.element_count()) == blocks * 4;
 }
 
-ffi::Error run(cudaStream_t stream, const Arguments& arguments) {
-  const auto wrong = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("ejkernel paged decode: ") + what);
-  };
-  if (arguments.strides.size() != 7 || arguments.query.dimensions().size() != 3 ||
-      arguments.output.dimensions().size() != 3) {
-    return wrong("wants seven strides, and queries and outputs of three axes");
-  }
-  const auto query = arguments.query.element_type(), cache = arguments.keys.element_type();
-  if ((query != ffi::BF16 && query != ffi::F16) || arguments.output.element_type() != query) {
-    return wrong("query and output are not both bfloat16 or both float16");
-  }
-  if (arguments.values.element_type() != cache) return wrong("keys and values differ in dtype");
-  const PagedDecode call = paged_call(arguments);
-  const int64_t blocks = arguments.cuts.element_count() / 4;
-  if (!consistent(arguments, call, blocks)) return wrong("the shapes of the arrays do not belong together");
+ffi::Error wrong(const char* what) {
+  return ffi::Error::InvalidArgument(std::string("ejkernel paged decode: ") + what);
+}
+
+ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const PagedWrite& write, int blocks) {
+  const auto query = a.query.element_type(), cache = a.keys.element_type();
   switch (cache) {
-    case ffi::F8E4M3FN: return launch_for_size<E4m3>(stream, call, blocks);
-    case ffi::F8E5M2: return launch_for_size<E5m2>(stream, call, blocks);
-    case ffi::S8: return launch_for_size<Int8>(stream, call, blocks);
+    case ffi::F8E4M3FN: return launch_for_size<E4m3>(stream, write, blocks);
+    case ffi::F8E5M2: return launch_for_size<E5m2>(stream, write, blocks);
+    case ffi::S8: return launch_for_size<Int8>(stream, write, blocks);
     case ffi::BF16:
-      if (query == cache) return launch_for_size<__nv_bfloat16>(stream, call, blocks);
+      if (query == cache) return launch_for_size<__nv_bfloat16>(stream, write, blocks);
       break;
     case ffi::F16:
-      if (query == cache) return launch_for_size<__half>(stream, call, blocks);
+      if (query == cache) return launch_for_size<__half>(stream, write, blocks);
       break;
     default: break;
   }
   return wrong("a cache of this dtype is not served");
 }
 
+// Checks a call and fills its record, in which the cache is what the arguments name.
+ffi::Error prepare(const Arguments& a, PagedDecode& call) {
+  if (a.strides.size() != 7 || a.query.dimensions().size() != 3 || a.output.dimensions().size() != 3) {
+    return wrong("wants seven strides, and queries and outputs of three axes");
+  }
+  const auto query = a.query.element_type();
+  if ((query != ffi::BF16 && query != ffi::F16) || a.output.element_type() != query) {
+    return wrong("query and output are not both bfloat16 or both float16");
+  }
+  if (a.values.element_type() != a.keys.element_type()) return wrong("keys and values differ in dtype");
+  call = paged_call(a);
+  const bool fits = consistent(a, call, a.cuts.element_count() / 4);
+  return fits ? ffi::Error::Success() : wrong("the shapes of the arrays do not belong together");
+}
+
+// XLA gives the memory of an array of the cache to the result; but where it reads the array from a part of another one,
+// it does not, and nothing has been copied.
+cudaError_t copy_elsewhere(cudaStream_t stream, const ffi::AnyBuffer& from, ffi::AnyBuffer& to) {
+  if (from.untyped_data() == to.untyped_data()) return cudaSuccess;
+  return cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+}
+
+// Adds the new tokens to a call whose cache is already the written one.
+ffi::Error add_tokens(
+    PagedWrite& write, const Arguments& a, const ffi::AnyBuffer (&tokens)[2], int32_t cache_heads) {
+  const PagedDecode& call = write.call;
+  const ffi::AnyBuffer given[2] = {a.keys, values_of(a)};
+  const int sizes[2] = {call.size, call.value_size};
+  const unsigned char* pages[2] = {call.keys, call.values};
+  const Strides strides[2] = {call.key_strides, call.value_strides};
+  const int64_t bytes = ffi::ByteWidth(a.keys.element_type());
+  PagedDecode padded = call;
+  padded.kv_heads = cache_heads;
+  for (int n = 0; n < 2; ++n) {
+    const int64_t row = given[n].dimensions().back();  // a head of the cache, which may be wider than a token's
+    if (tokens[n].element_type() != given[n].element_type() ||
+        int64_t(tokens[n].element_count()) != int64_t(call.rows) * call.kv_heads * sizes[n] || row < sizes[n] ||
+        row * bytes % 16 != 0 || cache_heads < call.kv_heads || !holds(padded, given[n], a.strides, n * 3, row)) {
+      return wrong("new tokens and cache do not belong together");
+    }
+    write.parts[n] = {
+        static_cast<const uint4*>(tokens[n].untyped_data()),
+        reinterpret_cast<uint4*>(const_cast<unsigned char*>(pages[n])), strides[n], int(sizes[n] * bytes / 16),
+        int(row * bytes / 16)};
+  }
+  write.heads = cache_heads;
+  return ffi::Error::Success();
+}
+
+// Further operands are new keys and values, and further results the arrays of the cache that they are written into.
 ffi::Error paged_decode(
     cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer keys, ffi::AnyBuffer values,
     ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
     ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> sinks,
-    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+    ffi::RemainingArgs tokens, ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
     ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> statistics,
-    ffi::Result<ffi::Buffer<ffi::S32>> cuts, ffi::Span<const int64_t> strides, int32_t kv_heads, int32_t pages,
-    int32_t page_size, int32_t lines, int32_t left, int32_t right, float scale, float cap, float value_scale) {
+    ffi::Result<ffi::Buffer<ffi::S32>> cuts, ffi::RemainingRets written, ffi::Span<const int64_t> strides,
+    int32_t kv_heads, int32_t cache_heads, int32_t pages, int32_t page_size, int32_t lines, int32_t left, int32_t right,
+    float scale, float cap, float value_scale) {
   if (output->element_count() == 0) return ffi::Error::Success();
-  return run(
-      stream, Arguments{query,   keys,     values,    tables, lengths, starts, query_start, live,  sinks,
-                        *output, *lse,     *partial,  *statistics, *cuts, strides, kv_heads, pages, page_size,
-                        lines,   left,     right,     scale,  cap,     value_scale});
+  Arguments arguments{query,   keys,     values,    tables, lengths, starts, query_start, live,  sinks,
+                      *output, *lse,     *partial,  *statistics, *cuts, strides, kv_heads, pages, page_size,
+                      lines,   left,     right,     scale,  cap,     value_scale};
+  PagedWrite write{};
+  ffi::AnyBuffer* const caches[2] = {&arguments.keys, &arguments.values};
+  for (size_t n = 0; n < written.size(); ++n) {
+    ffi::AnyBuffer to = **written.get<ffi::AnyBuffer>(n);
+    if (n > 1 || to.element_type() != caches[n]->element_type() || to.size_bytes() != caches[n]->size_bytes()) {
+      return wrong("a written cache is not like the given one");
+    }
+    const cudaError_t copied = copy_elsewhere(stream, *caches[n], to);
+    if (copied != cudaSuccess) return failed("copy", copied);
+    *caches[n] = to;
+  }
+  ffi::Error error = prepare(arguments, write.call);
+  if (error.failure()) return error;
+  const size_t arrays = values.element_count() == 0 ? 1 : 2;
+  if (tokens.size() != (written.size() == 0 ? 0 : 2) || (written.size() != 0 && written.size() != arrays)) {
+    return wrong("wants new keys and values, and their caches back");
+  }
+  if (tokens.size() > 0) {
+    error = add_tokens(
+        write, arguments, {*tokens.get<ffi::AnyBuffer>(0), *tokens.get<ffi::AnyBuffer>(1)}, cache_heads);
+    if (error.failure()) return error;
+  }
+  return launch_for_cache(stream, arguments, write, cuts->element_count() / 4);
 }
 
 }  // namespace
@@ -201,13 +258,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::F32>>()
+        .RemainingArgs()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::S32>>()
+        .RemainingRets()
         .Attr<ffi::Span<const int64_t>>("strides")
         .Attr<int32_t>("kv_heads")
+        .Attr<int32_t>("cache_heads")
         .Attr<int32_t>("pages")
         .Attr<int32_t>("page_size")
         .Attr<int32_t>("lines")

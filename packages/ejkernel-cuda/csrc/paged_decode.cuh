@@ -8,16 +8,22 @@
 // most its first segment continues what the block before began, and at most its last one is continued: two partial
 // results a block, which the combine kernel merges.
 //
-// A block finds its share by itself, from the lengths of all rows: no other launch has to run first.
+// A block finds its share by itself, from the lengths of all rows: no other launch has to run first. Rows of one length
+// get shares of whole items, or items a whole number of shares, where that makes shares little larger. The combine kernel
+// is launched early, waits for the blocks to end, and leaves at once where nothing was cut.
 //
 // Source: Osama et al. 2023, arXiv:2301.03598 (Stream-K: equal shares of a line of tiles).
 #pragma once
 
+#include <climits>
+
 #include "decode.cuh"
+#include "dependent_launch.cuh"
 
 namespace ejkernel {
 
 constexpr int kFewestKeys = 256;  // of a share, so that starting and merging a block stays cheap
+constexpr int kShareGrowth = 2;   // rounds by which shares may grow, for items that stay whole
 constexpr int kCombineWarps = 4;
 constexpr int kMostValues = 256;
 
@@ -31,6 +37,30 @@ struct PagedDecode : Decode {
   int left, right;         // window around the query's own position; 2^30 for no end
 };
 
+// The sequence of a row, and the row's position in it.
+struct Place {
+  int sequence, position;  // `sequence` is negative where the row belongs to none
+};
+
+__device__ inline Place place_of_row(const PagedDecode& call, int row) {
+  if (call.query_start == nullptr) return {row, call.lengths[row] - 1};
+  const int* starts = call.query_start;
+  const int live = call.live == nullptr ? call.sequences : min(*call.live, call.sequences);
+  int sequence = row;
+  // Decoding: row n is the first query row of sequence n. Otherwise the last sequence that begins at the row or before,
+  // which passes over sequences without queries.
+  if (!(row < live && starts[row] == row && starts[row + 1] > row)) {
+    int low = -1, high = live;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (starts[middle] <= row ? low : high) = middle;
+    }
+    sequence = low;
+  }
+  if (sequence < 0 || row >= starts[sequence + 1]) return {-1, -1};
+  return {sequence, call.lengths[sequence] - (starts[sequence + 1] - row)};
+}
+
 // The sequence of a row and the keys it attends to.
 struct RowKeys {
   int sequence, start, end;
@@ -38,45 +68,64 @@ struct RowKeys {
 };
 
 __device__ inline RowKeys keys_of_row(const PagedDecode& call, int row) {
-  int sequence = row, after = 0;  // query rows of the sequence behind this one
-  if (call.query_start != nullptr) {
-    const int* starts = call.query_start;
-    const int live = call.live == nullptr ? call.sequences : min(*call.live, call.sequences);
-    // Decoding: row n is the one query row of sequence n. Otherwise the last sequence that begins at the row or before,
-    // which passes over sequences without queries.
-    if (!(row < live && starts[row] == row && starts[row + 1] > row)) {
-      int low = -1, high = live;
-      while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        (starts[middle] <= row ? low : high) = middle;
-      }
-      sequence = low;
-    }
-    if (sequence < 0 || row >= starts[sequence + 1]) return {-1, 0, 0};
-    after = starts[sequence + 1] - 1 - row;
-  }
+  const auto [sequence, position] = place_of_row(call, row);
+  if (sequence < 0) return {-1, 0, 0};
   const int length = min(call.lengths[sequence], call.columns * call.page_size);
-  const int position = call.lengths[sequence] - 1 - after;
   const int start = max(call.starts == nullptr ? 0 : max(call.starts[sequence], 0), position - call.left);
   return {sequence, start, min(length, position + call.right + 1)};
 }
 
-// The line that a block shares with others, its part of it, and where that begins.
+// A block's part of the line that it shares with others.
 struct Share {
-  long long total, begin, end;  // rounds
-  int blocks, row;              // of the line; `row` has round `begin`
-  long long row_begin;          // the row's first round
+  long long size;        // rounds of each share but for the last ones
+  long long begin, end;  // rounds of this one
+  int row;               // has round `begin`
+  long long row_begin;   // the row's first round
+  RowKeys keys;          // of the row
+  // The block of the line that has a round.
+  __device__ int block_of(long long round) const { return int(quotient(round, size)); }
+  // Divisions of 64 bits take several times as long as those of 32, and numbers are small.
+  static __device__ long long quotient(long long a, long long b) {
+    return ((a | b) >> 32) == 0 ? (long long)(uint32_t(a) / uint32_t(b)) : a / b;
+  }
 };
 
+// Rounds of a share. `rounds` are those of an item where all rows have equally many, or else 0.
+__device__ inline long long share_size(long long total, int blocks, int keys, int rounds) {
+  const int fewest = (kFewestKeys + keys - 1) / keys;
+  blocks = int(min((long long)blocks, max(total / fewest, 1LL)));
+  const long long size = Share::quotient(total + blocks - 1, blocks);
+  if (rounds == 0) return size;
+  // Blocks that end with their items have fewer results to store and to merge. More than a few rounds, which leave other
+  // blocks idle, take longer than that.
+  long long whole = size;
+  if (size > rounds) {
+    whole = Share::quotient(size + rounds - 1, rounds) * rounds;
+  } else {
+    const int shares = rounds / int(size);
+    if (rounds % shares == 0) whole = rounds / shares;
+  }
+  return whole - size <= kShareGrowth ? whole : size;
+}
+
 template <int Threads>
-__device__ __forceinline__ Share find_share(const PagedDecode& call, int block, int blocks, int items, int keys) {
+__device__ __forceinline__ const Share& find_share(const PagedDecode& call, int block, int blocks, int items, int keys) {
   __shared__ long long sums[Threads / 32];
-  __shared__ Share share;
+  __shared__ int least[Threads / 32], most[Threads / 32];
+  __shared__ Share share;  // in shared memory it costs no registers
   // Prefix sums over rows: each thread has rows that follow each other.
-  const int each = (call.rows + Threads - 1) / Threads;
+  const int each = (call.rows + Threads - 1) / Threads, warp = threadIdx.x / 32;
   const int first = min(int(threadIdx.x) * each, call.rows), last = min(first + each, call.rows);
   long long own = 0;
-  for (int row = first; row < last; ++row) own += keys_of_row(call, row).rounds(keys);
+  int fewest_rounds = INT_MAX, most_rounds = 0;
+  RowKeys row_keys = {-1, 0, 0};
+  for (int row = first; row < last; ++row) {
+    row_keys = keys_of_row(call, row);
+    const int rounds = row_keys.rounds(keys);
+    own += rounds;
+    fewest_rounds = min(fewest_rounds, rounds);
+    most_rounds = max(most_rounds, rounds);
+  }
   own *= items;
   long long up_to = own;
 #pragma unroll
@@ -84,35 +133,38 @@ __device__ __forceinline__ Share find_share(const PagedDecode& call, int block, 
     const long long below = __shfl_up_sync(~0u, up_to, step);
     if (threadIdx.x % 32 >= step) up_to += below;
   }
-  if (threadIdx.x % 32 == 31) sums[threadIdx.x / 32] = up_to;
+  fewest_rounds = __reduce_min_sync(~0u, fewest_rounds);
+  most_rounds = __reduce_max_sync(~0u, most_rounds);
+  if (threadIdx.x % 32 == 31) {
+    sums[warp] = up_to;
+    least[warp] = fewest_rounds;
+    most[warp] = most_rounds;
+  }
   __syncthreads();
   long long total = 0;
 #pragma unroll
-  for (int warp = 0; warp < Threads / 32; ++warp) {
-    if (warp < threadIdx.x / 32) up_to += sums[warp];
-    total += sums[warp];
+  for (int w = 0; w < Threads / 32; ++w) {
+    if (w < warp) up_to += sums[w];
+    total += sums[w];
+    fewest_rounds = min(fewest_rounds, least[w]);
+    most_rounds = max(most_rounds, most[w]);
   }
-  const long long fewest = (kFewestKeys + keys - 1) / keys;
-  blocks = int(min((long long)blocks, max(total / fewest, 1LL)));
-  const long long begin = total * block / blocks, end = total * (block + 1) / blocks;
-  if (block < blocks && up_to - own <= begin && begin < up_to) {
+  const long long size = share_size(total, blocks, keys, fewest_rounds == most_rounds ? most_rounds : 0);
+  const long long begin = min(size * block, total), end = min(begin + size, total);
+  if (up_to - own <= begin && begin < up_to) {
+    // The last of the thread's rows that begin at the share or before: with one row a thread, nothing is read again.
     long long row_begin = up_to - own;
     int row = first;
-    for (;; ++row) {
+    for (; row + 1 < last; ++row) {
       const long long rounds = (long long)items * keys_of_row(call, row).rounds(keys);
       if (begin < row_begin + rounds) break;
       row_begin += rounds;
     }
-    share = {total, begin, end, blocks, row, row_begin};
+    share = {size, begin, end, row, row_begin, row + 1 == last ? row_keys : keys_of_row(call, row)};
   }
-  if (block >= blocks && threadIdx.x == 0) share = {total, 0, 0, blocks, 0, 0};
+  if (begin == total && threadIdx.x == 0) share = {size, total, total, 0, 0, row_keys};
   __syncthreads();
   return share;
-}
-
-// The block of a line that has a round: the inverse of `total * block / blocks`.
-__device__ __forceinline__ int block_of(const Share& share, long long round) {
-  return int(((round + 1) * share.blocks + share.total - 1) / share.total) - 1;
 }
 
 template <int Size, typename C>
@@ -122,11 +174,13 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   extern __shared__ __align__(128) unsigned char shared[];
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
   const int line = blockIdx.x % call.lines, items = call.kv_heads * parts / call.lines;
-  const Share share =
+  start_next_launch();
+  const Share& share =
       find_share<S::kWarps * 32>(call, blockIdx.x / call.lines, gridDim.x / call.lines, items, S::kRound);
+  wait_for_previous_launch();  // new tokens are in the cache from here on
   int row = share.row;
   long long row_begin = share.row_begin;
-  RowKeys keys = keys_of_row(call, row);
+  RowKeys keys = share.keys;
   int rounds = keys.rounds(S::kRound);
   int4 cut = {0, 0, 0, 0};
   for (long long at = share.begin; at < share.end;) {
@@ -150,9 +204,9 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
     const size_t slot = (size_t(blockIdx.x) * 2 + (at == item_begin)) * kHeads;
     segment.partial = at == item_begin && end == item_end ? nullptr : call.partial + slot * call.value_size;
     segment.statistics = call.statistics + slot * 2;
-    if (at > item_begin && block_of(share, item_begin) == block_of(share, at) - 1) {
+    if (at > item_begin && share.block_of(item_begin) == share.block_of(at) - 1) {
       // The second block of an item says what is to be merged.
-      cut = {row, segment.first_head, segment.count, block_of(share, item_end - 1) - block_of(share, item_begin) + 1};
+      cut = {row, segment.first_head, segment.count, share.block_of(item_end - 1) - share.block_of(item_begin) + 1};
     }
     attend<Size, C>(call, segment, shared);
     __syncthreads();  // hazard: the next segment's copies overwrite what the merge reads
@@ -161,56 +215,73 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   if (threadIdx.x == 0) reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = cut;
 }
 
-// The combine: one block for each head of an item that was cut, of which warps have every fourth piece each.
+// The combine: a block for each item that was cut, and a warp for each of its heads.
 static __global__ void __launch_bounds__(kCombineWarps * 32)
     combine_kernel(const __grid_constant__ PagedDecode call) {
-  // The launch before on the same stream has written all of it.
+  wait_for_previous_launch();
   const int4 cut = reinterpret_cast<const int4*>(call.cuts)[blockIdx.x];
-  const int row = cut.x, head = blockIdx.y, pieces = cut.w;
-  if (head >= cut.z || pieces == 0) return;
-  __shared__ float maxima[kCombineWarps], sums[kCombineWarps], accs[kCombineWarps][kMostValues];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float row_max = -INFINITY, row_sum = 0.f, acc[kMostValues / 32] = {};
-#pragma unroll 2
-  for (int piece = warp; piece < pieces; piece += kCombineWarps) {
+  const int row = cut.x, heads = cut.z, pieces = cut.w, lane = threadIdx.x % 32;
+  if (pieces == 0) return;
+  for (int head = threadIdx.x / 32; head < heads; head += kCombineWarps) {
     // Piece 0 is in the second slot of the block before.
-    const size_t slot =
-        ((size_t(blockIdx.x) + (piece - 1) * call.lines) * 2 + (piece == 0)) * kHeads + head;
-    const float piece_max = call.statistics[slot * 2], new_max = fmaxf(row_max, piece_max);
-    const float shift = new_max == -INFINITY ? 0.f : new_max;
-    const float alpha = exp2f(row_max - shift), beta = exp2f(piece_max - shift);
-    row_sum = row_sum * alpha + call.statistics[slot * 2 + 1] * beta;
+    const auto slot = [&](int piece) {
+      return ((size_t(blockIdx.x) + (piece - 1) * call.lines) * 2 + (piece == 0)) * kHeads + head;
+    };
+    float row_max = -INFINITY, row_sum = 0.f;
+    for (int piece = lane; piece < pieces; piece += 32) row_max = fmaxf(row_max, call.statistics[slot(piece) * 2]);
 #pragma unroll
-    for (int n = 0; n < kMostValues / 32; ++n) {
-      const int column = n * 32 + lane;
-      if (column < call.value_size) acc[n] = acc[n] * alpha + call.partial[slot * call.value_size + column] * beta;
+    for (int step = 16; step > 0; step /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, step));
+    const float shift = row_max == -INFINITY ? 0.f : row_max;
+    const auto weight = [&](int piece) {
+      return piece < pieces ? exp2f(call.statistics[slot(piece) * 2] - shift) : 0.f;
+    };
+    for (int piece = lane; piece < pieces; piece += 32) row_sum += weight(piece) * call.statistics[slot(piece) * 2 + 1];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, step);
+    const Finish finish(call, row, cut.y + head, row_max, row_sum);
+    const size_t place = size_t(row) * call.heads + cut.y + head;
+    if (lane == 0) call.lse[place] = finish.lse;
+    for (int column = 0; column < call.value_size; column += 128) {
+      // Four columns a lane; those behind the last one are read for nothing, from the first. In the order of pieces, so
+      // two runs give the same bits.
+      const int own = column + lane * 4, from = own < call.value_size ? own : 0;
+      float4 sum = {0.f, 0.f, 0.f, 0.f};
+      for (int first = 0; first < pieces; first += 32) {
+        const float weights = weight(first + lane);
+        // Unrolled, so that several loads are under way.
+#pragma unroll 8
+        for (int n = 0; n < min(32, pieces - first); ++n) {
+          const float w = __shfl_sync(~0u, weights, n);
+          const float4 x = *reinterpret_cast<const float4*>(call.partial + slot(first + n) * call.value_size + from);
+          sum = {sum.x + w * x.x, sum.y + w * x.y, sum.z + w * x.z, sum.w + w * x.w};
+        }
+      }
+      if (own >= call.value_size) continue;
+      const float numbers[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) store_output(call, place * call.value_size + own + n, numbers[n] * finish.factor);
     }
-    row_max = new_max;
   }
-  if (lane == 0) {
-    maxima[warp] = row_max;
-    sums[warp] = row_sum;
+}
+
+// Launches both kernels, after one that writes new tokens into the cache if `written`.
+template <int Size, typename C>
+cudaError_t launch_paged(cudaStream_t stream, const PagedDecode& call, int blocks, bool written) {
+  using S = Shape<Size, C>;
+  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  cudaError_t error =
+      cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+  if (error != cudaSuccess) return error;
+  if (written) {
+    error = launch_early(paged_kernel<Size, C>, blocks, S::kWarps * 32, S::kBytes, stream, call);
+  } else {
+    // What ran before is not ours, and may have written lengths, which blocks read before they wait.
+    paged_kernel<Size, C><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
+    error = cudaGetLastError();
   }
-#pragma unroll
-  for (int n = 0; n < kMostValues / 32; ++n) accs[warp][n * 32 + lane] = acc[n];
-  __syncthreads();
-  row_max = -INFINITY;
-  row_sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < kCombineWarps; ++w) row_max = fmaxf(row_max, maxima[w]);
-  const float shift = row_max == -INFINITY ? 0.f : row_max;
-  // In the order of warps, so two runs give the same bits.
-#pragma unroll
-  for (int w = 0; w < kCombineWarps; ++w) row_sum += sums[w] * exp2f(maxima[w] - shift);
-  const Finish finish(call, row, cut.y + head, row_max, row_sum);
-  const size_t place = size_t(row) * call.heads + cut.y + head;
-  for (int column = threadIdx.x; column < call.value_size; column += kCombineWarps * 32) {
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < kCombineWarps; ++w) sum += accs[w][column] * exp2f(maxima[w] - shift);
-    store_output(call, place * call.value_size + column, sum * finish.factor);
-  }
-  if (threadIdx.x == 0) call.lse[place] = finish.lse;
+  if (error != cudaSuccess) return error;
+  // Which items were cut follows from lengths: a block for each that can be.
+  return launch_early(combine_kernel, blocks, kCombineWarps * 32, 0, stream, call);
 }
 
 }  // namespace ejkernel

@@ -27,9 +27,8 @@ ffi::Error launch(cudaStream_t stream, const SplitDecode& call) {
   split_kernel<Size, T><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
   if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
   if (call.splits > 1) {
-    // The same stream: it begins when all splits have been written.
-    merge_kernel<<<int64_t(call.rows) * call.heads, kMergeThreads, 0, stream>>>(call);
-    if ((error = cudaGetLastError()) != cudaSuccess) return failed("merge", error);
+    error = launch_early(merge_kernel, int64_t(call.rows) * call.heads, kMergeThreads, 0, stream, call);
+    if (error != cudaSuccess) return failed("merge", error);
   }
   return ffi::Error::Success();
 }

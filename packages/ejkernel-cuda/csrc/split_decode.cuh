@@ -6,6 +6,7 @@
 #pragma once
 
 #include "decode.cuh"
+#include "dependent_launch.cuh"
 
 namespace ejkernel {
 
@@ -24,6 +25,7 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
     split_kernel(const SplitDecode call) {
   using S = Shape<Size, C>;
   extern __shared__ __align__(128) unsigned char shared[];
+  start_next_launch();
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
   // Blocks that read the same keys for other query heads are neighbours: the second finds them in L2.
   const int part = blockIdx.x % parts, kv_head = blockIdx.x / parts % call.kv_heads;
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
 
 // The combine of split-KV: merges the splits, one block for each head of a row.
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const SplitDecode call) {
-  // The launch before on the same stream has written all of it.
+  wait_for_previous_launch();
   __shared__ float row_maxima[kMostSplits], row_sums[kMostSplits];
   const size_t heads = size_t(call.rows) * call.heads, place = blockIdx.x;
   for (int split = threadIdx.x; split < call.splits; split += kMergeThreads) {

@@ -36,6 +36,8 @@ WIDE = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloa
 PACKED = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 UNEVEN = dataclasses.replace(PACKED, q_lens=(0, 3, 0, 1))
 """As many query rows as sequences, and not one each."""
+PADDED = dataclasses.replace(PACKED, h=4, g=1, d=96, v=96)
+"""A cache of version 3 with a head, and lanes, that only pad it."""
 PROMPT = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 DENSE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
 WINDOW = {"sliding_window": 30}
@@ -89,12 +91,18 @@ def cases() -> dict[str, tuple[Case, ...]]:
     v2: tuple[Row[PagedSizes], ...] = (("decode, sequences", PACKED, _nothing, ("num_seqs",), ()),)
     written = ("new_keys", "new_values", "value_scale", "num_seqs")
     v3: tuple[Row[PagedSizes], ...] = (("decode, written", PACKED, lambda key: SCALES, written, ()),)
-    eight: tuple[Row[PagedSizes], ...] = (("decode, float8, written", PACKED, lambda key: SCALES, written, ()),)
+    eight: tuple[Row[PagedSizes], ...] = (
+        ("decode, float8, written", PACKED, lambda key: SCALES, written, ()),
+        ("decode, float8, written, padded", PADDED, lambda key: SCALES, ("new_keys", "new_values"), ()),
+    )
     whole: tuple[Row[PagedSizes], ...] = (("decode, int8, written", PACKED, lambda key: INTEGERS, written, ()),)
     dense: tuple[Row[PagedSizes], ...] = (
         ("decode, float8", DENSE, lambda key: EVERYTHING, ("kv_starts", "sliding_window", "logits_soft_cap"), ()),
     )
-    plain: tuple[Row[PagedSizes], ...] = (("decode, bfloat16", PACKED, _nothing, ("new_keys",), ()),)
+    plain: tuple[Row[PagedSizes], ...] = (
+        ("decode, bfloat16", PACKED, _nothing, ("new_keys",), ()),
+        ("decode, written, rows of few sequences", UNEVEN, _nothing, ("new_keys", "new_values"), ()),
+    )
     prompt: tuple[Row[PagedSizes], ...] = (("decode, float8", PROMPT, _nothing, (), ()),)
     float8 = jnp.float8_e4m3fn
     return {

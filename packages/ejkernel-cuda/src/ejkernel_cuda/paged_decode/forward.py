@@ -17,35 +17,44 @@ from ejkernel_cuda.paged_decode.blocks import PagedBlocks, launched
 def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Array, ...], None]:
     """Output [T, H, Dv], lse [T, H] and the pages that were written, if any.
 
-    The blocks leave partial results of the items that several of them share in further outputs of the call, so that XLA
-    owns all of its memory: two a block, whatever the lengths.
+    New tokens are written into their slots by the first of the call's launches. The blocks leave partial results of the
+    items that several of them share in further outputs of the call, so that XLA owns all of its memory: two a block,
+    whatever the lengths.
     """
-    record, pages = paged_cache.write(record)
     (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
     blocks, lines = launched(record, config)
+    caches = (record.key_pages,) if record.value_pages is None else (record.key_pages, record.value_pages)
+    tokens = () if record.new_keys is None else (record.new_keys, record.new_values)
+    # Operands 1 and 2 are the cache, which is a result, too, where tokens are written into it: in place, as far as the
+    # caller has donated it.
+    written = caches if tokens else ()
+    results = (
+        jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),
+        jax.ShapeDtypeStruct((rows, heads), jnp.float32),
+        jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, size), jnp.float32),
+        jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, 2), jnp.float32),
+        jax.ShapeDtypeStruct((blocks, 4), jnp.int32),
+    )
     call = jax.ffi.ffi_call(
         registered("ejkernel_paged_decode"),
-        (
-            jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),
-            jax.ShapeDtypeStruct((rows, heads), jnp.float32),
-            jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, size), jnp.float32),
-            jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, 2), jnp.float32),
-            jax.ShapeDtypeStruct((blocks, 4), jnp.int32),
-        ),
+        (*results, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)),
+        input_output_aliases={1 + n: len(results) + n for n in range(len(written))},
         # Each element has a cache of its own, which would be copied to be broadcast.
         vmap_method="sequential",
     )
-    values = record.key_pages if record.value_pages is None else record.value_pages
     left, right = band(record)
-    output, lse, *_ = call(
+    output, lse, *others = call(
         record.query,
         record.key_pages,
-        values,
+        # Without elements where the array of keys has the values, too.
+        jnp.zeros(0, record.key_pages.dtype) if record.value_pages is None else record.value_pages,
         *(_integers(x) for x in (record.block_tables, record.kv_lens, record.kv_starts)),
         *(_integers(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs[None])),
         jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
+        *(x.astype(record.key_pages.dtype) for x in tokens if x is not None),
         strides=np.array(strides(record), np.int64),
         kv_heads=np.int32(paged_cache.kv_heads(record)),
+        cache_heads=np.int32(record.key_pages.shape[record.kv_layout.index("h")]),
         pages=np.int32(paged_cache.page_count(record)),
         page_size=np.int32(paged_cache.page_size(record)),
         lines=np.int32(lines),
@@ -55,7 +64,7 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
         cap=np.float32(record.logits_soft_cap or 0.0),
         value_scale=np.float32(record.value_scale),
     )
-    return (output, lse, *pages), None
+    return (output, lse, *others[3:]), None
 
 
 def _integers(x: jax.Array | None) -> jax.Array:
