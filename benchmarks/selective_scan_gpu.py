@@ -174,8 +174,8 @@ def sides(cell: Cell, arrays: Arrays, weights: jax.Array | None, options: argpar
     """Everything that can compute a cell here."""
     found = {}
     for platform in ("auto", "cuda", "triton", "xla"):
-        # The scan in CUDA C++ has no backward pass: "auto" has Triton's behind it.
-        if options.only in platform and (platform != "cuda" or weights is None):
+        # Of few rows the scan in CUDA C++ has no backward pass: "auto" has Triton's behind it.
+        if re.search(options.only, platform) and (platform != "cuda" or weights is None):
             run = functools.partial(call, platform=platform)
             found[f"ejkernel {platform}"] = compiled(run, arrays, weights)
     if options.candidates is not None:
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument(
         "--candidates", nargs="?", const="", metavar="PATTERN", help="every configuration that this is found in, too"
     )
-    parser.add_argument("--only", default="", help="a platform; without it all")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="platforms that this is found in; without it all")
     options = parser.parse_args()
     if not _report.has_gpu():
         return

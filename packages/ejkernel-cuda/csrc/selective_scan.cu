@@ -29,43 +29,35 @@ ffi::Error launch(cudaStream_t stream, const SelectiveScan& call) {
   return ffi::Error::Success();
 }
 
-struct Variant {
-  int padded, channels, lanes, unrolled;
+// What a thread has, and how many numbers a state is padded to.
+struct Shape {
+  int channels, lanes, padded;
 };
 
 template <typename X, typename Step>
-ffi::Error launch_variant(cudaStream_t stream, const SelectiveScan& call, const Variant& v) {
-#define VARIANT(N, C, L, U)                                                      \
-  if (v.padded == N && v.channels == C && v.lanes == L && v.unrolled == U) {     \
-    return launch<ScanTile<X, Step, N, C, L, U>>(stream, call);                  \
-  }
-  VARIANT(16, 1, 1, 4)
-  VARIANT(8, 1, 1, 4)
-  VARIANT(16, 2, 2, 4)
-  VARIANT(8, 2, 2, 4)
-  if constexpr (sizeof(X) == 2 && sizeof(Step) == 2) {
-    VARIANT(16, 2, 2, 8)
-    VARIANT(16, 2, 2, 16)
-    VARIANT(16, 2, 1, 4)
-    VARIANT(16, 4, 2, 4)
-    VARIANT(16, 4, 2, 8)
-    VARIANT(16, 4, 4, 4)
-  }
-#undef VARIANT
-  return wrong("no such variant");
+ffi::Error launch_for_shape(cudaStream_t stream, const SelectiveScan& call, const Shape& shape) {
+  const auto is = [&](int channels, int lanes, int padded) {
+    return shape.channels == channels && shape.lanes == lanes && shape.padded == padded;
+  };
+  if (is(2, 2, 16)) return launch<ScanTile<X, Step, 16, 2, 2>>(stream, call);
+  if (is(2, 2, 8)) return launch<ScanTile<X, Step, 8, 2, 2>>(stream, call);
+  if (is(2, 4, 16)) return launch<ScanTile<X, Step, 16, 2, 4>>(stream, call);
+  if (is(1, 4, 16)) return launch<ScanTile<X, Step, 16, 1, 4>>(stream, call);
+  if (is(1, 1, 16)) return launch<ScanTile<X, Step, 16, 1, 1>>(stream, call);
+  return wrong("there is no kernel for so many channels and lanes");
 }
 
 template <typename X>
-ffi::Error launch_for_step(cudaStream_t stream, const SelectiveScan& call, const Variant& v, ffi::DataType step) {
-  if (step == ffi::F32) return launch_variant<X, float>(stream, call, v);
-  return launch_variant<X, X>(stream, call, v);
+ffi::Error launch_for_step(cudaStream_t stream, const SelectiveScan& call, const Shape& shape, ffi::DataType step) {
+  if (step == ffi::F32) return launch_for_shape<X, float>(stream, call, shape);
+  return launch_for_shape<X, X>(stream, call, shape);
 }
 
 ffi::Error selective_scan(
     cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer step, ffi::Buffer<ffi::F32> decay,
     ffi::Buffer<ffi::F32> columns, ffi::Buffer<ffi::F32> skip, ffi::Buffer<ffi::F32> initial,
     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> states,
-    ffi::Result<ffi::Buffer<ffi::F32>> final, int32_t channels, int32_t lanes, int32_t unrolled) {
+    ffi::Result<ffi::Buffer<ffi::F32>> final, int32_t channels, int32_t lanes) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const auto x_shape = x.dimensions(), decay_shape = decay.dimensions(), columns_shape = columns.dimensions();
   if (x_shape.size() < 3 || decay_shape.size() < 2 || columns_shape.size() < 4) return wrong("an axis is missing");
@@ -83,14 +75,14 @@ ffi::Error selective_scan(
   call.tokens = x_shape[x_shape.size() - 2];
   call.size = decay_shape[decay_shape.size() - 1];
   const int64_t row = int64_t(call.tokens) * call.channels, rows = x.element_count() / row;
-  const int64_t elements = int64_t(call.channels) * call.size, groups = decay.element_count() / elements;
+  const int64_t elements = int64_t(call.channels) * call.size, maps = decay.element_count() / elements;
   const int64_t padded = columns_shape[columns_shape.size() - 1];
   call.rows = rows;
   // Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows, and more A and D.
-  call.rows_a_group = rows / groups;
+  call.rows_a_map = rows / maps;
   const int64_t intervals = (call.tokens + kInterval - 1) / kInterval;
-  if (rows % groups != 0 || int64_t(step.element_count()) != rows * row ||
-      int64_t(skip.element_count()) != groups * call.channels || call.size > padded ||
+  if (rows % maps != 0 || int64_t(step.element_count()) != rows * row ||
+      int64_t(skip.element_count()) != maps * call.channels || call.size > padded ||
       int64_t(columns.element_count()) != rows * call.tokens * 2 * padded ||
       (call.initial != nullptr && int64_t(initial.element_count()) != rows * elements) ||
       int64_t(output->element_count()) != rows * row ||
@@ -101,12 +93,12 @@ ffi::Error selective_scan(
   if (step.element_type() != ffi::F32 && step.element_type() != x.element_type()) {
     return wrong("dt is neither float32 nor of the dtype of x");
   }
-  if (channels > 1 && call.channels % 8 != 0) return wrong("several channels a thread want a multiple of 8");
-  const Variant variant{int(padded), channels, lanes, unrolled};
+  if (lanes > 1 && call.channels % 8 != 0) return wrong("these lanes want a number of channels that is a multiple of 8");
+  const Shape shape{channels, lanes, int(padded)};
   switch (x.element_type()) {
-    case ffi::BF16: return launch_for_step<__nv_bfloat16>(stream, call, variant, step.element_type());
-    case ffi::F16: return launch_for_step<__half>(stream, call, variant, step.element_type());
-    case ffi::F32: return launch_for_step<float>(stream, call, variant, step.element_type());
+    case ffi::BF16: return launch_for_step<__nv_bfloat16>(stream, call, shape, step.element_type());
+    case ffi::F16: return launch_for_step<__half>(stream, call, shape, step.element_type());
+    case ffi::F32: return launch_for_step<float>(stream, call, shape, step.element_type());
     default: return wrong("x is not of bfloat16, float16 or float32");
   }
 }
@@ -131,7 +123,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<int32_t>("channels")
-        .Attr<int32_t>("lanes")
-        .Attr<int32_t>("unrolled"),
+        .Attr<int32_t>("lanes"),
     // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

@@ -30,19 +30,19 @@ constexpr int kInterval = 64;  // tokens between stored states: INTERVAL of ejke
 struct SelectiveScan {
   const void* x;         // [rows, tokens, channels]
   const void* step;      // the same shape, dt
-  const float* decay;    // [groups, channels, size], A
+  const float* decay;    // [maps, channels, size], A
   const float* columns;  // [rows, tokens, 2, N], B and C of a token, padded to N numbers with zeros
-  const float* skip;     // [groups, channels], D
+  const float* skip;     // [maps, channels], D
   const float* initial;  // [rows, channels, size] or null
   void* output;          // as x
   float* states;         // [rows, intervals, size, channels], before the first token of each
   float* final;          // [rows, channels, size]
   int rows, tokens, channels, size;
-  int rows_a_group;      // rows that share A and D
+  int rows_a_map;        // rows that share A and D
 };
 
 // `Channels` neighbouring channels a thread, the N numbers of whose states are spread over `Lanes` lanes.
-template <typename X_, typename Step_, int N_, int Channels_, int Lanes_, int Unrolled_>
+template <typename X_, typename Step_, int N_, int Channels_, int Lanes_>
 struct ScanTile {
   using X = X_;
   using Step = Step_;
@@ -57,9 +57,10 @@ struct ScanTile {
   static constexpr int kStageBytes = kColumnBytes + kXBytes + kStepBytes;
   static constexpr int kWarpBytes = 2 * kStageBytes;
   static constexpr int kBytes = kWarps * kWarpBytes;
-  static constexpr int kUnrolled = Unrolled_;                // tokens
+  // Tokens. All of a stage: 0.765 ms on an H200, 8 of them 0.789, 4 of them 0.811 (docs/lab/selective_scan_gpu.md).
+  static constexpr int kUnrolled = Lanes > 1 ? kTokens : 4;
   // Copies of 16 bytes want rows that begin at multiples of them, which a row of any length need not.
-  static constexpr bool kPieces = Channels > 1;
+  static constexpr bool kPieces = Lanes > 1;
   static_assert(kInterval % kTokens == 0 && kTokens % kUnrolled == 0 && kUnrolled % Lanes == 0, "");
   static_assert(kNumbers % 4 == 0, "columns are read in 16 bytes");
 };
@@ -74,11 +75,39 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// Two numbers of 16 bits in a register.
+template <typename T>
+__device__ __forceinline__ void pair_floats(float& low, float& high, uint32_t pair) {
+  low = to_float(reinterpret_cast<const T*>(&pair)[0]);
+  high = to_float(reinterpret_cast<const T*>(&pair)[1]);
+}
+template <>
+__device__ __forceinline__ void pair_floats<__nv_bfloat16>(float& low, float& high, uint32_t pair) {
+  // A bfloat16 is the upper half of a float32: one instruction each.
+  low = __uint_as_float(pair << 16);
+  high = __uint_as_float(pair & 0xffff0000u);
+}
+
 template <typename T, int Count>
 __device__ __forceinline__ void load_floats(float (&to)[Count], const unsigned char* from) {
-  const auto loaded = *reinterpret_cast<const Numbers<T, Count>*>(from);
+  if constexpr (sizeof(T) == 2 && Count > 1) {
+    const auto loaded = *reinterpret_cast<const Numbers<uint32_t, Count / 2>*>(from);
 #pragma unroll
-  for (int j = 0; j < Count; ++j) to[j] = to_float(loaded.values[j]);
+    for (int j = 0; j < Count; j += 2) pair_floats<T>(to[j], to[j + 1], loaded.values[j / 2]);
+  } else {
+    const auto loaded = *reinterpret_cast<const Numbers<T, Count>*>(from);
+#pragma unroll
+    for (int j = 0; j < Count; ++j) to[j] = to_float(loaded.values[j]);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T round_to(float x) {
+  return Half<T>::round(x);
+}
+template <>
+__device__ __forceinline__ float round_to<float>(float x) {
+  return x;
 }
 
 template <int Count>
@@ -90,7 +119,7 @@ __device__ __forceinline__ void round_floats(Numbers<float, Count>& to, const fl
 template <typename T, int Count>
 __device__ __forceinline__ void round_floats(Numbers<T, Count>& to, const float (&from)[Count]) {
   if constexpr (Count == 1) {
-    to.values[0] = Half<T>::round(from[0]);
+    to.values[0] = round_to<T>(from[0]);
   } else {
 #pragma unroll
     for (int j = 0; j < Count; j += 2) {
@@ -103,17 +132,19 @@ __device__ __forceinline__ void round_floats(Numbers<T, Count>& to, const float 
 // Starts copying [kTokens][kChannels] of a [tokens, channels] array from a token on; zeros outside of it.
 template <typename Tile, typename T>
 __device__ __forceinline__ void copy_tokens(
-    unsigned char* to, const T* from, const SelectiveScan& call, int first_token, int first_channel) {
+    unsigned char* to, const T* from, int tokens, int channels, int first_token, int first_channel) {
   const int lane = threadIdx.x % 32;
   if constexpr (Tile::kPieces) {
     constexpr int kPiece = 16 / sizeof(T), kRow = Tile::kChannels / kPiece, kRows = 32 / kRow;
-    static_assert(kRow <= 32 && Tile::kTokens % kRows == 0, "a copy of the warp has whole rows");
+    static_assert(kRow <= 32 && (Tile::kTokens % kRows == 0 || kRows > Tile::kTokens), "a copy has whole rows");
+    if (kRows > Tile::kTokens && lane / kRow >= Tile::kTokens) return;
     const int channel = first_channel + lane % kRow * kPiece;
 #pragma unroll
     for (int t = 0; t < Tile::kTokens; t += kRows) {
       const int token = first_token + t + lane / kRow;
-      const bool there = token < call.tokens && channel < call.channels;
-      const T* source = from + (there ? size_t(token) * call.channels + channel : 0);
+      const bool there = token < tokens && channel < channels;
+      // A copy of 0 bytes reads nothing, wherever its source is.
+      const T* source = from + size_t(token) * channels + channel;
       copy_async(shared_address(to) + t * Tile::kChannels * sizeof(T) + lane * 16, source, there ? 16 : 0);
     }
   } else {
@@ -122,8 +153,8 @@ __device__ __forceinline__ void copy_tokens(
 #pragma unroll
     for (int t = 0; t < Tile::kTokens; ++t) {
       const int token = first_token + t;
-      const bool there = token < call.tokens && channel < call.channels;
-      loaded[t] = there ? from[size_t(token) * call.channels + channel] : T(0.f);
+      const bool there = token < tokens && channel < channels;
+      loaded[t] = there ? from[size_t(token) * channels + channel] : T(0.f);
     }
 #pragma unroll
     for (int t = 0; t < Tile::kTokens; ++t) reinterpret_cast<T*>(to)[t * Tile::kChannels + lane] = loaded[t];
@@ -140,7 +171,7 @@ __device__ __forceinline__ void copy_columns(
   for (int pass = 0; pass < kPieces / 32; ++pass) {
     const int piece = pass * 32 + lane;
     const bool there = first_token + piece / kTokenPieces < call.tokens;
-    const float* source = columns + (there ? size_t(first_token) * (Tile::N * 2) + piece * 4 : 0);
+    const float* source = columns + size_t(first_token) * (Tile::N * 2) + piece * 4;
     copy_async(shared_address(to) + piece * 16, source, there ? 16 : 0);
   }
 }
@@ -198,7 +229,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
   if (row >= call.rows) return;
   const int channel = first_channel + lane / Lanes * Channels;
   const bool there = channel < call.channels;  // with several channels a thread all or none of them are
-  const size_t group_channel = size_t(row / call.rows_a_group) * call.channels + channel;
+  const size_t map_channel = size_t(row / call.rows_a_map) * call.channels + channel;
   const size_t row_channel = size_t(row) * call.channels + channel;
 
   float state[Channels][kNumbers], rates[Channels][kNumbers], skip[Channels];
@@ -209,11 +240,11 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
       const int number = part * kNumbers + n;
       // Padded numbers have a rate and a B of 0, so their state stays 0.
       const bool given = there && number < call.size;
-      rates[j][n] = given ? call.decay[(group_channel + j) * call.size + number] * 1.4426950408889634f : 0.f;
+      rates[j][n] = given ? call.decay[(map_channel + j) * call.size + number] * 1.4426950408889634f : 0.f;
       state[j][n] = given && call.initial != nullptr ? call.initial[(row_channel + j) * call.size + number] : 0.f;
     }
     // One of the lanes of a channel adds D x.
-    skip[j] = there && part == 0 ? call.skip[group_channel + j] : 0.f;
+    skip[j] = there && part == 0 ? call.skip[map_channel + j] : 0.f;
   }
 
   const X* x = static_cast<const X*>(call.x) + size_t(row) * call.tokens * call.channels;
@@ -225,8 +256,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
   const auto copy = [&](int first_token, int stage) {
     unsigned char* to = stages + stage * Tile::kStageBytes;
     copy_columns<Tile>(to, columns, call, first_token);
-    copy_tokens<Tile>(to + Tile::kColumnBytes, x, call, first_token, first_channel);
-    copy_tokens<Tile>(to + Tile::kColumnBytes + Tile::kXBytes, step, call, first_token, first_channel);
+    copy_tokens<Tile>(to + Tile::kColumnBytes, x, call.tokens, call.channels, first_token, first_channel);
+    copy_tokens<Tile>(to + Tile::kColumnBytes + Tile::kXBytes, step, call.tokens, call.channels, first_token, first_channel);
   };
 
   copy(0, 0);

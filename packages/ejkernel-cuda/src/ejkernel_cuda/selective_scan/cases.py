@@ -1,0 +1,38 @@
+"""Conformance cases of the selective scan in CUDA C++: as many blocks as its backward pass wants, and its dtypes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.state_space_v1 import make_inputs
+from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.state_space_v1 import OP, StateSpaceV1Arguments
+from ejkernel.ops.model import Case
+
+# Name, (rows, tokens, channels, numbers of a state), dtype of x and others, dtype of dt, whether with initial states.
+_ROWS = (
+    ("many rows, bfloat16", (128, 70, 24, 16), jnp.bfloat16, jnp.bfloat16, False),
+    ("many rows, dt float32", (64, 67, 136, 5), jnp.bfloat16, jnp.float32, True),
+    ("many rows, float16", (128, 129, 16, 16), jnp.float16, jnp.float16, True),
+    ("many rows, float32", (128, 64, 40, 8), jnp.float32, jnp.float32, True),
+    ("many rows, dt float16", (128, 9, 8, 3), jnp.bfloat16, jnp.float16, False),
+)
+
+
+def _case(name: str, sizes: tuple[int, int, int, int], dtype: Any, step: Any, initial: bool) -> Case:
+    rows, tokens, channels, size = sizes
+    shape = jax.ShapeDtypeStruct
+    token, pair = shape((rows, tokens, channels), dtype), shape((rows, tokens, size), dtype)
+    decay, skip = shape((channels, size), jnp.float32), shape((channels,), jnp.float32)
+    required = (token, decay, pair, pair, skip, shape(token.shape, step))
+    given: dict[str, Any] = dict(zip(OP.signature.parameters, required, strict=False))
+    if initial:
+        given["initial_state"] = shape((rows, channels, size), jnp.float32)
+    arguments = StateSpaceV1Arguments(**given)
+    return tagged(name, lambda key: make_inputs(arguments, key), ("initial_state",) if initial else (), ())
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """The conformance cases of each operation, by its name."""
+    return {"state_space_v1": tuple(_case(*row) for row in _ROWS)}

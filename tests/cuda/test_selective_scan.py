@@ -1,0 +1,162 @@
+"""The selective scan in CUDA C++ without a GPU: what is refused, the tiles that are chosen, and the calls."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel import explain
+from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.modules import state_space_v1
+from ejkernel.modules.operations.state_space_v1 import OP
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.pullback import Pullback
+from ejkernel_cuda import library
+from ejkernel_cuda.selective_scan import IMPLEMENTATIONS, cases, tiles
+from ejkernel_cuda.selective_scan import backward as backward_pass
+from ejkernel_cuda.selective_scan import forward as forward_pass
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+FIELDS = ("x", "step", "decay", "write", "read", "skip")
+
+
+def record(rows=2, tokens=130, channels=64, size=16, dtype=jnp.bfloat16, step=None, initial=False):
+    shape = jax.ShapeDtypeStruct
+    return SelectiveScan(
+        x=shape((rows, tokens, channels), dtype),
+        step=shape((rows, tokens, channels), step or dtype),
+        decay=shape((channels, size), jnp.float32),
+        write=shape((rows, tokens, size), dtype),
+        read=shape((rows, tokens, size), dtype),
+        skip=shape((channels,), jnp.float32),
+        initial_state=shape((rows, channels, size), jnp.float32) if initial else None,
+    )
+
+
+def decision(device=H200, **changes):
+    given = record(**changes)
+    with target_device(device):
+        arrays = (given.x, given.decay, given.write, given.read, given.skip, given.step)
+        return explain(state_space_v1, *arrays)
+
+
+def reasons(direction, **changes):
+    """What the implementation has against a direction of a call, beside that the library is not compiled here."""
+    verdicts = getattr(decision(**changes), direction).verdicts
+    [verdict] = [v for v in verdicts if v.implementation.name == "cuda"]
+    return [reason for reason in verdict.reasons if library.MODULE not in reason]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("changes", [{}, {"dtype": jnp.float32, "size": 3}, {"step": jnp.float32}], ids=str)
+def test_it_serves_what_it_is_made_for(changes, direction):
+    assert reasons(direction, rows=128, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"size": 17}, "head size 17 is not in range(1, 17)"),
+        ({"step": jnp.float64}, "dt of float64 is not among float16, bfloat16, float32"),
+        ({"device": DeviceInfo(platform="cpu")}, "needs nvidia, this is cpu"),
+        ({"device": dataclasses.replace(H200, compute_capability=7.5)}, "needs compute capability 8.0, this is 7.5"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_it_refuses_by_name(changes, sentence):
+    with jax.enable_x64(True):
+        assert reasons("forward", **changes) == [sentence]
+
+
+FEW = "2 rows of 4096 channels are too few to fill a chip without cutting the sequence"
+SHARED = "compute capability 12.0: the kernel takes more shared memory than there is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rows": 128, "channels": 20}, "20 channels are no multiple of 8"),
+        ({"channels": 4096}, FEW),
+        ({"rows": 128, "device": dataclasses.replace(H200, compute_capability=12.0)}, SHARED),
+        (
+            {"rows": 128, "device": dataclasses.replace(H200, compute_capability=8.0)},
+            "needs compute capability 9.0, this is 8.0",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_gradients_are_refused_by_name(changes, sentence):
+    assert reasons("forward", **changes) == []
+    assert reasons("backward", **changes) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({"rows": 8, "channels": 4096}, (2, 2)),
+        ({"rows": 4, "channels": 4096}, (2, 4)),
+        ({"rows": 1, "channels": 4096}, (1, 4)),
+        ({"rows": 8, "channels": 4100}, (1, 1)),
+    ],
+    ids=str,
+)
+def test_tiles_fill_the_chip(shape, expected):
+    rule = tiles.heuristic(record(**shape), H200, "forward")
+    assert (rule.channels, rule.lanes) == expected
+    assert rule in tiles.candidates(record(**shape), H200, "forward")
+
+
+def test_every_case_of_its_own_has_a_backward_pass():
+    for case in cases.cases()["state_space_v1"]:
+        given = OP.lower(jax.eval_shape(case.make, jax.random.key(0)))
+        [implementation] = IMPLEMENTATIONS
+        with target_device(H200):
+            assert not list(implementation.requires_for("backward").extra(given)), case.name
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The program of a function of arrays for CUDA, although no library is there."""
+    monkeypatch.setattr(forward_pass, "registered", lambda symbol: symbol)
+    monkeypatch.setattr(backward_pass, "registered", lambda symbol: symbol)
+    return lambda function, *given: jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def both(given):
+    """Output and all gradients of a record."""
+    (output, final), residuals = forward_pass.forward(given, tiles.heuristic(given, H200, "forward"))
+    wanted = frozenset(FIELDS) | ({"initial_state"} if given.initial_state is not None else frozenset())
+    pullback = Pullback(record=given, residuals=residuals, output=None, cotangent=(output, final), wanted=wanted)
+    return output, backward_pass.backward(pullback, tiles.heuristic(given, H200, "backward"))
+
+
+def test_calls_lower(lowered):
+    given = record(initial=True, channels=200, size=5)
+    text = lowered(both, given)
+    assert text.count("@ejkernel_selective_scan(") == text.count("@ejkernel_selective_scan_gradient(") == 1
+    # States before 3 intervals, dB and dC of 2 warpgroups, and B and C padded to 16 numbers.
+    for shape in ("2x3x5x200xf32", "2x2x130x2x16xf32", "2x130x2x16xf32"):
+        assert f"tensor<{shape}>" in text
+    output, gradients = jax.eval_shape(both, given)
+    assert (output.shape, output.dtype) == (given.x.shape, given.x.dtype)
+    for name, gradient in gradients.items():
+        field = getattr(given, name)
+        assert (gradient.shape, gradient.dtype) == (field.shape, field.dtype), name
+
+
+def test_mapped_calls_are_one(lowered):
+    batched = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), record())
+    text = lowered(jax.vmap(both), batched)
+    assert text.count("@ejkernel_selective_scan(") == text.count("@ejkernel_selective_scan_gradient(") == 1
+    assert "tensor<3x2x3x16x64xf32>" in text
+
+
+def test_a_tile_that_does_not_fit_is_an_error(lowered):
+    with pytest.raises(ValueError, match="got 20 channels, wants a multiple of 8"):
+        jax.eval_shape(lambda given: forward_pass.forward(given, tiles.TILES[0]), record(channels=20))
+
+
+def test_dt_of_another_dtype_is_float32(lowered):
+    text = lowered(both, record(step=jnp.float16, channels=8))
+    assert "tensor<2x130x8xf32>" in text
