@@ -43,15 +43,27 @@ struct Finish {
   }
 };
 
-// Merges the softmaxes of a block's warps through shared memory, and stores the segment's result.
+// What a warp leaves for the merge lies in the last stage of its ring: the next segment begins with the others.
 template <int Size, typename C>
-__device__ __forceinline__ void merge_warps(
-    const Decode& call, const Segment& segment, Softmax<Size>& softmax, float* shared) {
+__device__ __forceinline__ float* accs_of(unsigned char* shared, int warp) {
+  using S = Shape<Size, C>;
+  static_assert(kHeads * Size * 4 <= 2 * S::kTileBytes, "accumulators fit into a stage");
+  return reinterpret_cast<float*>(shared + warp * S::kWarpBytes + (S::kStages - 1) * 2 * S::kTileBytes);
+}
+
+template <int Size, typename C>
+__device__ __forceinline__ float* statistics_of() {
+  __shared__ float statistics[kHeads * Shape<Size, C>::kWarps * 2];  // [heads][warps][2]
+  return statistics;
+}
+
+// Leaves a warp's softmax to the merge. The warp has read its last stage, and no copy into it is under way.
+template <int Size, typename C>
+__device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, unsigned char* shared) {
   constexpr int kWarps = Shape<Size, C>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Over the ring of stages: the caller has waited until no warp reads it and no copy is under way.
-  float* accs = shared + warp * kHeads * Size;
-  float* statistics = shared + kWarps * kHeads * Size;  // [heads][warps][2]
+  float* accs = accs_of<Size, C>(shared, warp);
+  float* statistics = statistics_of<Size, C>();
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const int head = lane / 4 + part * 8;
@@ -67,7 +79,15 @@ __device__ __forceinline__ void merge_warps(
       accs[head * Size + column_of<C>(index, 1)] = softmax.acc[index][part * 2 + 1];
     }
   }
-  __syncthreads();
+}
+
+// Merges the softmaxes that a block's warps have left, and stores the segment's result. A barrier comes before, and
+// another one before a warp's last stage is filled again.
+template <int Size, typename C>
+__device__ __forceinline__ void merge_warps(const Decode& call, const Segment& segment, unsigned char* shared) {
+  constexpr int kWarps = Shape<Size, C>::kWarps;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float* statistics = statistics_of<Size, C>();
   // Warps are added in their order: two runs give the same bits.
   for (int head = warp; head < segment.count; head += kWarps) {
     float row_max = -INFINITY, row_sum = 0.f, alphas[kWarps];
@@ -85,7 +105,7 @@ __device__ __forceinline__ void merge_warps(
     for (int column = lane; column < call.value_size; column += 32) {
       float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += alphas[w] * shared[(w * kHeads + head) * Size + column];
+      for (int w = 0; w < kWarps; ++w) sum += alphas[w] * accs_of<Size, C>(shared, w)[head * Size + column];
       if (whole) {
         store_output(call, place * call.value_size + column, sum * finish.factor);
       } else {
@@ -106,22 +126,31 @@ template <int Size, typename C>
 struct Copies {
   using S = Shape<Size, C>;
   const Decode& call;
-  const Segment& segment;
   const unsigned char *keys, *values;
   uint32_t ring;
-  int first, tiles, page, slot;
+  int first, limit, sequence, tiles, page, slot;
+  uint32_t present[S::kStages];  // of the tiles that are under way: a bit for each key
 
-  __device__ __forceinline__ Copies(const Decode& call, const Segment& segment, const void* shared)
-      : call(call), segment(segment) {
-    const int warp = threadIdx.x / 32;
-    first = segment.first + warp * S::kKeys;
-    tiles = max(segment.limit - first + S::kRound - 1, 0) / S::kRound;
-    ring = shared_address(shared) + warp * S::kWarpBytes;
+  __device__ __forceinline__ Copies(const Decode& call, const void* shared)
+      : call(call), ring(shared_address(shared) + threadIdx.x / 32 * S::kWarpBytes) {}
+
+  // Turns to a segment and looks its first pages up. The warp has read all of its ring but for the last stage, which
+  // the first copies leave alone.
+  __device__ __forceinline__ void begin(const Segment& segment) {
+    first = segment.first + threadIdx.x / 32 * S::kKeys;
+    limit = segment.limit;
+    sequence = segment.sequence;
+    tiles = max(limit - first + S::kRound - 1, 0) / S::kRound;
     // Offsets in a head are 32 bits of pieces; without pages, a sequence's own start is not part of them.
-    const size_t row = call.tables == nullptr ? max(segment.sequence, 0) : 0;
+    const size_t row = call.tables == nullptr ? max(sequence, 0) : 0;
     keys = call.keys + (row * call.key_strides.page + size_t(segment.kv_head) * call.key_strides.head) * 16;
     values = call.values + (row * call.value_strides.page + size_t(segment.kv_head) * call.value_strides.head) * 16;
     look_up(0);
+  }
+
+  __device__ __forceinline__ void fetch_first() {
+#pragma unroll
+    for (int tile = 0; tile < S::kStages - 1; ++tile) present[tile] = fetch(tile);
   }
 
   // Page and slot of this lane's key of a tile.
@@ -129,23 +158,23 @@ struct Copies {
     const int key = first + tile * S::kRound + threadIdx.x % S::kKeys;
     page = -1;
     slot = key;
-    if (key >= segment.limit) return;
+    if (key >= limit) return;
     if (call.tables == nullptr) {
       page = 0;
     } else {
       const int column = key / call.page_size;
       slot = key - column * call.page_size;
-      page = call.tables[size_t(segment.sequence) * call.columns + column];
+      page = call.tables[size_t(sequence) * call.columns + column];
     }
   }
 
   // Starts copying a tile; a bit for each of its keys that is present.
   __device__ __forceinline__ uint32_t fetch(int tile) {
-    uint32_t present = 0;
+    uint32_t found = 0;
     if (tile < tiles) {
       // A table entry that is no page of the cache is padding.
       const bool there = page >= 0 && page < call.pages;
-      present = __ballot_sync(~0u, there) & ~0u >> (32 - S::kKeys);
+      found = __ballot_sync(~0u, there) & ~0u >> (32 - S::kKeys);
       const uint32_t to = ring + tile % S::kStages * 2 * S::kTileBytes;
       const Strides &k = call.key_strides, &v = call.value_strides;
       const uint32_t key = there ? page * k.page + slot * k.slot : kAbsent;
@@ -157,45 +186,56 @@ struct Copies {
     }
     // A group is committed even where nothing is copied: the wait counts groups, one a tile.
     commit_copies();
-    return present;
+    return found;
   }
 };
 
-// Attends to a segment and stores its result. All threads of the block call it; the next call needs a barrier between.
-template <int Size, typename C>
-__device__ __forceinline__ void attend(const Decode& call, const Segment& segment, unsigned char* shared) {
-  using S = Shape<Size, C>;
-  Copies<Size, C> copies(call, segment, shared);
-  uint32_t present[S::kStages];
-#pragma unroll
-  for (int tile = 0; tile < S::kStages - 1; ++tile) present[tile] = copies.fetch(tile);
-  // Behind the first copies: both latencies pass together.
-  uint32_t query[Size / 16][4];
+// A segment's query heads in registers; see `load_query`.
+template <int Size>
+struct Query {
+  uint32_t parts[Size / 16][4];
   float factors[2];
-  load_query<Size, C>(query, factors, call, segment);
-  Softmax<Size> softmax;
+};
+
+// The main loop of a segment whose first copies are under way.
+template <int Size, typename C>
+__device__ __forceinline__ void attend(
+    Softmax<Size>& softmax, const Decode& call, Copies<Size, C>& copies, const Query<Size>& query, int heads) {
+  using S = Shape<Size, C>;
   for (int tile = 0; tile < copies.tiles; ++tile) {
     wait_for_copies<S::kStages - 2>();
     __syncwarp();  // hazard: all copies must have arrived, and all lanes have read the stage that is refilled next
-    present[S::kStages - 1] = copies.fetch(tile + S::kStages - 1);
+    copies.present[S::kStages - 1] = copies.fetch(tile + S::kStages - 1);
     const uint32_t at = copies.ring + tile % S::kStages * 2 * S::kTileBytes;
     float scores[S::kKeys / 8][4];
-    multiply_keys<Size, C>(scores, query, at);
-    scale_scores(scores, factors, call.cap);
+    multiply_keys<Size, C>(scores, query.parts, at);
+    scale_scores(scores, query.factors, call.cap);
     // The same branch in the whole block. With eight heads at most, the other eight rows need no exponentials.
-    if (segment.count <= 8) {
-      weigh_tile<1>(softmax, scores, present[0]);
+    if (heads <= 8) {
+      weigh_tile<1>(softmax, scores, copies.present[0]);
     } else {
-      weigh_tile<2>(softmax, scores, present[0]);
+      weigh_tile<2>(softmax, scores, copies.present[0]);
     }
     sum_tile<Size, C>(softmax, scores, at + S::kTileBytes);
 #pragma unroll
-    for (int stage = 0; stage < S::kStages - 1; ++stage) present[stage] = present[stage + 1];
+    for (int stage = 0; stage < S::kStages - 1; ++stage) copies.present[stage] = copies.present[stage + 1];
   }
-  // Barrier: the merge overwrites the stages, which other warps still read.
-  wait_for_copies<0>();
+  __syncwarp();  // hazard: lanes still read the stages that the merge and the next segment fill
+}
+
+// Attends to a segment and stores its result. All threads of the block call it; the next call needs a barrier between.
+template <int Size, typename C>
+__device__ __forceinline__ void attend_alone(const Decode& call, const Segment& segment, unsigned char* shared) {
+  Copies<Size, C> copies(call, shared);
+  copies.begin(segment);
+  copies.fetch_first();
+  Query<Size> query;  // behind the first copies: both latencies pass together
+  load_query<Size, C>(query.parts, query.factors, call, segment);
+  Softmax<Size> softmax;
+  attend(softmax, call, copies, query, segment.count);
+  leave_softmax<Size, C>(softmax, shared);
   __syncthreads();
-  merge_warps<Size, C>(call, segment, softmax, reinterpret_cast<float*>(shared));
+  merge_warps<Size, C>(call, segment, shared);
 }
 
 }  // namespace ejkernel

@@ -64,7 +64,8 @@ struct Shape {
   static constexpr int kRound = kWarps * kKeys;  // keys of one tile of each warp
   // Blocks that shared memory has room for on a multiprocessor of Hopper: registers must not leave room for fewer.
   static constexpr int kResident = Size == 64 ? 4 : 2;
-  static_assert(kBytes >= kWarps * kHeads * (Size + 2) * 4, "the merge fits into the buffers");
+  // Whether registers suffice to begin the next segment before one is merged: the others would spill.
+  static constexpr bool kAhead = Size == 128;
 };
 
 // Swizzle: byte offset of a 16-byte piece in a tile. Pieces are permuted in a row so that eight rows touch all banks.

@@ -44,6 +44,7 @@ struct Place {
 
 __device__ inline Place place_of_row(const PagedDecode& call, int row) {
   if (call.query_start == nullptr) return {row, call.lengths[row] - 1};
+  const int first = row < call.sequences ? call.lengths[row] : 0;  // read beside the starts, where it is the one needed
   const int* starts = call.query_start;
   const int live = call.live == nullptr ? call.sequences : min(*call.live, call.sequences);
   int sequence = row;
@@ -58,7 +59,8 @@ __device__ inline Place place_of_row(const PagedDecode& call, int row) {
     sequence = low;
   }
   if (sequence < 0 || row >= starts[sequence + 1]) return {-1, -1};
-  return {sequence, call.lengths[sequence] - (starts[sequence + 1] - row)};
+  const int length = sequence == row ? first : call.lengths[sequence];
+  return {sequence, length - (starts[sequence + 1] - row)};
 }
 
 // The sequence of a row and the keys it attends to.
@@ -85,7 +87,7 @@ struct Share {
   // The block of the line that has a round.
   __device__ int block_of(long long round) const { return int(quotient(round, size)); }
   // Divisions of 64 bits take several times as long as those of 32, and numbers are small.
-  static __device__ long long quotient(long long a, long long b) {
+  static __device__ __forceinline__ long long quotient(long long a, long long b) {
     return ((a | b) >> 32) == 0 ? (long long)(uint32_t(a) / uint32_t(b)) : a / b;
   }
 };
@@ -167,6 +169,80 @@ __device__ __forceinline__ const Share& find_share(const PagedDecode& call, int 
   return share;
 }
 
+// A block's way through the items of its share.
+struct Items {
+  const Share& share;
+  RowKeys keys;         // of `row`
+  int row;
+  long long row_begin;  // the row's first round
+  long long at;         // where the next segment begins
+  int items, line, parts;
+
+  // The next segment, if there is one. Of an item that the block before has begun, the second block notes what is to be
+  // merged.
+  __device__ __forceinline__ bool next(Segment& segment, const PagedDecode& call, int round) {
+    if (at >= share.end) return false;
+    int rounds = keys.rounds(round);
+    if (at == row_begin + (long long)items * rounds) {
+      row_begin = at;
+      keys = keys_of_row(call, ++row);
+      rounds = keys.rounds(round);
+    }
+    const int group = call.heads / call.kv_heads, number = int(Share::quotient(at - row_begin, rounds));
+    const int item = number * call.lines + line;
+    const long long item_begin = row_begin + (long long)number * rounds, item_end = item_begin + rounds;
+    const long long end = min(share.end, item_end);
+    segment.row = row;
+    segment.sequence = keys.sequence;
+    segment.kv_head = item / parts;
+    segment.first_head = segment.kv_head * group + item % parts * kHeads;
+    segment.count = min(kHeads, group - item % parts * kHeads);
+    segment.first = keys.start + int(at - item_begin) * round;
+    segment.limit = min(keys.start + int(end - item_begin) * round, keys.end);
+    // The first of a block's two slots is for an item that the block before began, the other for one that it begins.
+    const size_t slot = (size_t(blockIdx.x) * 2 + (at == item_begin)) * kHeads;
+    segment.partial = at == item_begin && end == item_end ? nullptr : call.partial + slot * call.value_size;
+    segment.statistics = call.statistics + slot * 2;
+    if (at > item_begin && threadIdx.x == 0 && share.block_of(item_begin) == share.block_of(at) - 1) {
+      const int pieces = share.block_of(item_end - 1) - share.block_of(item_begin) + 1;
+      reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = {row, segment.first_head, segment.count, pieces};
+    }
+    at = end;
+    return true;
+  }
+};
+
+// Attends to the segments of a share. The first copies and the queries of the next one are under way while one is merged.
+// Without them a block reads nothing meanwhile; and where all rows have one length, no block does.
+template <int Size, typename C>
+__device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& walk, unsigned char* shared) {
+  constexpr int kRound = Shape<Size, C>::kRound;
+  Copies<Size, C> copies(call, shared);
+  Query<Size> query;
+  Segment segment;
+  bool more = walk.next(segment, call, kRound);
+  if (more) {
+    copies.begin(segment);
+    copies.fetch_first();
+    load_query<Size, C>(query.parts, query.factors, call, segment);
+  }
+  while (more) {
+    Softmax<Size> softmax;
+    attend(softmax, call, copies, query, segment.count);
+    const Segment done = segment;
+    more = walk.next(segment, call, kRound);
+    if (more) copies.begin(segment);
+    leave_softmax<Size, C>(softmax, shared);  // while the first pages are looked up
+    if (more) {
+      copies.fetch_first();
+      load_query<Size, C>(query.parts, query.factors, call, segment);
+    }
+    __syncthreads();
+    merge_warps<Size, C>(call, done, shared);
+    __syncthreads();  // hazard: the main loop refills the stages that the merge reads
+  }
+}
+
 template <int Size, typename C>
 __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::kResident)
     paged_kernel(const __grid_constant__ PagedDecode call) {
@@ -178,41 +254,17 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   const Share& share =
       find_share<S::kWarps * 32>(call, blockIdx.x / call.lines, gridDim.x / call.lines, items, S::kRound);
   wait_for_previous_launch();  // new tokens are in the cache from here on
-  int row = share.row;
-  long long row_begin = share.row_begin;
-  RowKeys keys = share.keys;
-  int rounds = keys.rounds(S::kRound);
-  int4 cut = {0, 0, 0, 0};
-  for (long long at = share.begin; at < share.end;) {
-    if (at == row_begin + (long long)items * rounds) {
-      row_begin = at;
-      keys = keys_of_row(call, ++row);
-      rounds = keys.rounds(S::kRound);
-    }
-    const int number = int((at - row_begin) / rounds), item = number * call.lines + line;
-    const long long item_begin = row_begin + (long long)number * rounds, item_end = item_begin + rounds;
-    const long long end = min(share.end, item_end);
+  Items walk{share, share.keys, share.row, share.row_begin, share.begin, items, line, parts};
+  if (threadIdx.x == 0) reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = {0, 0, 0, 0};
+  if constexpr (S::kAhead) {
+    attend_ahead<Size, C>(call, walk, shared);
+  } else {
     Segment segment;
-    segment.row = row;
-    segment.sequence = keys.sequence;
-    segment.kv_head = item / parts;
-    segment.first_head = segment.kv_head * group + item % parts * kHeads;
-    segment.count = min(kHeads, group - item % parts * kHeads);
-    segment.first = keys.start + int(at - item_begin) * S::kRound;
-    segment.limit = min(keys.start + int(end - item_begin) * S::kRound, keys.end);
-    // The first of a block's two slots is for an item that the block before began, the other for one that it begins.
-    const size_t slot = (size_t(blockIdx.x) * 2 + (at == item_begin)) * kHeads;
-    segment.partial = at == item_begin && end == item_end ? nullptr : call.partial + slot * call.value_size;
-    segment.statistics = call.statistics + slot * 2;
-    if (at > item_begin && share.block_of(item_begin) == share.block_of(at) - 1) {
-      // The second block of an item says what is to be merged.
-      cut = {row, segment.first_head, segment.count, share.block_of(item_end - 1) - share.block_of(item_begin) + 1};
+    while (walk.next(segment, call, S::kRound)) {
+      attend_alone<Size, C>(call, segment, shared);
+      __syncthreads();  // hazard: the next segment's copies overwrite what the merge reads
     }
-    attend<Size, C>(call, segment, shared);
-    __syncthreads();  // hazard: the next segment's copies overwrite what the merge reads
-    at = end;
   }
-  if (threadIdx.x == 0) reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = cut;
 }
 
 // The combine: a block for each item that was cut, and a warp for each of its heads.

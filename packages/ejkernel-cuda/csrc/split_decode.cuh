@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   const size_t place = (size_t(split) * call.rows + row) * call.heads + segment.first_head;
   segment.partial = call.splits == 1 ? nullptr : call.partial + place * call.value_size;
   segment.statistics = call.statistics + place * 2;
-  attend<Size, C>(call, segment, shared);
+  attend_alone<Size, C>(call, segment, shared);
 }
 
 // The combine of split-KV: merges the splits, one block for each head of a row.

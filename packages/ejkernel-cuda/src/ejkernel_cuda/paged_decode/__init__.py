@@ -15,7 +15,7 @@ HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_
 """Optional fields that the kernels honour."""
 
 WRITE_HANDLES = HANDLES | {"new_keys", "new_values", "value_scale"}
-"""Those of calls whose new tokens XLA writes first, in place where the cache is donated."""
+"""Those of calls whose new tokens a kernel writes first, in place where the cache is donated."""
 
 PIECE = 16
 """Bytes of a copy into shared memory: rows of the cache begin and end at multiples of it."""
@@ -61,6 +61,5 @@ def _implementation(name: str, priority: int, handles: frozenset[str]) -> Implem
 
 IMPLEMENTATIONS = (
     _implementation("cuda_paged", 25, HANDLES),
-    # XLA's scatter in front of the kernels has not been compared with Triton's kernel that writes: behind Triton.
-    _implementation("cuda_paged_write", 5, WRITE_HANDLES),
+    _implementation("cuda_paged_write", 25, WRITE_HANDLES),
 )
