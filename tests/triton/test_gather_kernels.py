@@ -64,6 +64,24 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
         assert all("global.v4" in ahead.compile_for(call, chip).assembly for call in calls)
 
 
+@pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
+def test_copies_fit_the_chip_and_spill_nothing(chip):
+    device, record = CHIPS[chip], record_of("dispatch")
+    copies = [tiles for tiles in config.candidates(record, device, "forward") if tiles.scatter]
+    for tiles in copies:
+        with target_device(device), launch.collected() as calls:
+            jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], record)
+        assert_fits_and_spills_nothing(calls, chip)
+    assert copies
+
+
+def test_copies_are_for_tokens_of_one_row():
+    tiles = config.GatherTiles(block_t=1, block_d=64, num_warps=1, scatter=True)
+    with pytest.raises(ValueError, match="scatter=True"):
+        jax.eval_shape(lambda record: forward(record, tiles)[0], record_of("combine"))
+    assert not any(tiles.scatter for tiles in config.candidates(record_of("combine"), H200, "forward"))
+
+
 def test_kernels_are_taken_before_xla():
     op = registry().ops["gather_reduce"]
     for direction in ("forward", "backward"):

@@ -20,17 +20,19 @@ class GatherTiles:
         block_t: Sums of a program: tokens forward, rows backward; a power of two.
         block_d: Channels of a program; a power of two.
         num_warps: Warps a program.
+        scatter: Whether rows are read once and written to every token that names them; programs have rows forward then.
     """
 
     block_t: int
     block_d: int
     num_warps: int
+    scatter: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("block_t", "block_d", "num_warps"):
+            value = getattr(self, name)
             if value < 1 or value & (value - 1):
-                raise ValueError(f"{field.name}: got {value}, wants a power of two")
+                raise ValueError(f"{name}: got {value}, wants a power of two")
 
 
 FACES = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_warps"}
@@ -49,10 +51,18 @@ def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) ->
     return GatherTiles(block_t=block_t, block_d=max(16, min(channels, num_warps * lanes * each)), num_warps=num_warps)
 
 
+def is_copy(record: GatherReduce) -> bool:
+    """Whether tokens are copies of rows, several of one row: the dispatch of a mixture of experts."""
+    return record.weights is None and record.indices.shape[1] == 1 and record.inverse.shape[1] > 1
+
+
 def candidates(record: GatherReduce, device: DeviceInfo, direction: Direction) -> tuple[GatherTiles, ...]:
     """Tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
-    found = [dataclasses.replace(first, block_t=n) for n in (1, 2, 4, 8)]
+    found: list[GatherTiles] = []
+    if direction == "forward" and is_copy(record):
+        found += [dataclasses.replace(first, block_t=n, scatter=True) for n in (1, 2)]
+    found += [dataclasses.replace(first, block_t=n) for n in (1, 2, 4, 8)]
     found += [dataclasses.replace(first, block_d=2 * first.block_d, num_warps=n) for n in (first.num_warps, 8)]
     found += [dataclasses.replace(first, block_t=max(1, first.block_t // 2), block_d=2 * first.block_d)]
     return tuple(dict.fromkeys((first, *found[: 2 if interpreting() else None])))

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 
 from ejkernel.families.gather_reduce import GatherReduce, named
 from ejkernel.ops.pullback import Pullback
-from ejkernel_triton.gather_reduce.config import GatherTiles
+from ejkernel_triton.gather_reduce.config import GatherTiles, is_copy
 from ejkernel_triton.launch import Shape, launch
 
 UNROLLED = 16
 """Terms of a sum up to which its loop is unrolled, so that all loads begin before the first is waited for."""
+EMPTY_T = 256
+"""Tokens among which a program looks for those that name no row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class GatherSpec:
         BLOCKS: Programs that share the sums.
         BLOCK_D: Channels of a program.
         TILES: Programs that share the channels.
+        EMPTY_T: Tokens of a program of `copies_kernel` that looks for those that name no row.
+        EMPTY_BLOCKS: Such programs that share the tokens.
     """
 
     R: int
@@ -45,6 +49,8 @@ class GatherSpec:
     BLOCKS: int
     BLOCK_D: int
     TILES: int
+    EMPTY_T: int
+    EMPTY_BLOCKS: int
 
 
 def spec_of(record: GatherReduce, config: GatherTiles, *, sums: int, terms: int, dots: bool = False) -> GatherSpec:
@@ -63,6 +69,8 @@ def spec_of(record: GatherReduce, config: GatherTiles, *, sums: int, terms: int,
         BLOCKS=-(-sums // config.block_t),
         BLOCK_D=config.block_d,
         TILES=-(-channels // config.block_d),
+        EMPTY_T=EMPTY_T,
+        EMPTY_BLOCKS=-(-tokens // EMPTY_T),
     )
 
 
@@ -75,7 +83,12 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
 
     Returns:
         [T, D] in the rows' dtype. There are no residuals.
+
+    Raises:
+        ValueError: The configuration asks for copies where tokens are sums.
     """
+    if config.scatter:
+        return _copies(record, config), ()
     from ejkernel_triton.gather_reduce.gather_kernels import sums_kernel
 
     tokens, count = record.indices.shape
@@ -91,6 +104,27 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
         constants={"spec": spec},
     )
     return output[0], ()
+
+
+def _copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
+    """The output of a record whose tokens are copies of rows."""
+    from ejkernel_triton.gather_reduce.gather_kernels import copies_kernel
+
+    if not is_copy(record):
+        raise ValueError("cfg: got scatter=True, wants one index a token, several pairs a row and no weights")
+    rows, terms = record.inverse.shape
+    spec = spec_of(record, config, sums=rows, terms=terms)
+    (output,) = launch(
+        copies_kernel,
+        (record.rows[None], record.indices[None], record.inverse[None]),
+        (Shape((1, spec.T, spec.D), record.rows.dtype),),
+        batch=1,
+        grid=(spec.BLOCKS + spec.EMPTY_BLOCKS) * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    return output[0]
 
 
 def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:

@@ -53,7 +53,6 @@ class Shared:
         full: The operands of a stage are there.
         free: They have been read.
         columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
-        rows: Scales of a step's rows, float32 [(stages + 1) * warpgroups, 64].
     """
 
     a: Any
@@ -64,7 +63,6 @@ class Shared:
     full: Any
     free: Any
     columns: Any = None
-    rows: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +180,7 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         else:
             copy()
         if spec.scaling:
-            scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, firsts, tile.column, index, done))
+            scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, tile.column, index, done))
         return done + 1
 
     return number + call.blocks, lax.fori_loop(0, spec.steps, step, done)
@@ -195,7 +193,8 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     warpgroup = lax.axis_index("warpgroup")
 
     def scaled_product(scaling: Scaling, part: Part) -> None:
-        _write(call, scaled.sums(call, scaling, done, part.size), tile.first(part.rows), tile.column, tile.end)
+        row = tile.first(part.rows)
+        _write(call, scaled.sums(call, scaling, row, done, part.size), row, tile.column, tile.end)
 
     def product(part: Part) -> None:
         if spec.scaling:
@@ -329,30 +328,23 @@ def _write(call: Call, tiles: list[Any], row: Any, column: Any, end: Any) -> Non
 
 
 def _copy_out(call: Call, row: Any, column: Any, tiles: list[Any]) -> None:
-    """Writes 64 rows by way of shared memory, part of the columns after part; all parts at once if slots hold them."""
+    """Writes 64 rows by way of shared memory, part of the columns after part."""
     spec, shared, slots = call.spec, call.shared, call.spec.tile.slots
     first, width = lax.axis_index("warpgroup") * slots, spec.part
     parts = [made[:, n : n + width] for made in tiles for n in range(0, made.shape[1], width)]
-    together = len(parts) if len(parts) <= slots else 1
+    for number, made in enumerate(parts):
+        start = number * width
 
-    def inside(number: int, work: Any) -> None:
+        def part(number: int = number, start: int = start, made: Any = made) -> None:
+            slot = first + number % slots
+            # The copies that had the slot have read it: those of the last tile, and all but the last few of this one.
+            plgpu.wait_smem_to_gmem(min(number, slots - 1), wait_read_only=True)
+            shared.out[slot] = made
+            # Fence: the copy reads by the asynchronous proxy what all threads of the warpgroup wrote by the generic
+            # one.
+            plgpu.commit_smem()
+            target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column + start, width)]
+            plgpu.copy_smem_to_gmem(shared.out_lines.at[slot], target)
+
         # Columns of the last tile that the output does not have need no copy.
-        work() if spec.even else pl.when(column + number * width < spec.columns)(work)
-
-    def store(number: int) -> None:
-        shared.out[first + number % slots] = parts[number]
-
-    def copy(number: int) -> None:
-        target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column + number * width, width)]
-        plgpu.copy_smem_to_gmem(shared.out_lines.at[first + number % slots], target)
-
-    for start in range(0, len(parts), together):
-        # The copies that had these slots have read them: those of the last tile, and all but the last few of this one.
-        plgpu.wait_smem_to_gmem(min(start, slots - together), wait_read_only=True)
-        numbers = range(start, start + together)
-        for number in numbers:
-            inside(number, functools.partial(store, number))
-        # Fence: copies read by the asynchronous proxy what all threads of the warpgroup wrote by the generic one.
-        plgpu.commit_smem()
-        for number in numbers:
-            inside(number, functools.partial(copy, number))
+        part() if spec.even else pl.when(column + start < spec.columns)(part)

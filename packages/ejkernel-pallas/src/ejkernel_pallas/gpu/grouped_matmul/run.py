@@ -65,10 +65,8 @@ def forward_of_8_bits(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.
     assert record.lhs_scale is not None  # the kernel's requirements
     assert record.rhs_scale is not None
     spec = make_scaled_spec(record, params)
-    # The scales of a step's rows lie together then. Copies want lines of whole 16 bytes.
-    of_rows = jnp.pad(record.lhs_scale.astype(jnp.float32).T, ((0, 0), (0, -spec.rows % 4)))
-    of_columns = record.rhs_scale[:, :, 0].astype(jnp.float32)
-    return _times_matrices(spec, record.lhs, record, of_rows, of_columns), ()
+    scales = record.lhs_scale.astype(jnp.float32), record.rhs_scale[:, :, 0].astype(jnp.float32)
+    return _times_matrices(spec, record.lhs, record, *scales), ()
 
 
 def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax.Array]:
@@ -168,15 +166,13 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     scales: dict[str, Any] = {}
     if spec.scaling:
         scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
-        scales["rows"] = plgpu.SMEM(((tile.stages + 1) * WARPGROUPS, WGMMA_M), jnp.float32)
-    copies = WARPGROUPS + 1 + (WARPGROUPS + 1 if spec.scaling else 0)
     return {
         "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
         "b": matrix((tile.stages, *part), spec.dtype),
         "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
         **scales,
-        # Copies of a stage: rows of each warpgroup, the part of a matrix that both read, and the scales of both.
-        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        # Copies of a stage: rows of each warpgroup, the part of a matrix that both read, and its columns' scales.
+        "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1 + len(scales), num_barriers=tile.stages),
         "free": _free_barrier(spec),
     }
 

@@ -21,17 +21,16 @@ from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
-from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled
+from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_scales
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 I32 = jnp.int32
 
 
 class Place(NamedTuple):
-    """Where the scales of a step are: matrix, first rows and column, the step, and steps before it of all tiles."""
+    """Where the scales of a step's columns are: matrix, first column, the step, and steps before it of all tiles."""
 
     matrix: Any
-    rows: list[Any]
     column: Any
     step: Any
     done: Any
@@ -44,35 +43,35 @@ def begin(scaling: Scaling, warpgroup: Any) -> None:
 
 
 def fetch_scales(call: Call, scaling: Scaling, place: Place) -> None:
-    """Copies the scales of a step's columns, and those of each warpgroup's rows."""
+    """Copies the scales of a step's columns."""
     block, columns = _block(call, scaling.rhs_blocks, place.step), pl.ds(place.column, call.spec.tile.block_n)
-    shared, slot = call.shared, _slot(call, place.done)
-    full = shared.full.at[lax.rem(place.done, I32(call.spec.tile.stages))]
-    plgpu.copy_gmem_to_smem(call.operands["rhs_scale"].at[place.matrix, block, columns], shared.columns.at[slot], full)
-    # Through shared memory: loads of a warpgroup's own would take as long as its products, as the L1 cache has no room.
-    block = _block(call, scaling.lhs_blocks, place.step)
-    for warpgroup, first in enumerate(place.rows):
-        scales = call.operands["lhs_scale"].at[block, pl.ds(first, WGMMA_M)]
-        plgpu.copy_gmem_to_smem(scales, shared.rows.at[slot * WARPGROUPS + warpgroup], full)
+    shared, full = call.shared, call.shared.full.at[lax.rem(place.done, I32(call.spec.tile.stages))]
+    target = shared.columns.at[_slot(call, place.done)]
+    plgpu.copy_gmem_to_smem(call.operands["rhs_scale"].at[place.matrix, block, columns], target, full)
 
 
-def sums(call: Call, scaling: Scaling, done: Any, width: int) -> list[jax.Array]:
+def sums(call: Call, scaling: Scaling, row: Any, done: Any, width: int) -> list[jax.Array]:
     """Sums of a warpgroup's rows over all steps, for each part of the columns [64, product_n].
 
     Args:
         call: What the kernel is given.
         scaling: Of the operands.
+        row: The first of the 64 rows.
         done: Steps before the tile.
         width: How many of the tile's columns the output has.
     """
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
     size = scaling.product_n
 
-    def step(_: Any, carry: Any) -> Any:
-        *before, done = carry
+    def load(index: Any) -> jax.Array:
+        return load_scales(call.operands["lhs_scale"], row, _block(call, scaling.lhs_blocks, index))
+
+    def step(index: Any, carry: Any) -> Any:
+        *before, rows, done = carry
         slot, scales = lax.rem(done, I32(spec.tile.stages)), _slot(call, done)
+        # A step ahead: a load takes as long as a product, as copies keep the memory busy and the L1 cache is small.
+        ahead = load(jnp.minimum(index + 1, spec.steps - 1))
         plgpu.barrier_wait(shared.full.at[slot])
-        rows = arrays.load_rows(shared.rows.at[scales * WARPGROUPS + warpgroup])
         after: list[jax.Array] = []
         for part, acc in enumerate(before):
             columns = pl.ds(part * size, size)
@@ -86,10 +85,10 @@ def sums(call: Call, scaling: Scaling, done: Any, width: int) -> list[jax.Array]
             if part == len(before) - 1:
                 plgpu.barrier_arrive(shared.free.at[slot])
             after.append(add_scaled(acc, made, rows, shared.columns.at[scales, columns]))
-        return (*after, done + 1)
+        return (*after, ahead, done + 1)
 
     zeros = [arrays.full_tile((WGMMA_M, size)) for _ in range(-(-width // size))]
-    return list(lax.fori_loop(0, spec.steps, step, (*zeros, done))[:-1])
+    return list(lax.fori_loop(0, spec.steps, step, (*zeros, load(I32(0)), done))[:-2])
 
 
 def _slot(call: Call, done: Any) -> Any:

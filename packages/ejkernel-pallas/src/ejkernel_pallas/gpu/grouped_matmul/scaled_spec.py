@@ -104,9 +104,8 @@ def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec
 
 def shared_bytes(params: HopperScaled) -> int:
     """Shared memory of the kernel, without barriers."""
-    lines = BLOCK_M + params.block_n
-    scales = (params.stages + 1) * lines * 4
-    return params.stages * lines * STEP + scales + WARPGROUPS * params.slots * WGMMA_M * LINE
+    scales = (params.stages + 1) * params.block_n * 4
+    return params.stages * (BLOCK_M + params.block_n) * STEP + scales + WARPGROUPS * params.slots * WGMMA_M * LINE
 
 
 def reasons(record: GroupedMatmul) -> list[str]:

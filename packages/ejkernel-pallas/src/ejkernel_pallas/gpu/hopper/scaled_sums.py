@@ -12,15 +12,50 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
 
+LANES = 32
+"""Threads of a warp."""
 QUAD = 4
 """Lanes that have the columns of a row."""
 COLUMN_BYTES = 8 * 4
 """From a thread's columns to its next ones: eight columns of float32."""
+
+
+def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
+    """The scales of 64 rows in a block of contracted elements, from device memory.
+
+    Args:
+        scales: Reference to float32 [M, blocks]; rows from M on are given the last row's.
+        row: First row, int32.
+        block: Number of the block, int32.
+    """
+    rows, number_layout = scales.shape[0], plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), number_layout, number_layout),
+        return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
+    )
+    def load(_: Any, scales: Any, row: Any, block: Any) -> Any:
+        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        warp, lane = arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
+        first = arith.addi(row.registers.item(), arith.muli(warp, constant(WARP_ROWS)))
+        first = arith.addi(first, arith.divui(lane, constant(QUAD)))
+        values: list[Any] = []
+        for half in (0, WARP_ROWS // 2):
+            place = arith.minsi(arith.addi(first, constant(half)), constant(rows - 1))
+            index = [arith.index_cast(ir.IndexType.get(), x) for x in (place, block.registers.item())]
+            values.append(memref.load(scales, index))
+        like = mgpu.FragmentedArray.splat(
+            number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None
+        )
+        return of_rows(like, values)
+
+    return load(scales, row, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def add_scaled(acc: jax.Array, product: jax.Array, rows: jax.Array, columns: Any) -> jax.Array:
