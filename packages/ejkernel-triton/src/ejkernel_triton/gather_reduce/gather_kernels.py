@@ -167,7 +167,7 @@ def fill_tokens(indices, output, block, channels, spec: tl.constexpr):
     """Stores zeros for the tokens among EMPTY_T that name no row."""
     EMPTY_T: tl.constexpr = spec.EMPTY_T
     BLOCK_D: tl.constexpr = spec.BLOCK_D
-    STEP: tl.constexpr = 16
+    STEP: tl.constexpr = spec.EMPTY_STEP
     first = block * EMPTY_T
     token = first + tl.arange(0, EMPTY_T)
     index = tl.load(indices + token, mask=token < spec.T, other=0)

@@ -14,6 +14,8 @@ UNROLLED = 16
 """Terms of a sum up to which its loop is unrolled, so that all loads begin before the first is waited for."""
 EMPTY_T = 256
 """Tokens among which a program looks for those that name no row."""
+EMPTY_STEP = 16
+"""Of these, how many it writes at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class GatherSpec:
         BLOCK_D: Channels of a program.
         TILES: Programs that share the channels.
         EMPTY_T: Tokens of a program of `copies_kernel` that looks for those that name no row.
+        EMPTY_STEP: Tokens that it writes at a time.
         EMPTY_BLOCKS: Such programs that share the tokens.
     """
 
@@ -50,6 +53,7 @@ class GatherSpec:
     BLOCK_D: int
     TILES: int
     EMPTY_T: int
+    EMPTY_STEP: int
     EMPTY_BLOCKS: int
 
 
@@ -70,6 +74,7 @@ def spec_of(record: GatherReduce, config: GatherTiles, *, sums: int, terms: int,
         BLOCK_D=config.block_d,
         TILES=-(-channels // config.block_d),
         EMPTY_T=EMPTY_T,
+        EMPTY_STEP=EMPTY_STEP,
         EMPTY_BLOCKS=-(-tokens // EMPTY_T),
     )
 

@@ -69,8 +69,8 @@ def sums(call: Call, scaling: Scaling, row: Any, done: Any, width: int) -> list[
     def step(index: Any, carry: Any) -> Any:
         *before, rows, done = carry
         slot, scales = lax.rem(done, I32(spec.tile.stages)), _slot(call, done)
-        # A step ahead: a load takes as long as a product, as copies keep the memory busy and the L1 cache is small.
-        ahead = load(jnp.minimum(index + 1, spec.steps - 1))
+        # Prefetched: a load takes as long as a product, as copies keep the memory busy and the L1 cache is small.
+        next_rows = load(jnp.minimum(index + 1, spec.steps - 1))
         plgpu.barrier_wait(shared.full.at[slot])
         after: list[jax.Array] = []
         for part, acc in enumerate(before):
@@ -85,7 +85,7 @@ def sums(call: Call, scaling: Scaling, row: Any, done: Any, width: int) -> list[
             if part == len(before) - 1:
                 plgpu.barrier_arrive(shared.free.at[slot])
             after.append(add_scaled(acc, made, rows, shared.columns.at[scales, columns]))
-        return (*after, ahead, done + 1)
+        return (*after, next_rows, done + 1)
 
     zeros = [arrays.full_tile((WGMMA_M, size)) for _ in range(-(-width // size))]
     return list(lax.fori_loop(0, spec.steps, step, (*zeros, load(I32(0)), done))[:-2])
