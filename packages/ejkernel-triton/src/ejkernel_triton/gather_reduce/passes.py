@@ -15,7 +15,7 @@ UNROLLED = 16
 EMPTY_T = 256
 """Tokens among which a program looks for those that name no row."""
 EMPTY_STEP = 16
-"""Of these, how many it writes at a time."""
+"""Tokens that such a program writes together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
