@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
 
@@ -29,7 +30,7 @@ class ConvolutionBackward:
     """Configuration of the backward kernel.
 
     Attributes:
-        block_t: Tokens of a block.
+        block_t: Tokens of a block, whose rows are read while the block before is worked on.
         block_c: Channels of a program.
         blocks: Blocks of a program, over which it adds up the gradients of the weights.
         num_warps: Warps a program.
@@ -40,6 +41,9 @@ class ConvolutionBackward:
     blocks: int
     num_warps: int
 
+
+RESIDENT = 8
+"""Programs of the backward pass that a multiprocessor holds."""
 
 FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
 """Fields of the public configuration and what they set here."""
@@ -52,16 +56,18 @@ def heuristic(
     most = 1 << (record.x.shape[2] - 1).bit_length()
     lanes = 64 if device.vendor == "amd" else 32
     # Measured on an H200 (docs/lab/selective_scan_gpu.md): forward 256 channels, 2 warps and 16 tokens 0.146 ms, 512
-    # and 4 0.149, blocks of 32 tokens 0.178; backward 256, 2 and 8 tokens 0.521 ms, 512 and 4 0.575, 128 and 1 0.613.
+    # and 4 0.149, blocks of 32 tokens 0.178; backward, see there.
     warps = 2 if most >= 8 * lanes else 1
     each = 2 if record.x.dtype.itemsize > 2 else 4
     block_c = max(16, min(most, each * lanes * warps))
     tokens = record.x.shape[1]
     if direction == "backward":
-        block_t = 4 if interpreting() else _fitting(tokens, 8)
-        return ConvolutionBackward(
-            block_t=block_t, block_c=block_c, blocks=2 if interpreting() else 16, num_warps=warps
-        )
+        block_t, blocks = _fitting(tokens, 4), 2 if interpreting() else 64
+        programs = record.x.shape[0] * -(-record.x.shape[2] // block_c)
+        # Longer walks read fewer halos and leave fewer partial sums, where there are programs enough without them.
+        while blocks > 4 and programs * -(-tokens // (block_t * blocks)) < RESIDENT * chip_of(device).multiprocessors:
+            blocks //= 2
+        return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps)
     return ConvolutionForward(block_t=8 if interpreting() else _fitting(tokens, 16), block_c=block_c, num_warps=warps)
 
 
@@ -77,6 +83,9 @@ def candidates(
         for t in (first.block_t, 2 * first.block_t)
     ]
     found: list[Any] = [dataclasses.replace(first, **shape) for shape in shapes]
+    if isinstance(first, ConvolutionBackward):
+        found += [dataclasses.replace(x, blocks=2 * x.blocks) for x in (first, found[1])]
+        found += [dataclasses.replace(x, blocks=max(1, x.blocks // 2)) for x in (first, found[1])]
     return tuple(dict.fromkeys((first, *found)))
 
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.causal_convolution import CausalConvolution, places, states
+from ejkernel.ops.device import current_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.convolution import add_state_gradients, final_states
 from ejkernel_triton.causal_convolution.config import ConvolutionBackward, ConvolutionForward
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import Shape, interpreting, launch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class ConvolutionSpec:
         STATE: Whether there are tokens before the first.
         PACKED: Whether the row holds several sequences.
         SILU: Whether the activation is SiLU.
+        FINAL: Whether the backward kernel adds the final state's cotangent, which XLA does otherwise.
+        FAST: Whether its exponentials and divisions are NVIDIA's instructions as they are.
+        PAIRS: Whether two channels in bfloat16 are loaded as one number.
     """
 
     T: int
@@ -44,11 +48,17 @@ class ConvolutionSpec:
     STATE: bool
     PACKED: bool
     SILU: bool
+    FINAL: bool
+    FAST: bool
+    PAIRS: bool
 
 
-def make_spec(record: CausalConvolution, block_t: int, block_c: int, steps: int) -> ConvolutionSpec:
-    """The constants of a record's kernels."""
+def make_spec(
+    record: CausalConvolution, block_t: int, block_c: int, steps: int, *, pairs: bool = False
+) -> ConvolutionSpec:
+    """The constants of a record's kernels; `pairs` is whether they are to load channels as pairs where they can."""
     _, tokens, channels = record.x.shape
+    fast = current_device().vendor == "nvidia" and not interpreting()
     return ConvolutionSpec(
         T=tokens,
         C=channels,
@@ -62,6 +72,9 @@ def make_spec(record: CausalConvolution, block_t: int, block_c: int, steps: int)
         STATE=record.initial_state is not None,
         PACKED=record.cu_seqlens is not None,
         SILU=record.activation == "silu",
+        FINAL=record.cu_seqlens is None and tokens >= record.weight.shape[1] - 1,
+        FAST=fast,
+        PAIRS=pairs and fast and record.x.dtype == jnp.bfloat16 and channels % 2 == 0,
     )
 
 
@@ -105,15 +118,15 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
 
     record: CausalConvolution = pullback.record
     outputs, final = pullback.cotangent
-    spec, rows = make_spec(record, config.block_t, config.block_c, config.blocks), record.x.shape[0]
+    spec = make_spec(record, config.block_t, config.block_c, config.blocks, pairs=True)
+    rows = record.x.shape[0]
     float32, state_tokens = jnp.float32, spec.W - 1
-    dx, dweight, dbias, dbefore = launch(
+    dx, dweights, dbefore = launch(
         backward_kernel,
-        (*_inputs(record), outputs),
+        (*_inputs(record), outputs, jnp.swapaxes(final, 1, 2) if spec.FINAL else None),
         (
             Shape(record.x.shape, record.x.dtype),
-            Shape((rows, spec.BLOCKS, spec.W, spec.C), float32),
-            Shape((rows, spec.BLOCKS, spec.C), float32),
+            Shape((rows, spec.BLOCKS, spec.W + 1, spec.C), float32),
             Shape((rows, state_tokens, spec.C), float32),
         ),
         batch=rows,
@@ -123,13 +136,11 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
         constants={"spec": spec},
     )
     before = jnp.swapaxes(dbefore, 1, 2) if spec.STATE else jnp.zeros(states(record).shape, float32)
-    dx, before = add_state_gradients(record, dx, before, final)
-    found: dict[str, Any] = {
-        "x": dx,
-        "weight": dweight.sum(axis=(0, 1)).T,
-        "bias": dbias.sum(axis=(0, 1)),
-        "initial_state": before,
-    }
+    if not spec.FINAL:
+        dx, before = add_state_gradients(record, dx, before, final)
+    # One sum of the weights' and the bias's parts, over rows and programs.
+    dweight = dweights.sum(axis=(0, 1))
+    found: dict[str, Any] = {"x": dx, "weight": dweight[:-1].T, "bias": dweight[-1], "initial_state": before}
     return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 
 

@@ -12,6 +12,9 @@ from ejkernel_triton.sizes import padded
 WIDEST = 64
 """Value channels of a program by rule: their row of a state in float32 is two lines of the cache."""
 
+TRANSPOSED = 16
+"""The same of a transposed state: whatever their number, they are one piece of memory, and sums stay in a warp."""
+
 HELD = 64
 """Numbers of a state that a thread holds; as many again are on their way through its sums."""
 
@@ -42,7 +45,8 @@ FACES = {"block_d": "block_v", "num_warps": "num_warps"}
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
     """The tile for a record on a device, not measured."""
     columns = record.value.shape[3]
-    block, most = min(WIDEST, padded(columns)), chip_of(device).multiprocessors
+    widest = TRANSPOSED if record.transposed_states else WIDEST
+    block, most = min(widest, padded(columns)), chip_of(device).multiprocessors
     if interpreting():
         return _sized(record, device, min(block, 8))
     # Half a line of the cache is still whole sectors, so few states are cut finer to reach every multiprocessor.
@@ -56,9 +60,9 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     first = heuristic(record, device, direction)
     if interpreting():
         return (first, dataclasses.replace(first, block_v=4))
-    sizes = sorted({min(n, padded(record.value.shape[3])) for n in (16, 32, 64)})
-    made = [_sized(record, device, n) for n in sizes]
-    made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made]
+    sizes = sorted({min(n, padded(record.value.shape[3])) for n in (16, 32, 64, 128)})
+    made = [_sized(record, device, n) for n in ((8, *sizes) if record.transposed_states else sizes)]
+    made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made if x.num_warps < 8]
     made += [dataclasses.replace(x, streams=True) for x in made if x.block_v >= WIDEST]
     return tuple(dict.fromkeys((first, *made)))
 

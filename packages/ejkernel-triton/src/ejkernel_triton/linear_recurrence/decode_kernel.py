@@ -141,11 +141,15 @@ def decode_kernel(
     end = first + spec.T
     if spec.PACKED:
         bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
-        first, end = tl.load(bounds + sequence).to(tl.int64), tl.load(bounds + sequence + 1).to(tl.int64)
+        # Kept in the L1 cache, through which states run: later programs of a multiprocessor read them too, and with
+        # slots the state waits for them.
+        first = tl.load(bounds + sequence, eviction_policy="evict_last").to(tl.int64)
+        end = tl.load(bounds + sequence + 1, eviction_policy="evict_last").to(tl.int64)
     STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.H * spec.K * spec.V
     place = tl.cast(sequence, tl.int64)
     if spec.SLOTS > 0:
-        place = tl.load(at_batch(slots, row, per.SLOTS, spec.SEQUENCES) + sequence).to(tl.int64)
+        slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
+        place = tl.load(slots + sequence, eviction_policy="evict_last").to(tl.int64)
         # A sequence without tokens leaves its slot alone, which may be another's too.
         used = tl.cast((place >= 0) & (place < spec.SLOTS) & (end > first), tl.int32)
         mask = mask & (channels * 0 + used > 0)[:, None]  # the interpreter has no & of a tile and a scalar

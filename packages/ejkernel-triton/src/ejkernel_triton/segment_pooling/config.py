@@ -10,8 +10,11 @@ from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
-WAVES = 8
-"""Programs a multiprocessor from which on a larger block of tokens costs no parallel work."""
+RESIDENT = 8
+"""Programs of two warps that a multiprocessor holds."""
+
+LONGEST = 1024
+"""Tokens of a block from which on a second wave of programs costs nothing that shows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,14 +73,28 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
         return PoolingBackward(block_t=block_t, block_c=block_c, tiles=4, num_warps=4)
     long = _typical(record) >= 64
     block_t = 8 if interpreting() else min(16 if long else 8, padded(tokens))
-    span, wanted = 32 if interpreting() else 256, WAVES * chip_of(device).multiprocessors
-    while span > 32 and rows * -(-tokens // span) * -(-channels // block_c) < wanted:
-        span //= 2
+    span = 32 if interpreting() else _span(rows * -(-channels // block_c), tokens, device)
     # Whole chunks of equal length to a block: then no pool crosses from one to the next.
     if record.ranges is None and record.chunk_size <= span:
         span -= span % record.chunk_size
-    # Measured on an H200, 64 documents of about 1024 tokens: two warps 0.087 ms, one 0.101, four 0.115, eight 0.139.
+    # Measured on an H200, 64 documents of about 1024 tokens, blocks of 256: two warps 0.089 ms, one 0.101, four 0.103,
+    # eight 0.139; two warps and blocks of 512, which is one wave of programs: 0.081.
     return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=2, prefetch=False)
+
+
+def _span(programs: int, tokens: int, device: DeviceInfo) -> int:
+    """Tokens of a block: as many as make one wave of programs, or several of equal length.
+
+    Args:
+        programs: Programs that share a block of tokens, and rows.
+        tokens: Tokens of a row.
+        device: Whose multiprocessors they fill.
+    """
+    resident = RESIDENT * chip_of(device).multiprocessors
+    # All programs of a wave wait for their pools first, and then for their last tokens: fewer waves wait less often.
+    waves = max(1, -(-tokens * programs // (LONGEST * resident)))
+    blocks = max(1, waves * resident // programs)
+    return max(32, 8 * -(-tokens // (8 * blocks)))
 
 
 def candidates(
@@ -92,9 +109,9 @@ def candidates(
     found += [dataclasses.replace(first, block_t=n) for n in (8, 16, 32)]
     found += [dataclasses.replace(first, block_c=2 * first.block_c)]
     if isinstance(first, PoolingForward):
-        found += [dataclasses.replace(first, span=n * first.span) for n in (2, 4)]
-        found += [dataclasses.replace(first, span=first.span // 2)] if first.span > 32 else []
-        shapes = ((first.block_t, first.num_warps), (8, 4), (8, 2), (16, 8))
+        found += [dataclasses.replace(first, span=n * first.span) for n in (2, 3)]
+        found += [dataclasses.replace(first, span=first.span // n) for n in (2, 3) if first.span >= 32 * n]
+        shapes = ((first.block_t, first.num_warps), (8, 4), (8, 2))
         found += [dataclasses.replace(first, block_t=t, num_warps=n, prefetch=True) for t, n in shapes]
     else:
         found += [dataclasses.replace(first, tiles=n) for n in (1, 2, 8)]
