@@ -66,7 +66,12 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(m=64)
     yield Cell(m=1, transpose=True)
     yield Cell(m=64, transpose=True)
+    yield Cell(m=8)
+    yield Cell(m=32)
+    yield Cell(m=8, transpose=True)
+    yield Cell(m=32, transpose=True)
     yield Cell(k=14336, n=4096)
+    yield Cell(k=14336, n=4096, transpose=True)
     yield Cell(k=8192, n=8192)
     yield Cell(bits=8)
     yield Cell(mode="mxfp4")
@@ -81,24 +86,28 @@ def layers(cell: Cell) -> tuple[jax.Array, list[Layer], np.ndarray]:
     packed = [make(jax.random.key(layer)) for layer in range(LAYERS)]
     x = jax.random.normal(jax.random.key(99), (cell.m, cell.k), jnp.bfloat16)
     weights = dequantize(*packed[0], group_size=group, bits=cell.bits, mode=cell.mode, axis=axis)
-    exact = np.asarray(x, np.float64) @ np.asarray(weights.astype(jnp.bfloat16), np.float64).T
+    exact = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).T
     return x, packed, exact
 
 
 def sides(cell: Cell, x: jax.Array, packed: list[Layer], candidates: bool) -> dict[str, Side]:
     """Everything that can compute a cell here."""
     found: dict[str, Side] = {}
-    for platform in ("triton", "xla"):
+    served = cell.mode == "affine" and cell.bits == 4
+    for platform in ("cuda", "triton", "xla") if served else ("triton", "xla"):
         call = functools.partial(quantized_matmul, platform=platform, **cell.options)
         found[f"ejkernel {platform}"] = every(lambda layer, call=call: call(x, *layer), packed)
     if not candidates:
         return found
     op = registry().ops["quantized_matmul"]
-    (implementation,) = (i for i in registry().implementations[op.name] if i.name == "triton")
+    names = ("cuda", "triton") if served else ("triton",)
+    implementations = [i for i in registry().implementations[op.name] if i.name in names]
     named = [dict(zip(("w", "scales", "zeros"), layer, strict=False)) for layer in packed]
     records = [op.lower(op.arguments(x=x, **layer, **cell.options)) for layer in named]
-    for config in implementation.config.candidates(records[0], current_device(), "forward"):
-        found[str(config)] = every(lambda r, c=config: implementation.function("forward")(r, c)[0], records)
+    for implementation in implementations:
+        forward = implementation.function("forward")
+        for config in implementation.config.candidates(records[0], current_device(), "forward"):
+            found[f"{implementation.name} {config}"] = every(lambda r, f=forward, c=config: f(r, c)[0], records)
     return found
 
 

@@ -1,0 +1,106 @@
+// The XLA FFI handler of the quantised matmul.
+#include <string>
+
+#include "quantized_matmul.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace ejkernel {
+namespace {
+
+constexpr char kName[] = "ejkernel quantized matmul: ";
+
+ffi::Error failed(const char* what, cudaError_t error) {
+  return ffi::Error::Internal(std::string(kName) + what + ": " + cudaGetErrorString(error));
+}
+
+template <typename L>
+ffi::Error launch(cudaStream_t stream, const QuantizedCall& call) {
+  constexpr int kBytes = shared_bytes<L>();
+  const auto kernel = quantized_kernel<L>;
+  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return failed("shared memory", error);
+  cudaLaunchConfig_t config = {};
+  const int tiles = (call.n + L::kTile - 1) / L::kTile * ((call.m + L::kRows - 1) / L::kRows);
+  config.gridDim = dim3(static_cast<unsigned>(tiles * call.splits));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(call.splits), 1, 1};
+  // The kernel waits by itself for the launch before.
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  error = cudaLaunchKernelEx(&config, kernel, call);
+  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
+}
+
+// More rows of x than a block has are more blocks.
+template <template <int> class L, int Most>
+ffi::Error launch_for_rows(cudaStream_t stream, const QuantizedCall& call) {
+  if (call.m <= 8) return launch<L<1>>(stream, call);
+  if (call.m <= 16) return launch<L<2>>(stream, call);
+  if (call.m <= 32 || Most == 4) return launch<L<4>>(stream, call);
+  return launch<L<Most>>(stream, call);
+}
+
+// Whether the arrays are those of one call: the kernels read what the shapes promise.
+bool consistent(
+    const QuantizedCall& call, bool transpose, size_t words, size_t scales, size_t zeros, size_t output) {
+  const int64_t codes = transpose ? call.k : call.n, rows = transpose ? call.n : call.k;
+  return call.log_group >= 6 && call.log_group <= 10 && codes == int64_t(call.row_groups) << call.log_group &&
+         call.row_words * int64_t(8) == codes && words == size_t(rows) * call.row_words &&
+         scales == size_t(rows) * call.row_groups && zeros == scales && output == size_t(call.m) * call.n &&
+         (transpose || (call.log_group == 6 && call.row_groups % 2 == 0)) && call.k % 8 == 0 && call.n % 4 == 0 &&
+         call.splits >= 1 && call.splits <= kMostSplits;
+}
+
+ffi::Error quantized_matmul(
+    cudaStream_t stream, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::U32> words, ffi::Buffer<ffi::F16> scales,
+    ffi::Buffer<ffi::F16> zeros, ffi::ResultBuffer<ffi::BF16> output, int32_t log_group, int32_t splits,
+    bool transpose) {
+  if (output->element_count() == 0) return ffi::Error::Success();
+  QuantizedCall call;
+  call.x = static_cast<const __nv_bfloat16*>(x.untyped_data());
+  call.words = words.typed_data();
+  call.scales = static_cast<const uint16_t*>(scales.untyped_data());
+  call.zeros = static_cast<const uint16_t*>(zeros.untyped_data());
+  call.output = static_cast<__nv_bfloat16*>(output->untyped_data());
+  call.m = x.dimensions()[0];
+  call.k = x.dimensions()[1];
+  call.n = output->dimensions()[1];
+  call.row_words = words.dimensions()[1];
+  call.row_groups = scales.dimensions()[1];
+  call.log_group = log_group;
+  call.splits = splits;
+  if (!consistent(call, transpose, words.element_count(), scales.element_count(), zeros.element_count(),
+                  output->element_count())) {
+    return ffi::Error::InvalidArgument(std::string(kName) + "the shapes of the arrays do not belong together");
+  }
+  return transpose ? launch_for_rows<Transposed, 8>(stream, call) : launch_for_rows<RowsFirst, 4>(stream, call);
+}
+
+}  // namespace
+}  // namespace ejkernel
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_quantized_matmul(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ejkernel_quantized_matmul, ejkernel::quantized_matmul,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::Buffer<ffi::BF16>>()
+        .Arg<ffi::Buffer<ffi::U32>>()
+        .Arg<ffi::Buffer<ffi::F16>>()
+        .Arg<ffi::Buffer<ffi::F16>>()
+        .Ret<ffi::Buffer<ffi::BF16>>()
+        .Attr<int32_t>("log_group")
+        .Attr<int32_t>("splits")
+        .Attr<bool>("transpose"),
+    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    {ffi::Traits::kCmdBufferCompatible});

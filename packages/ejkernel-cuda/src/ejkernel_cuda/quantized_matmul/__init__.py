@@ -1,0 +1,79 @@
+"""The quantised matmul of few rows in CUDA C++: decoding, where reading the weights takes the time."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.device import current_device
+from ejkernel_cuda import library
+from ejkernel_cuda.quantized_matmul import splits
+
+MOST_ROWS = 64
+"""Rows of x up to which the weights take the time, not the products."""
+SMALLEST_GROUP = 64
+"""Codes of a group at least, with `transpose`: the sums of a group take its scale. Rows first have just as many: a
+warp's columns."""
+LARGEST = 2**31 - 1
+"""Most elements of an array: indices of rows and tiles have 32 bits."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    form, (rows, k) = record.format, record.x.shape
+    capability = current_device().compute_capability
+    if capability is not None and capability >= 10.0:
+        yield f"compute capability {capability}: the kernels are compiled for 9.0 alone"
+    if not (record.x.size and record.packed.size):
+        yield "an array is empty"
+    if form.mode != "affine" or form.bits != 4:
+        yield f"{form.mode} codes of {form.bits} bits: the kernels multiply affine ones of 4"
+    if rows > MOST_ROWS:
+        yield f"x has {rows} rows, more than {MOST_ROWS}"
+    if record.packed.size > LARGEST:
+        yield f"w has {record.packed.size} words, more than {LARGEST}"
+    if k % 8:
+        yield f"rows of {k} numbers of x are not multiples of 16 bytes"
+    yield from _layout_reasons(record)
+
+
+def _layout_reasons(record: Any) -> Iterable[str]:
+    """What the kernel of a layout has against a record."""
+    group, (rows, groups) = record.format.group_size, record.scales.shape
+    if group < SMALLEST_GROUP:
+        yield f"groups of {group} are smaller than {SMALLEST_GROUP}"
+    if record.transpose:
+        if rows % 4:
+            yield f"{rows} columns are not a multiple of 4"
+        return
+    if group > SMALLEST_GROUP:
+        yield f"groups of {group}: without transpose, groups have {SMALLEST_GROUP}"
+    if groups % 2:
+        yield f"rows of {groups} scales are not multiples of 4 bytes"
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        family="quantized_matmul",
+        name="cuda",
+        platform="cuda",
+        backend="gpu",
+        forward="ejkernel_cuda.quantized_matmul.forward:forward",
+        requires=Requires(
+            devices=frozenset({"nvidia"}),
+            modules=(library.MODULE,),
+            min_compute_capability=9.0,
+            dtypes=frozenset({"bfloat16"}),
+            handles=frozenset({"zeros", "transpose", "precision"}),
+            extra=_reasons,
+        ),
+        config=ConfigSpace(
+            heuristic=splits.heuristic,
+            candidates=splits.candidates,
+            forward=splits.QuantizedSplits,
+            faces=splits.FACES,
+        ),
+        # Behind XLA, so only where `platform=` asks, until a chip has confirmed it.
+        priority=-10,
+        cases="ejkernel_cuda.quantized_matmul.cases:cases",
+    ),
+)

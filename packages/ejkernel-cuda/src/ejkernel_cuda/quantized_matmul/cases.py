@@ -1,0 +1,40 @@
+"""Conformance cases of the quantised matmul's kernels: partial tiles, shares and chunks in both layouts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.quantized_matmul import MatmulSizes, inputs
+from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.quantized_matmul import QuantizedMatmulArguments
+from ejkernel.ops.model import Case
+
+
+def _row(name: str, used: tuple[str, ...] = ("zeros",), options: Any = None, **sizes: Any) -> Row[Any]:
+    """One row of the table, in bfloat16 and groups of 64 unless it says otherwise."""
+    made = MatmulSizes(**{"group_size": 64, "dtype": jnp.bfloat16, **sizes})
+    return (name, made, lambda k: options or {}, used, ())
+
+
+_ROWS: tuple[Row[Any], ...] = (
+    *(
+        _row(f"int4, {name}{', transposed' if transpose else ''}", transpose=transpose, **sizes)
+        for transpose in (False, True)
+        for name, sizes in (
+            ("one row", {"m": 1, "k": 192, "n": 384}),
+            ("rows of scales that are aligned", {"m": 9, "k": 512, "n": 512}),
+            ("three tiles of rows", {"m": 33, "k": 384, "n": 640}),
+            ("two chunks", {"m": 5, "k": 1152, "n": 128}),
+        )
+    ),
+    _row("int4, groups of 128, transposed", m=20, k=384, n=320, group_size=128, transpose=True),
+    _row("int4, partial step", m=20, k=72, n=128),
+    _row("int4, square", ("zeros", "transpose"), k=128, n=128, transpose=True),
+    _row("int4, precision", ("zeros", "precision"), {"precision": jax.lax.Precision.HIGHEST}, k=128),
+)
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """The cases by operation."""
+    return {"quantized_matmul": table(QuantizedMatmulArguments, inputs, _ROWS)}

@@ -1,0 +1,65 @@
+"""Split-K of the quantised matmul's kernels: the heuristic, and the candidates that are worth measuring."""
+
+import dataclasses
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul, columns
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+
+MAX_SPLITS = 8
+"""Blocks of a cluster on every chip that has clusters."""
+SHARE_STEP = 256
+"""Contracted elements that shares are multiples of."""
+RESIDENT = {1: 264, 2: 264, 3: 237, 4: 248, 5: 235, 6: 234, 7: 217, 8: 240}
+"""Blocks that run at a time in clusters of so many, two a multiprocessor: all blocks of one are in one of the chip's
+parts (H200)."""
+PACE = {1: 1.0, 2: 1.55}
+"""Time of a contracted element where so many blocks share a multiprocessor."""
+OVERHEAD = 200
+"""What a block costs beside its share, in contracted elements: it starts, fills its pipeline, and adds up sums."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedSplits:
+    """The configuration of the kernels.
+
+    Attributes:
+        splits: Split-K: blocks, a cluster, that share the contracted elements of the same columns.
+    """
+
+    splits: int
+
+
+FACES = {"splits": "splits"}
+"""Fields of the public configuration and what they set here."""
+
+
+def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedSplits:
+    """The splits that should take the least time."""
+    return min(candidates(record, device, direction), key=lambda config: cost(record, config.splits))
+
+
+def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedSplits, ...]:
+    """All numbers of splits of which each has something to do."""
+    steps = -(-record.x.shape[1] // SHARE_STEP)
+    return tuple(QuantizedSplits(splits=splits) for splits in range(1, min(MAX_SPLITS, steps) + 1))
+
+
+def tile(record: QuantizedMatmul) -> tuple[int, int]:
+    """Rows of x and columns of a block (csrc/quantized_rows.cuh and csrc/quantized_transposed.cuh)."""
+    most, width = (64, 256) if record.transpose else (32, 512)
+    return min(most, max(8, 1 << (record.x.shape[0] - 1).bit_length())), width
+
+
+def cost(record: QuantizedMatmul, splits: int) -> float:
+    """Time by rule, in contracted elements of a block that has a multiprocessor to itself.
+
+    Wave quantisation: as many blocks as the chip holds run at a time, and a partly empty wave takes as long as the
+    fullest multiprocessor.
+    """
+    rows, width = tile(record)
+    blocks = -(-columns(record) // width) * -(-record.x.shape[0] // rows) * splits
+    share = -(-record.x.shape[1] // (splits * SHARE_STEP)) * SHARE_STEP
+    waves, last = divmod(blocks, RESIDENT[splits])
+    held = [2] * waves + ([2 if last > RESIDENT[splits] // 2 else 1] if last else [])
+    return sum(PACE[blocks] * (share + OVERHEAD) for blocks in held)

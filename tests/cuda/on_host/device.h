@@ -1,0 +1,182 @@
+// CUDA C++ on a machine without a GPU: threads are fibers of one thread of the host, which the kernels' sources see
+// through the names of CUDA. Each file of this folder that has a name of CUDA's stands in for that one.
+//
+// Asynchronous copies happen when a thread waits for them and not before, shared memory begins as NaN, and the order of
+// threads changes with every switch: a barrier or a wait that is missing changes the result.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 900
+
+struct uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> (selector >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
+  return result;
+}
+
+namespace device {
+
+constexpr int kThreads = 256, kStack = 256 * 1024;
+
+struct Copy { char* to; const char* from; int bytes, size; };
+
+struct Index { unsigned x; };
+
+void yield();
+
+inline const char* complaint;  // the first
+inline void complain(const char* what) { complaint = complaint ? complaint : what; }
+
+struct Barrier {
+  int size = 0, count = 0;
+  unsigned generation = 0;
+  void wait() {
+    const unsigned own = generation;
+    if (++count == size) {
+      count = 0;
+      ++generation;
+    } else {
+      while (generation == own) yield();
+    }
+  }
+};
+
+struct Warp {
+  Barrier barrier;
+  uint32_t values[32][6];
+};
+
+struct Block {
+  unsigned index;
+  std::vector<char> memory;
+  char* shared;
+  Barrier barrier;
+  Warp warps[kThreads / 32];
+};
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Block* block;
+  unsigned index;
+  bool done = false;
+  std::vector<Copy> open;
+  std::vector<std::vector<Copy>> groups;  // those that still have to happen
+};
+
+inline std::vector<std::unique_ptr<Block>> blocks;  // of a cluster
+inline Barrier cluster;
+inline Thread* current;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+inline std::vector<std::pair<const char*, size_t>> arrays;  // what kernels may read
+
+inline void yield() { swapcontext(&current->context, &scheduler); }
+inline Warp& warp() { return current->block->warps[current->index / 32]; }
+
+inline void run_thread() {
+  body();
+  current->done = true;
+  yield();
+}
+
+inline void perform(const Copy& copy) {
+  if (reinterpret_cast<uintptr_t>(copy.to) % copy.size || (copy.bytes && uintptr_t(copy.from) % copy.size)) {
+    complain("a copy is not aligned");
+  }
+  bool known = copy.bytes == 0;
+  for (const auto& [start, size] : arrays) known |= copy.from >= start && copy.from + copy.bytes <= start + size;
+  if (!known) complain("a copy reads outside of the arrays");
+  std::memset(copy.to, 0, copy.size);
+  std::memcpy(copy.to, copy.from, copy.bytes);
+}
+
+// Runs blocks first to first + count as a cluster.
+inline void run_cluster(unsigned first, unsigned count, size_t shared_bytes, std::function<void()> kernel) {
+  static std::mt19937 random(1);
+  constexpr int kGuard = 64;
+  body = kernel;
+  blocks.clear();
+  cluster = {int(count) * kThreads};
+  std::vector<std::unique_ptr<Thread>> threads;
+  for (unsigned b = 0; b < count; ++b) {
+    blocks.push_back(std::make_unique<Block>());
+    Block& block = *blocks.back();
+    block.index = first + b;
+    block.memory.assign(shared_bytes + kGuard + 16, char(0xFF));
+    block.shared = reinterpret_cast<char*>((uintptr_t(block.memory.data()) + 15) / 16 * 16);
+    block.barrier.size = kThreads;
+    for (Warp& one : block.warps) one.barrier.size = 32;
+    for (unsigned t = 0; t < unsigned(kThreads); ++t) {
+      auto thread = std::make_unique<Thread>();
+      thread->block = &block;
+      thread->index = t;
+      thread->stack = std::make_unique<char[]>(kStack);
+      getcontext(&thread->context);
+      thread->context.uc_stack = {thread->stack.get(), 0, size_t(kStack)};
+      thread->context.uc_link = nullptr;
+      makecontext(&thread->context, run_thread, 0);
+      threads.push_back(std::move(thread));
+    }
+  }
+  size_t running = threads.size();
+  while (running) {
+    // Another thread goes first each time; strides that are odd reach all of them.
+    const size_t start = random() % threads.size(), stride = random() % 2 ? 1 : threads.size() - 1;
+    for (size_t i = 0; i < threads.size(); ++i) {
+      Thread& thread = *threads[(start + i * stride) % threads.size()];
+      if (thread.done) continue;
+      current = &thread;
+      swapcontext(&scheduler, &thread.context);
+      running -= thread.done;
+    }
+  }
+  for (const auto& block : blocks) {
+    for (int i = 0; i < kGuard; ++i) {
+      if (block->shared[shared_bytes + i] != char(0xFF)) complain("a write past shared memory");
+    }
+  }
+}
+
+}  // namespace device
+
+#define threadIdx (device::Index{device::current->index})
+#define blockIdx (device::Index{device::current->block->index})
+inline void __syncthreads() { device::current->block->barrier.wait(); }
+
+inline void __syncwarp() { device::warp().barrier.wait(); }
+inline float __shfl_sync(unsigned, float value, int lane) {
+  device::Warp& warp = device::warp();
+  warp.values[device::current->index % 32][0] = __float_as_uint(value);
+  warp.barrier.wait();
+  const float other = __uint_as_float(warp.values[lane % 32][0]);
+  warp.barrier.wait();
+  return other;
+}
+inline float __shfl_xor_sync(unsigned mask, float value, int lane) {
+  return __shfl_sync(mask, value, device::current->index % 32 ^ lane);
+}

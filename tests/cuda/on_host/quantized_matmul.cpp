@@ -1,0 +1,60 @@
+// Runs the kernels of csrc/quantized_matmul.cu block by block.
+#include "device.h"
+#include "quantized_matmul.cuh"
+
+namespace ejkernel {
+namespace {
+
+struct Arrays {
+  const void *x, *words, *scales, *zeros;
+  void* output;
+};
+
+struct Numbers {
+  int m, k, n, row_words, row_groups, log_group, transpose, splits;
+};
+
+template <typename L>
+void launch(const QuantizedCall& call) {
+  const int tiles = (call.n + L::kTile - 1) / L::kTile * ((call.m + L::kRows - 1) / L::kRows);
+  for (int first = 0; first < tiles * call.splits; first += call.splits) {
+    device::run_cluster(first, call.splits, shared_bytes<L>(), [&] { quantized_kernel<L>(call); });
+  }
+}
+
+template <template <int> class L, int Most>
+void launch_for_rows(const QuantizedCall& call) {
+  if (call.m <= 8) return launch<L<1>>(call);
+  if (call.m <= 16) return launch<L<2>>(call);
+  if (call.m <= 32 || Most == 4) return launch<L<4>>(call);
+  return launch<L<Most>>(call);
+}
+
+void run(const Arrays& arrays, const Numbers& a) {
+  QuantizedCall call;
+  call.x = static_cast<const __nv_bfloat16*>(arrays.x);
+  call.words = static_cast<const uint32_t*>(arrays.words);
+  call.scales = static_cast<const uint16_t*>(arrays.scales);
+  call.zeros = static_cast<const uint16_t*>(arrays.zeros);
+  call.output = static_cast<__nv_bfloat16*>(arrays.output);
+  call.m = a.m, call.k = a.k, call.n = a.n;
+  call.row_words = a.row_words, call.row_groups = a.row_groups, call.log_group = a.log_group;
+  call.splits = a.splits;
+  const size_t rows = a.transpose ? a.n : a.k;
+  const size_t groups = rows * a.row_groups * 2;
+  device::arrays = {{static_cast<const char*>(arrays.x), size_t(a.m) * a.k * 2},
+                    {static_cast<const char*>(arrays.words), rows * a.row_words * 4},
+                    {static_cast<const char*>(arrays.scales), groups},
+                    {static_cast<const char*>(arrays.zeros), groups}};
+  a.transpose ? launch_for_rows<Transposed, 8>(call) : launch_for_rows<RowsFirst, 4>(call);
+}
+
+}  // namespace
+}  // namespace ejkernel
+
+// What was wrong, or null.
+extern "C" const char* quantized_matmul(const ejkernel::Arrays* arrays, const ejkernel::Numbers* numbers) {
+  device::complaint = nullptr;
+  ejkernel::run(*arrays, *numbers);
+  return device::complaint;
+}

@@ -1,0 +1,158 @@
+"""The quantised matmul's CUDA kernels on the host: their numbers, what is refused, and the splits that are chosen."""
+
+import ctypes
+import dataclasses
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import explain
+from ejkernel.families import quantized_matmul as family
+from ejkernel.modules import quantized_matmul
+from ejkernel.modules.operations.cases.quantized_matmul import MatmulSizes, inputs
+from ejkernel.modules.operations.quantized_matmul import OP, QuantizedMatmulArguments
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_cuda import library
+from ejkernel_cuda import quantized_matmul as cuda
+from ejkernel_cuda.quantized_matmul import cases, splits
+from ejkernel_cuda.quantized_matmul.forward import forward
+from ejkernel_cuda.quantized_matmul.splits import QuantizedSplits
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+SOURCES = Path(__file__).parents[2] / "packages" / "ejkernel-cuda" / "csrc"
+ON_HOST = Path(__file__).parent / "on_host"
+SHARED = "extern __shared__ __align__(16) char shared[];"
+CASES = {case.name: case for case in cases.cases()["quantized_matmul"]}
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory):
+    """The kernels' sources, compiled for the host with what stands in for CUDA."""
+    if shutil.which("g++") is None:
+        pytest.skip("the kernels were not run: no g++")
+    folder = tmp_path_factory.mktemp("on_host")
+    for source in SOURCES.glob("quantized_*.cuh"):
+        # Shared memory is that of the emulated block.
+        (folder / source.name).write_text(
+            source.read_text().replace(SHARED, "char* shared = device::current->block->shared;")
+        )
+    for path in ON_HOST.iterdir():
+        shutil.copy(path, folder)
+    command = ("g++", "-std=c++20", "-O1", "-w", "-I.", "-shared", "-fPIC", "-o", "host.so", "quantized_matmul.cpp")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    function = ctypes.CDLL(str(folder / "host.so")).quantized_matmul
+    function.restype = ctypes.c_char_p
+    return function
+
+
+def run(kernels, record, config):
+    """The output of a record, float32."""
+    m, k, n = *record.x.shape, family.columns(record)
+    x = np.array(record.x).view(np.uint16)
+    words, scales, zeros = (np.array(getattr(record, name)) for name in ("packed", "scales", "zeros"))
+    output = np.full((m, n), 0xFFFF, np.uint16)
+    arrays = (ctypes.c_void_p * 5)(*(array.ctypes.data for array in (x, words, scales, zeros, output)))
+    log_group = record.format.group_size.bit_length() - 1
+    numbers = (m, k, n, words.shape[1], scales.shape[1], log_group, record.transpose, config.splits)
+    assert kernels(arrays, (ctypes.c_int * len(numbers))(*numbers)) is None
+    return np.asarray(output.view(jnp.bfloat16), np.float32)
+
+
+def sizes(m=16, k=4096, n=14336, dtype=jnp.bfloat16, transpose=False, **form):
+    """Arguments of a call, without numbers."""
+    made = MatmulSizes(m=m, k=k, n=n, dtype=dtype, transpose=transpose, **{"group_size": 64, **form})
+    return jax.eval_shape(lambda: QuantizedMatmulArguments(**inputs(jax.random.key(0), made)))
+
+
+def refusals(device=H200, **changes):
+    """What the implementation has against a call."""
+    with target_device(device):
+        args = sizes(**changes)
+        arrays = {name: getattr(args, name) for name in ("x", "w", "scales", "zeros")}
+        options = {name: getattr(args, name) for name in ("transpose", "group_size", "bits", "mode")}
+        decision = explain(quantized_matmul, **arrays, **options)
+    [verdict] = [v for v in decision.forward.verdicts if v.implementation.name == "cuda"]
+    return [reason for reason in verdict.reasons if library.MODULE not in reason]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(kernels, name, parts):
+    record = OP.lower(CASES[name].make(jax.random.key(7)))
+    want = np.asarray(family.reference(record)[0], np.float32)
+    tolerance = OP.tolerance["bfloat16"]
+    got = run(kernels, record, QuantizedSplits(splits=parts))
+    np.testing.assert_allclose(got, want, rtol=tolerance.rtol, atol=tolerance.atol)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
+    made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)
+    given = inputs(jax.random.key(3), made)
+    # x has a mean, and so have the sums that the offset is multiplied with.
+    record = OP.lower(QuantizedMatmulArguments(**{**given, "x": given["x"] + 2}))
+    want = np.asarray(family.reference(record)[0], np.float32)
+    got = run(kernels, record, QuantizedSplits(splits=1))
+    # Rounding of the output, and with rows first that of x times the scale.
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
+
+
+def test_cases_are_served():
+    [implementation] = cuda.IMPLEMENTATIONS
+    with target_device(H200):
+        for case in CASES.values():
+            record = OP.lower(jax.eval_shape(case.make, jax.random.key(0)))
+            assert not list(implementation.requires.extra(record)), case.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"m": 65}, "x has 65 rows, more than 64"),
+        ({"dtype": jnp.float16}, "dtype float16 is not among bfloat16"),
+        ({"bits": 8}, "affine codes of 8 bits: the kernels multiply affine ones of 4"),
+        ({"mode": "nf4"}, "nf4 codes of 4 bits: the kernels multiply affine ones of 4"),
+        ({"group_size": 32}, "groups of 32 are smaller than 64"),
+        ({"group_size": 128}, "groups of 128: without transpose, groups have 64"),
+        ({"n": 64 * 21}, "rows of 21 scales are not multiples of 4 bytes"),
+        ({"n": 130, "transpose": True}, "130 columns are not a multiple of 4"),
+        ({"k": 100}, "rows of 100 numbers of x are not multiples of 16 bytes"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_it_refuses_by_name(changes, sentence):
+    assert sentence in refusals(**changes)
+
+
+def test_it_serves_what_it_is_made_for():
+    assert refusals() == refusals(m=64, transpose=True, group_size=128) == []
+
+
+@pytest.mark.parametrize("capability", [8.0, 10.0, 12.0])
+def test_chips_without_code_are_refused(capability):
+    assert any("9.0" in reason for reason in refusals(dataclasses.replace(H200, compute_capability=capability)))
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "transpose", "parts"),
+    [(4096, 14336, True, 4), (4096, 14336, False, 8), (14336, 4096, True, 6), (128, 128, True, 1)],
+)
+def test_splits_fill_the_chip_in_one_wave(k, n, transpose, parts):
+    for m in (1, 16, 32):
+        record = OP.lower(sizes(m=m, k=k, n=n, transpose=transpose))
+        assert splits.heuristic(record, H200, "forward") == QuantizedSplits(splits=parts)
+
+
+def test_the_call_lowers(monkeypatch):
+    monkeypatch.setattr("ejkernel_cuda.quantized_matmul.forward.registered", lambda symbol: symbol)
+    call = functools.partial(forward, config=QuantizedSplits(splits=4))
+    text = jax.jit(call).trace(OP.lower(sizes())).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@ejkernel_quantized_matmul" in text
+    assert "tensor<16x14336xbf16>" in text
