@@ -49,7 +49,7 @@ def reasons(direction, **changes):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("changes", [{}, {"dtype": jnp.float32, "size": 3}, {"step": jnp.float32}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"dtype": jnp.float32, "size": 9}, {"step": jnp.float32}], ids=str)
 def test_it_serves_what_it_is_made_for(changes, direction):
     assert reasons(direction, rows=128, **changes) == []
 
@@ -78,6 +78,7 @@ SHARED = "compute capability 12.0: the kernel takes more shared memory than ther
     [
         ({"rows": 128, "channels": 20}, "20 channels are no multiple of 8"),
         ({"channels": 4096}, FEW),
+        ({"rows": 128, "size": 8}, "states of 8 numbers fill no more than half of the kernel's"),
         ({"rows": 128, "device": dataclasses.replace(H200, compute_capability=12.0)}, SHARED),
         (
             {"rows": 128, "device": dataclasses.replace(H200, compute_capability=8.0)},
@@ -96,6 +97,7 @@ def test_gradients_are_refused_by_name(changes, sentence):
     [
         ({"rows": 8, "channels": 4096}, (2, 2)),
         ({"rows": 4, "channels": 4096}, (2, 4)),
+        ({"rows": 2, "channels": 4096}, (2, 4)),
         ({"rows": 1, "channels": 4096}, (1, 4)),
         ({"rows": 8, "channels": 4100}, (1, 1)),
     ],
@@ -105,6 +107,8 @@ def test_tiles_fill_the_chip(shape, expected):
     rule = tiles.heuristic(record(**shape), H200, "forward")
     assert (rule.channels, rule.lanes) == expected
     assert rule in tiles.candidates(record(**shape), H200, "forward")
+    pairs = tiles.heuristic(record(**shape), H200, "backward").warpgroups
+    assert pairs == (2 if shape["rows"] == 8 else 1)
 
 
 def test_every_case_of_its_own_has_a_backward_pass():
@@ -154,7 +158,7 @@ def test_mapped_calls_are_one(lowered):
 
 def test_a_tile_that_does_not_fit_is_an_error(lowered):
     with pytest.raises(ValueError, match="got 20 channels, wants a multiple of 8"):
-        jax.eval_shape(lambda given: forward_pass.forward(given, tiles.TILES[0]), record(channels=20))
+        jax.eval_shape(lambda given: forward_pass.forward(given, tiles.WIDE), record(channels=20))
 
 
 def test_dt_of_another_dtype_is_float32(lowered):

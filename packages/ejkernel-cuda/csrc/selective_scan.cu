@@ -93,7 +93,7 @@ ffi::Error selective_scan(
   if (step.element_type() != ffi::F32 && step.element_type() != x.element_type()) {
     return wrong("dt is neither float32 nor of the dtype of x");
   }
-  if (lanes > 1 && call.channels % 8 != 0) return wrong("these lanes want a number of channels that is a multiple of 8");
+  if (lanes > 1 && call.channels % 8 != 0) return wrong("so many lanes want a multiple of 8 channels");
   const Shape shape{channels, lanes, int(padded)};
   switch (x.element_type()) {
     case ffi::BF16: return launch_for_step<__nv_bfloat16>(stream, call, shape, step.element_type());

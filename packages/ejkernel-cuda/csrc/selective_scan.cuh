@@ -8,11 +8,10 @@
 //
 //   h_n = exp2(dt A'_n) h_n + (dt x) B_n          y = sum_n h_n C_n + D x
 //
-// One exponential an element is the floor: the special function units have 16 a clock and multiprocessor. A warp's
-// numbers of a token also come back from shared memory at 128 bytes a clock and multiprocessor, broadcast or not, so with
-// one channel a thread B and C of 16 numbers would take as long as the exponentials. A thread has `Channels` channels, for
-// which it reads B and C once; `Lanes` lanes share the numbers of a state, so that there are as many warps as with one
-// channel a thread.
+// One exponential an element is the floor: the special function units have 16 a clock and multiprocessor. What shared
+// memory gives back comes at 128 bytes a clock and multiprocessor, broadcast or not, so with one channel a thread B and
+// C of 16 numbers would take as long as the exponentials. A thread has `Channels` channels, for which it reads B and C
+// once; `Lanes` lanes share the numbers of a state, so that there are as many warps as with one channel a thread.
 //
 // Warps share nothing: no barrier stops a block, and the B and C that its warps copy each for themselves come from L2.
 //
@@ -251,13 +250,15 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
   const Step* step = static_cast<const Step*>(call.step) + size_t(row) * call.tokens * call.channels;
   const float* columns = call.columns + size_t(row) * call.tokens * (2 * Tile::N);
   X* output = static_cast<X*>(call.output) + size_t(row) * call.tokens * call.channels + channel;
-  float* states = call.states + size_t(row) * ((call.tokens + kInterval - 1) / kInterval) * call.size * call.channels;
+  const int intervals = (call.tokens + kInterval - 1) / kInterval;
+  float* states = call.states + size_t(row) * intervals * call.size * call.channels;
   unsigned char* stages = shared + warp * Tile::kWarpBytes;
   const auto copy = [&](int first_token, int stage) {
     unsigned char* to = stages + stage * Tile::kStageBytes;
     copy_columns<Tile>(to, columns, call, first_token);
-    copy_tokens<Tile>(to + Tile::kColumnBytes, x, call.tokens, call.channels, first_token, first_channel);
-    copy_tokens<Tile>(to + Tile::kColumnBytes + Tile::kXBytes, step, call.tokens, call.channels, first_token, first_channel);
+    to += Tile::kColumnBytes;
+    copy_tokens<Tile>(to, x, call.tokens, call.channels, first_token, first_channel);
+    copy_tokens<Tile>(to + Tile::kXBytes, step, call.tokens, call.channels, first_token, first_channel);
   };
 
   copy(0, 0);
@@ -296,7 +297,8 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
       for (int u = 0; u < Tile::kUnrolled; ++u) {
         const int t = t0 + u;
         // Columns of the next token during the arithmetic of this one; behind the last token, its own once more.
-        const Columns<kNumbers> next = load_columns<Tile>(token_columns + min(t + 1, Tile::kTokens - 1) * (2 * Tile::N));
+        const int after = min(t + 1, Tile::kTokens - 1);
+        const Columns<kNumbers> next = load_columns<Tile>(token_columns + after * (2 * Tile::N));
         float xs[Channels], steps[Channels];
         load_floats<X>(xs, token_x + t * Tile::kChannels * sizeof(X));
         load_floats<Step>(steps, token_step + t * Tile::kChannels * sizeof(Step));

@@ -13,9 +13,9 @@
 // With w instead of h a half needs no state in front of it: g w is a g h_{t-1}, and dC is a sum over w and one product
 // with B. Dividing by a_t instead of recomputing states would lose all digits where a_t is small.
 //
-// A thread has 4 channels and 4 numbers of their states, so that 8 lanes share a sum over the 32 channels of a warp and 4
-// lanes a sum over the 16 numbers of a state. Both exchange halves: 7 and 6 shuffles a token. The warpgroup adds up the sums
-// of its warps in a fixed order, and XLA those of warpgroups: no atomic additions, so every run gives the same bits.
+// A thread has 4 channels and 4 numbers of their states, so that 8 lanes share a sum over the 32 channels of a warp and
+// 4 lanes a sum over the 16 numbers of a state. Both exchange halves: 7 and 6 shuffles a token. A warpgroup adds up the
+// sums of its warps in a fixed order, and XLA those of warpgroups: no atomic additions, so runs give the same bits.
 //
 // Source: Gu & Dao 2023, arXiv:2312.00752.
 #pragma once
@@ -70,7 +70,7 @@ __device__ __forceinline__ void half_gradients(
     State& state, Cotangents& sums, const float (&rates)[4][4], float skip, const Inputs<Tile>& inputs, int first,
     float* columns_sums) {
   float w[Tile::kHalf][4][4], a[Tile::kHalf][4][4];
-  // Stored behind all tokens: a store between two tokens would keep the loads of the next behind the shuffles of the last.
+  // Stored behind all tokens: a store between two would keep the loads of the next behind the shuffles of the last.
   float column[Tile::kHalf], dx[Tile::kHalf], dstep[Tile::kHalf];
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
     if (ahead.first >= 0) copy(ahead, stage), ahead.advance(call.tokens);
     commit_copies();
   }
-  // Ping-pong scheduling: the second warpgroup starts when the first goes backwards for the first time. Forwards exponentials
-  // are what limits it, backwards the issue of instructions, and each scheduler has a warp of both.
+  // Ping-pong scheduling: the second warpgroup starts when the first goes backwards for the first time. Forwards
+  // exponentials are what limits it, backwards the issue of instructions, and each scheduler has a warp of both.
   bool other_waits = Tile::kWarpgroups == 2 && warpgroup == 0;
   if (warpgroup == 1) sync_threads(kStartBarrier, 2 * Tile::kThreads);
   State state;
@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
   int stage = 0, buffer = 0;
   for (; now.first >= 0; now.advance(call.tokens), buffer ^= 1) {
     wait_for_copies<Tile::kStages - 2>();
-    // A warpgroup's threads see all its copies of this step; none reads the stage of the step before any more, and the sums of
-    // that step are there.
+    // A warpgroup's threads see all its copies of this step; none reads the stage of the step before any more, and the
+    // sums of that step are there.
     sync_threads(1 + warpgroup, Tile::kThreads);
     if (flushed >= 0) flush(flushed, buffer ^ 1);
     flushed = -1;

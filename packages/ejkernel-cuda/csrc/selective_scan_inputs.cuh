@@ -73,7 +73,7 @@ struct Cursor {
   }
 };
 
-// Halves `Count` sums of this lane and of the one whose bit `Span` differs: each keeps the sums of one half of `values`.
+// Halves `Count` sums of this lane and of the one whose bit `Span` differs: each keeps the sums of one half.
 template <int Span, int Count>
 __device__ __forceinline__ void exchange(float* values) {
   const bool upper = threadIdx.x & Span;

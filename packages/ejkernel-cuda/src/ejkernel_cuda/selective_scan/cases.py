@@ -13,10 +13,10 @@ from ejkernel.ops.model import Case
 # Name, (rows, tokens, channels, numbers of a state), dtype of x and others, dtype of dt, whether with initial states.
 _ROWS = (
     ("many rows, bfloat16", (128, 70, 24, 16), jnp.bfloat16, jnp.bfloat16, False),
-    ("many rows, dt float32", (64, 67, 136, 5), jnp.bfloat16, jnp.float32, True),
+    ("many rows, dt float32", (64, 67, 136, 13), jnp.bfloat16, jnp.float32, True),
     ("many rows, float16", (128, 129, 16, 16), jnp.float16, jnp.float16, True),
-    ("many rows, float32", (128, 64, 40, 8), jnp.float32, jnp.float32, True),
-    ("many rows, dt float16", (128, 9, 8, 3), jnp.bfloat16, jnp.float16, False),
+    ("many rows, float32", (128, 64, 40, 9), jnp.float32, jnp.float32, True),
+    ("many rows, dt float16", (128, 9, 8, 11), jnp.bfloat16, jnp.float16, False),
 )
 
 

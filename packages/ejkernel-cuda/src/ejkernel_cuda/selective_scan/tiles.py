@@ -48,32 +48,45 @@ class GradientTile:
 ANY = ScanTile(channels=1, lanes=1)
 """The tile for any number of channels."""
 
-TILES = (ScanTile(channels=2, lanes=2), ScanTile(channels=2, lanes=4), ScanTile(channels=1, lanes=4))
+WIDE, EVEN, NARROW = (ScanTile(channels=c, lanes=n) for c, n in ((2, 2), (2, 4), (1, 4)))
 """Those for multiples of `PIECE_CHANNELS`, the one with the fewest instructions an element first."""
 
-WARPS = 1024
-"""As many warps are enough: two for each scheduler of the largest chips."""
+ENOUGH_WARPS = {WIDE: 1024, EVEN: 512}
+"""Warps from which on a tile is faster than the next, which has more of them for the same channels.
+
+Measured on an H200 (docs/lab/selective_scan_gpu.md) with 4096 channels and 1, 2, 4 and 8 rows.
+"""
+
+BUSY_WARPGROUPS = 256
+"""Warpgroups from which on pairs of them in a block are 2% faster; of fewer, pairs would leave multiprocessors idle."""
+
+
+def warpgroups(record: SelectiveScan) -> int:
+    """Warpgroups of the backward kernel."""
+    rows, _, channels = record.x.shape
+    return rows * -(-channels // WARPGROUP_CHANNELS)
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
     """The tile with the fewest instructions that fills the chip, or the one with the most warps."""
     if direction == "backward":
-        return GradientTile(warpgroups=1)
+        return GradientTile(warpgroups=2 if warpgroups(record) >= BUSY_WARPGROUPS else 1)
     rows, _, channels = record.x.shape
     if channels % PIECE_CHANNELS:
         return ANY
-    # On an H200 (docs/lab/selective_scan_gpu.md) 2 channels of 2 lanes take 0.77 ms with 32768 channels in all, 2 of 4
-    # lanes 0.47 with 16384, and 1 of 4 lanes 0.25 with 4096.
-    return next((tile for tile in TILES if rows * channels // tile.warp_channels >= WARPS), TILES[-1])
+    for tile, enough in ENOUGH_WARPS.items():
+        if rows * channels // tile.warp_channels >= enough:
+            return tile
+    return NARROW
 
 
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[ScanTile | GradientTile, ...]:
     """All tiles that the library has for a record."""
     if direction == "backward":
         return tuple(GradientTile(warpgroups=n) for n in (1, 2))
-    return (ANY,) if record.x.shape[2] % PIECE_CHANNELS else (*TILES, ANY)
+    return (ANY,) if record.x.shape[2] % PIECE_CHANNELS else (WIDE, EVEN, NARROW, ANY)
 
 
 def padded(size: int, tile: ScanTile) -> int:
     """Numbers that a state has in the forward kernel."""
-    return 8 if size <= 8 and tile == TILES[0] else LARGEST
+    return 8 if size <= 8 and tile == WIDE else LARGEST
