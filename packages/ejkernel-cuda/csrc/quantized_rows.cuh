@@ -29,7 +29,7 @@ struct RowsFirst {
   // A warp's digits of a stage: of scales the upper and the lower, of zeros those of two k in turn; then 16 of row 0.
   static constexpr int kLowerAt = 2 * kStep, kZerosAt = 4 * kStep, kDigitBytes = 8 * kStep;
   static constexpr int kOffsetsAt = kWarps * kDigitBytes;
-  static constexpr int kRingAt = kOffsetsAt + 128, kStages = 6, kSteps = 1 << 30;
+  static constexpr int kRingAt = kOffsetsAt + 128, kStages = 4, kSteps = 1 << 30;
   static constexpr int kBytes = kRingAt + kStages * kStageBytes;
 
   const QuantizedCall& call;

@@ -23,7 +23,7 @@ struct Transposed {
   static constexpr int kFactorBytes = 4 * (kGroups + 2);  // of a column: scale and zero of each group
   static constexpr int kFactorsAt = kRows * kRowBytes, kRowSumsAt = kFactorsAt + kTile * kFactorBytes;
   static constexpr int kRingAt = kRowSumsAt + kGroups * kRows * 8;
-  static constexpr int kStages = 3, kSteps = kChunk / kStep;
+  static constexpr int kStages = Tiles == 2 ? 2 : 3, kSteps = kChunk / kStep;  // measured, not derived
   static constexpr int kBytes = kRingAt + kStages * kStageBytes;
 
   const QuantizedCall& call;
