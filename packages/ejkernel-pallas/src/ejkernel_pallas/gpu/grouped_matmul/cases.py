@@ -42,9 +42,10 @@ def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **
     keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
     shapes = (sizes.m, sizes.k), (matrices, sizes.n, sizes.k)
     lhs, rhs = ((2 * jax.random.normal(k, s)).astype(jnp.float8_e4m3fn) for k, s in zip(keys[:2], shapes, strict=True))
+    # Outputs of about 0.05. Tensor cores sum 128 products at about 14 bits: 1.3e-4 of the norm, seen on an H200.
     scales = {
         "lhs_scale": jax.random.uniform(keys[2], (sizes.m, blocks[0]), jnp.float32, 0.25, 1.0),
-        "rhs_scale": jax.random.uniform(keys[3], (matrices, blocks[1], 1, sizes.n), jnp.float32, 0.02, 0.2),
+        "rhs_scale": jax.random.uniform(keys[3], (matrices, blocks[1], 1, sizes.n), jnp.float32, 2e-4, 2e-3),
     }
     return {"lhs": lhs, "rhs": rhs, **scales, "transpose_rhs": True, **static}
 
