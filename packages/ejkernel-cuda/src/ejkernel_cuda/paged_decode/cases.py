@@ -36,8 +36,8 @@ WIDE = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloa
 PACKED = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 UNEVEN = dataclasses.replace(PACKED, q_lens=(0, 3, 0, 1))
 """As many query rows as sequences, and not one each."""
-PADDED = dataclasses.replace(PACKED, h=4, g=1, d=96, v=96)
-"""A cache of version 3 with a head, and lanes, that only pad it."""
+PADDED = dataclasses.replace(PACKED, h=4, d=96, v=96)
+"""A cache of version 3 with lanes that only pad it."""
 PROMPT = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 DENSE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
 WINDOW = {"sliding_window": 30}
