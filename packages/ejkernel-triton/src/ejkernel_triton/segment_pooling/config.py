@@ -10,8 +10,8 @@ from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
-RESIDENT = 8
-"""Programs of two warps that a multiprocessor holds."""
+RESIDENT = {True: 12, False: 21}
+"""Programs of one warp that a multiprocessor holds, by whether they load a tile ahead."""
 
 LONGEST = 1024
 """Tokens of a block from which on a second wave of programs costs nothing that shows."""
@@ -71,26 +71,28 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     if direction == "backward":
         block_t = 4 if interpreting() else min(16, padded(tokens))
         return PoolingBackward(block_t=block_t, block_c=block_c, tiles=4, num_warps=4)
+    # Short pools are loops of few steps, which have nothing to load ahead.
     long = _typical(record) >= 64
-    block_t = 8 if interpreting() else min(16 if long else 8, padded(tokens))
-    span = 32 if interpreting() else _span(rows * -(-channels // block_c), tokens, device)
+    block_t = 8 if interpreting() else min(8, padded(tokens))
+    span = 32 if interpreting() else _span(rows * -(-channels // block_c), tokens, device, RESIDENT[long])
     # Whole chunks of equal length to a block: then no pool crosses from one to the next.
     if record.ranges is None and record.chunk_size <= span:
         span -= span % record.chunk_size
-    # Measured on an H200, 64 documents of about 1024 tokens, blocks of 256: two warps 0.089 ms, one 0.101, four 0.103,
-    # eight 0.139; two warps and blocks of 512, which is one wave of programs: 0.081.
-    return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=2, prefetch=False)
+    # Measured on an H200, 64 documents of about 1024 tokens: 0.0763 ms; two warps, 16 tokens and no tile ahead 0.0787
+    # in one wave and 0.0837 in two. Pools of 32 tokens: 0.0928 ms, two warps and blocks of 256 tokens 0.1137.
+    return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=1, prefetch=long)
 
 
-def _span(programs: int, tokens: int, device: DeviceInfo) -> int:
+def _span(programs: int, tokens: int, device: DeviceInfo, resident: int) -> int:
     """Tokens of a block: as many as make one wave of programs, or several of equal length.
 
     Args:
         programs: Programs that share a block of tokens, and rows.
         tokens: Tokens of a row.
         device: Whose multiprocessors they fill.
+        resident: Programs that one holds.
     """
-    resident = RESIDENT * chip_of(device).multiprocessors
+    resident *= chip_of(device).multiprocessors
     # All programs of a wave wait for their pools first, and then for their last tokens: fewer waves wait less often.
     waves = max(1, -(-tokens * programs // (LONGEST * resident)))
     blocks = max(1, waves * resident // programs)
@@ -106,14 +108,17 @@ def candidates(
         other = dataclasses.replace(first, block_t=4)
         return (first, dataclasses.replace(other, prefetch=True) if isinstance(other, PoolingForward) else other)
     found: list[Any] = [dataclasses.replace(first, num_warps=n) for n in (1, 2, 4, 8)]
-    found += [dataclasses.replace(first, block_t=n) for n in (8, 16, 32)]
-    found += [dataclasses.replace(first, block_c=2 * first.block_c)]
     if isinstance(first, PoolingForward):
+        # One warp has not the registers for larger tiles, and less for two.
+        wide = dataclasses.replace(first, num_warps=2, prefetch=False)
+        found += [dataclasses.replace(wide, block_t=t, span=n * first.span) for t, n in ((8, 1), (16, 1), (32, 3))]
+        found += [dataclasses.replace(wide, block_c=2 * first.block_c)]
         found += [dataclasses.replace(first, span=n * first.span) for n in (2, 3)]
         found += [dataclasses.replace(first, span=first.span // n) for n in (2, 3) if first.span >= 32 * n]
-        shapes = ((first.block_t, first.num_warps), (8, 4), (8, 2))
-        found += [dataclasses.replace(first, block_t=t, num_warps=n, prefetch=True) for t, n in shapes]
+        found += [dataclasses.replace(first, prefetch=not first.prefetch)]
     else:
+        found += [dataclasses.replace(first, block_t=n) for n in (8, 16, 32)]
+        found += [dataclasses.replace(first, block_c=2 * first.block_c)]
         found += [dataclasses.replace(first, tiles=n) for n in (1, 2, 8)]
     return tuple(dict.fromkeys((first, *found)))
 
