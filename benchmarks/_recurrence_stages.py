@@ -16,6 +16,7 @@ from ejkernel_triton.linear_recurrence.spec import state_dtype
 FIELDS = ("block_k", "block_v", "warps", "stages")
 TILES = {
     "state": ((32, 64, 2, 3), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (128, 64, 4, 2)),
+    "walk": ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 2), (16, 4, 3), (64, 8, 3)),
     "score": ((32, 4, 1), (64, 4, 1), (32, 8, 1), (64, 8, 1), (16, 4, 1)),
     "output": ((64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 8, 2), (32, 128, 4, 3), (128, 128, 8, 1)),
     "gradient": ((64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
@@ -99,60 +100,35 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
-    """The stages of the delta rule's forward pass, as it is by default and with fused corrections."""
-    device = current_device()
-    yield from _stages_of_delta(record, "default", config.delta_heuristic(record, device, "both"))
-    yield from _stages_of_delta(record, "fused", config.fused_delta(record, device))
-
-
-def _stages_of_delta(record: Any, words: str, chosen: config.DeltaPasses) -> Iterator[tuple[Any, ...]]:
-    channels, chunk = record.decay.shape[3] > 1, delta.tokens_of_chunk(record, chosen.chunk)
-    fused = chosen.fused and channels
+    """The stages of the delta rule's forward pass; outputs also as one walk, which makes states too."""
+    chosen = config.delta_heuristic(record, current_device(), "both")
 
     def call(r: Any, arrays: Any) -> Any:
-        return _with_arrays(stages.make_call(r, chosen, chunk, cumulative=False), arrays)
+        return delta.with_arrays(stages.make_call(r, chosen, chosen.chunk, cumulative=False), arrays)
 
-    def inside(r: Any, a: Any) -> Any:
-        if fused:
-            made, decayed = delta.fused_corrections(call(r, a), r.decay, r.beta, keep=True)
-            return made, {name: getattr(decayed, name) for name in ("query", "key", "gates", "scores")}
-        return delta.corrections(call(r, a), r.beta, keep=True)
+    def inside(r: Any) -> Any:
+        made, full = delta.inside_chunks(r, chosen, chosen.chunk, keep=True)
+        return made, delta.arrays_of(full)
 
-    def walk(r: Any, a: Any, made: Any) -> Any:
-        given, dtype = call(r, a), state_dtype(r)
-        return stages.pass_states(given, given.key, made.written, None, dtype=dtype, correction=made.correction)
+    def states(r: Any, made: Any, a: Any) -> Any:
+        return delta.chunk_states(r, call(r, a), made, delta.Segments(None, None))
 
-    def outputs(r: Any, a: Any, value: Any, states: Any) -> Any:
-        return stages.make_outputs(dataclasses.replace(call(r, a), value=value), states)
+    def outputs(r: Any, a: Any, value: Any, before: Any) -> Any:
+        return stages.make_outputs(dataclasses.replace(call(r, a), value=value), before)
 
-    arrays: dict[str, Any] = {}
-    if not fused:
-        gates = functools.partial(_gates, chosen=chosen, chunk=chunk)
-        yield f"{words}: gates", gates, record
-        arrays["gates"] = jax.jit(gates)(record)
-    if channels and not fused:
-        yield f"{words}: scores", lambda r, a: stages.channel_scores(call(r, a)), record, arrays
-        arrays["scores"] = jax.jit(lambda r, a: stages.channel_scores(call(r, a)))(record, arrays)
-    yield f"{words}: corrections", inside, record, arrays
-    made = jax.jit(inside)(record, arrays)
-    if fused:
-        made, arrays = made
-    yield f"{words}: states", walk, record, arrays, made
-    states, _, value = jax.jit(walk)(record, arrays, made)
-    yield f"{words}: outputs", outputs, record, arrays, value, states
+    def walk(r: Any, made: Any, a: Any, tile: Any = None) -> Any:
+        full = dataclasses.replace(call(r, a), value=made.written)
+        if tile is not None:
+            full = dataclasses.replace(full, config=_with(chosen, "walk", zip(FIELDS[1:], tile, strict=True)))
+        return stages.walk(full, None, correction=made.correction)
 
-
-def _gates(record: Any, chosen: Any, chunk: int) -> Any:
-    return stages.make_call(record, chosen, chunk).gates
-
-
-def _with_arrays(call: Any, arrays: dict[str, Any]) -> Any:
-    """A call with what an earlier stage made: gates and scores, or decayed queries and keys in place of its own."""
-    if "query" in arrays:
-        call = dataclasses.replace(
-            call, spec=dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
-        )
-    return dataclasses.replace(call, **arrays)
+    yield "gates and corrections", inside, record
+    made, arrays = jax.jit(inside)(record)
+    yield "states", states, record, made, arrays
+    before, _, value = jax.jit(states)(record, made, arrays)
+    yield "outputs", outputs, record, arrays, value, before
+    for tile in TILES["walk"]:
+        yield f"walk {tile}", functools.partial(walk, tile=tile), record, made, arrays
 
 
 def _arrays(call: Any) -> dict[str, Any]:

@@ -1,19 +1,16 @@
-"""The delta rule's Triton kernels on this device, stage by stage: what to run before their refusals are lifted.
+"""The delta rule's Triton kernels on this device, stage by stage: what to run before a new kernel is a default.
 
     python benchmarks/delta_rule_checks_gpu.py             # every call below, with several launches of each stage
     python benchmarks/delta_rule_checks_gpu.py --channels  # those with gates of channels alone
-    python benchmarks/delta_rule_checks_gpu.py --fused     # batched inverses and fused corrections, no default yet
-    python benchmarks/delta_rule_checks_gpu.py --variants  # each with other tiles and precisions: minutes
+    python benchmarks/delta_rule_checks_gpu.py --variants  # each with other tiles and warps: minutes
 
 Each stage runs 20 times on the same inputs, and the bits are compared: `runs that differ` must be 0 everywhere but in
 packed calls, of whose tokens and chunks that belong to no sequence stages write nothing. Then
 output, final state and all gradients are compared with the formula, token by token in float64: the largest relative
 error of a field. `wrong code` are the stages whose machine code, as this Triton makes it for this chip, has what
-`ahead.mixed_lanes` looks for: none, but in the variant `16 tokens a chunk`, which calls never get and which Triton 3.6
-compiles wrongly. With that Triton its corrections must differ between runs, and in no other variant anything may. If
-something does, the first stage whose runs differ is the kernel to look at, and `--variants` with fewer warps, without
-tf32 and with one tile of key channels say where in it. With TRITON_INTERPRET=1 the same calls run on a CPU, `--tiny`
-for the small ones alone.
+`ahead.mixed_lanes` looks for: none. If anything differs, the first stage whose runs do is the kernel to look at, and
+`--variants` with fewer warps and with one tile of key channels say where in it. With TRITON_INTERPRET=1 the same calls
+run on a CPU, `--tiny` for the small ones alone.
 """
 
 import argparse
@@ -34,13 +31,10 @@ from ejkernel_triton import ahead
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import collected, interpreting
 from ejkernel_triton.linear_recurrence import config, delta, delta_gradients, stages
-from ejkernel_triton.linear_recurrence.forward import initial_states
-from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, state_dtype
+from ejkernel_triton.linear_recurrence.spec import state_dtype
 
 COLUMNS = ("call", "variant", "wrong code", "runs that differ", "largest error", "field")
 RUNS = 20
-SUSPECT = "16 tokens a chunk"
-"""Of the stages alone: what `delta.tokens_of_chunk` keeps from calls with gates of channels."""
 FIELDS = ("query", "key", "value", "decay", "beta", "initial_state", "sequence_state")
 
 
@@ -90,12 +84,11 @@ class Case:
         return " ".join(words)
 
 
-SUSPECTED = Case(gates=16)
 SMALL = (
     Case(),
     Case(gates=0),
     Case(packed=True, keys=20, values=24),
-    SUSPECTED,
+    Case(gates=16),
     Case(gates=8, keys=8, values=12, tokens=11, packed=True),
     Case(gates=16, strength=9.0),
     Case(gates=20, keys=20, values=24, tokens=63),
@@ -115,95 +108,63 @@ LARGE = (
 )
 
 
-def variants(case: Case, every: bool) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """Name, what it changes of the configuration, and the precision of products if another.
+def variants(case: Case, chosen: config.DeltaPasses, every: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name, and what it changes of the configuration; without `every`, nothing.
 
-    Each compiles all stages, which is what the time goes to: without `every`, the default, and of one call the suspect.
+    Each compiles all stages, which is what the time goes to.
     """
-    yield "default", {}, None
-    if case == SUSPECTED or (every and case.gates > 1):
-        yield SUSPECT, {}, None
+    yield "default", {}
     if not every:
         return
-    yield "gradient_block_k=32", {"gradient_block_k": 32}, None
+    yield f"walk={not chosen.walk}, splits=3", {"walk": not chosen.walk, "splits": 3}
+    yield "gradient_block_k=32", {"gradient_block_k": 32}
     if case.gates > 1:
         for warps in (1, 2, 8):
-            yield f"score_warps={warps}", {"score_warps": warps}, None
-        yield "ieee", {}, "ieee"
-        yield "correction_block_k=16", {"correction_block_k": 16}, None
+            yield f"score_warps={warps}", {"score_warps": warps}
+        yield "correction_block_k=16", {"correction_block_k": 16}
 
 
-def steps(
-    record: LinearRecurrence, chosen: config.DeltaPasses, precision: str | None, chunk: int
-) -> dict[str, Callable[[], Any]]:
+def steps(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, Callable[[], Any]]:
     """Each stage as a function of nothing, whose inputs are those that the stages before it made once."""
-    full = stages.make_call(record, dataclasses.replace(chosen, splits=1), chunk)
-    if precision is not None:
-        full = dataclasses.replace(full, spec=dataclasses.replace(full.spec, PRECISION=precision))
     beta: Any = record.beta
-    inside = jax.jit(lambda: _inside(record, full))
+    raw = stages.make_call(record, chosen, chosen.chunk)
+
+    def corrected() -> Any:
+        made, call = delta.inside_chunks(record, chosen, chosen.chunk, keep=True)
+        return made, delta.arrays_of(call)
+
+    inside = jax.jit(corrected)
     made, arrays = inside()
-    # From fused corrections, the call for state passing and outputs has queries and keys with their decay.
-    decayed = dataclasses.replace(full, **arrays, spec=_decayed_spec(record, full))
-    full = dataclasses.replace(full, scores=decayed.scores)
-    states = jax.jit(
-        lambda: stages.pass_states(
-            decayed,
-            decayed.key,
-            made.written,
-            initial_states(record),
-            dtype=state_dtype(record),
-            correction=made.correction,
-        )
-    )
+    call = delta.with_arrays(raw, arrays)
+    segments = jax.jit(lambda: delta.find_segments(record, call, made))
+    starts = segments()
+    states = jax.jit(lambda: delta.chunk_states(record, call, made, starts))
     before, final, value = states()
-    written = dataclasses.replace(full, value=value)
-    answered = dataclasses.replace(decayed, value=value)
-    cotangent = jnp.ones((*record.query.shape[:2], full.spec.H, full.spec.V), record.query.dtype)
-    local = jax.jit(lambda: delta_gradients.intra_chunk(full, cotangent))
+    walked = dataclasses.replace(call, value=made.written)
+    cotangent = jnp.ones((*record.query.shape[:2], raw.spec.H, raw.spec.V), record.query.dtype)
+    local = jax.jit(lambda: delta_gradients.intra_chunk(call, cotangent))
     within = local()
-    walk = jax.jit(
-        lambda: delta_gradients.pass_state_gradients(
-            full, made.correction, cotangent, within, final, state_dtype(record)
-        )
+    dtype = state_dtype(record)
+    reverse = jax.jit(
+        lambda: delta_gradients.pass_state_gradients(call, made.correction, cotangent, within, final, dtype)
     )
-    walked = walk()
-    solve = jax.jit(lambda: delta_gradients.inverse_gradients(full, beta, made.inverse, walked.dwritten))
+    walk = functools.partial(stages.walk, walked, starts.starts, correction=made.correction)
+    gone = reverse()
+    solve = jax.jit(lambda: delta_gradients.inverse_gradients(call, beta, made.inverse, gone.dwritten))
     solved = solve()[1]
-    pair = (before, walked.dstates)
+    written, pair = dataclasses.replace(raw, value=value), (before, gone.dstates)
     gates = None if record.decay is None else jnp.float32
     return {
         "corrections": inside,
+        "segments": segments,
         "states": states,
-        "outputs": jax.jit(lambda: stages.make_outputs(answered, before)),
+        "outputs": jax.jit(lambda: stages.make_outputs(dataclasses.replace(call, value=value), before)),
+        "walk": jax.jit(lambda: walk()),
         "local": local,
-        "walk": walk,
+        "reverse": reverse,
         "solve": solve,
         "keys": jax.jit(lambda: delta_gradients.key_gradients(written, beta, cotangent, solved, pair, gates=gates)),
     }
-
-
-def _fused(record: LinearRecurrence, call: RecurrenceCall) -> bool:
-    return delta_gradients.delta_config(call).fused and record.decay is not None and record.decay.shape[3] > 1
-
-
-def _inside(record: LinearRecurrence, call: RecurrenceCall) -> tuple[Any, dict[str, Any]]:
-    """Corrections, and the arrays of the call for state passing and outputs."""
-    decay: Any = record.decay
-    beta: Any = record.beta
-    if _fused(record, call):
-        inside, decayed = delta.fused_corrections(call, decay, beta, keep=True)
-    else:
-        decayed = dataclasses.replace(call, scores=stages.channel_scores(call))
-        inside = delta.corrections(decayed, beta, keep=True)
-    return inside, {name: getattr(decayed, name) for name in ("query", "key", "gates", "scores")}
-
-
-def _decayed_spec(record: LinearRecurrence, call: RecurrenceCall) -> RecurrenceSpec:
-    """Constants of that call."""
-    if not _fused(record, call):
-        return call.spec
-    return dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
 
 
 def differing(run: Callable[[], Any], runs: int) -> int:
@@ -272,20 +233,17 @@ def _relative(got: jax.Array, want: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 
 
-def lines(case: Case, runs: int, every: bool, fused: bool) -> Iterator[tuple[str, ...]]:
+def lines(case: Case, runs: int, every: bool) -> Iterator[tuple[str, ...]]:
     """A line for each variant of a call, of all variants or the default."""
     record = case.record()
-    default = (config.fused_delta if fused else functools.partial(config.delta_heuristic, direction="both"))(
-        record, current_device()
-    )
-    for name, changes, precision in variants(case, every):
+    default = config.delta_heuristic(record, current_device(), "both")
+    for name, changes in variants(case, default, every):
         chosen = dataclasses.replace(default, **changes)
-        chunk = config.MIN_TILE if name == SUSPECT else delta.tokens_of_chunk(record, chosen.chunk)
-        made = steps(record, chosen, precision, chunk)
+        made = steps(record, chosen)
         wrong = {stage: wrong_code(run) for stage, run in made.items()}
         counts = {stage: differing(run, runs) for stage, run in made.items()}
-        found = errors(record, chosen) if precision is None and name != SUSPECT else {}
-        field, most = max(found.items(), key=lambda item: item[1]) if found else ("", float("nan"))
+        found = errors(record, chosen)
+        field, most = max(found.items(), key=lambda item: item[1])
         yield str(case), name, _listed(wrong), _listed(counts), f"{most:.1e}", field
 
 
@@ -298,15 +256,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--channels", action="store_true", help="gates of channels alone")
     parser.add_argument("--variants", action="store_true", help="other tiles and precisions too")
-    parser.add_argument("--fused", action="store_true", help="`config.fused_delta` in place of the default")
     parser.add_argument("--tiny", action="store_true", help="the small calls alone, two runs of each stage")
+    parser.add_argument("--part", default="0/1", help="n/m: every m-th call from the nth on, for m processes")
     options = parser.parse_args()
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for case in SMALL if options.tiny else (*SMALL, *LARGE):
-        if options.channels and case.gates < 2:
-            continue
-        for line in lines(case, 2 if options.tiny else RUNS, options.variants, options.fused):
+    first, step = map(int, options.part.split("/"))
+    cases = [c for c in (SMALL if options.tiny else (*SMALL, *LARGE)) if c.gates > 1 or not options.channels]
+    for case in cases[first::step]:
+        for line in lines(case, 2 if options.tiny else RUNS, options.variants):
             print("| " + " | ".join(line) + " |", flush=True)
 
 

@@ -22,6 +22,7 @@ import _recurrence_peers
 import _report
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops import ConfigSelectorChain
@@ -37,7 +38,7 @@ CHECKED = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One shape; `kind` names the operation and its gates."""
+    """One shape; `kind` names the operation and its gates. Documents are sequences packed in one row, if any."""
 
     kind: str
     batch: int = 4
@@ -45,9 +46,11 @@ class Cell:
     heads: int = 16
     keys: int = 128
     values: int = 128
+    documents: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} B{self.batch} S{self.length} H{self.heads} K{self.keys} V{self.values}"
+        packed = f", {self.documents} documents" if self.documents else ""
+        return f"{self.kind} B{self.batch} S{self.length} H{self.heads} K{self.keys} V{self.values}{packed}"
 
     @property
     def delta(self) -> bool:
@@ -78,6 +81,10 @@ class Cell:
             # Layers of the delta rule normalise keys: longer ones would make the state grow.
             key = (key / jnp.linalg.norm(key.astype(jnp.float32), axis=-1, keepdims=True)).astype(dtype)
             fields["beta"] = jax.nn.sigmoid(jax.random.normal(next(keys), (b, t, h))).astype(dtype)
+        if self.documents:
+            # Of any length, as in training.
+            cuts = np.sort(np.random.default_rng(0).integers(1, t, self.documents - 1))
+            fields["cu_seqlens"] = jnp.asarray([0, *cuts, t], jnp.int32)
         scale = 1.0 if mamba else self.keys**-0.5
         return LinearRecurrence(query=query, key=key, value=value, softmax_scale=scale, **fields)
 
@@ -90,7 +97,7 @@ class Cell:
 
 
 def cells(quick: bool) -> Iterator[Cell]:
-    """What is measured."""
+    """What is measured; packed documents have as many tokens as the rows above them."""
     for kind in ("gla", "lightning", "gate a head"):
         yield Cell(kind=kind)
     yield Cell(kind="mamba-2", batch=8, heads=64, values=64)
@@ -98,6 +105,9 @@ def cells(quick: bool) -> Iterator[Cell]:
         yield Cell(kind=kind)
     if quick:
         return
+    for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
+        yield Cell(kind=kind, batch=1, length=32768, documents=16)
+    yield Cell(kind="mamba-2", batch=1, length=65536, heads=64, values=64, documents=32)
     for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
         yield Cell(kind=kind, batch=1, length=65536)
 
@@ -166,8 +176,11 @@ def _floats(record: LinearRecurrence) -> frozenset[str]:
 
 def errors(cell: Cell, record: LinearRecurrence, call: Callable[[Any], Any]) -> dict[str, float]:
     """Relative errors of output and gradients on the first tokens of one row, against the formula in float32."""
+    bounds, record = record.cu_seqlens, dataclasses.replace(record, cu_seqlens=None)
     small = jax.tree.map(lambda x: x[:1, : min(CHECKED, x.shape[1])], record)
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), small)
+    if bounds is not None:
+        small = dataclasses.replace(small, cu_seqlens=bounds * CHECKED // record.query.shape[1])
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, small)
     want = _everything(lambda x: reference(x)[0], exact, cell.wanted)
     got = _everything(call, small, cell.wanted)
     return {name: _relative(got[name], want[name]) for name in want}
@@ -220,10 +233,6 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
     space = implementation(name).config
     if options.only in "triton":
         found["ejkernel triton"] = kernel(name, configuration(record))
-        if options.fused and record.beta is not None:
-            from ejkernel_triton.linear_recurrence.config import fused_delta
-
-            found["ejkernel triton, fused corrections"] = kernel(name, fused_delta(record, current_device()))
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
@@ -245,7 +254,7 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         cotangent = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(call, record))
         sides[name] = (functools.partial(forward, record), functools.partial(both, record, cotangent))
         memory[name] = f"{both.memory_analysis().temp_size_in_bytes / 1e6:.0f}"
-    if options.only in "fla":
+    if options.only in "fla" and not cell.documents:
         for name, pair, most in _recurrence_peers.peers(cell.kind, record):
             sides[name], memory[name] = pair, f"{most / 1e6:.0f}"
     for name, times in _medians(sides, 3 if options.quick else 7).items():
@@ -290,7 +299,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the short sequences, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--stages", action="store_true", help="the kernels one by one, with many tiles")
-    parser.add_argument("--fused", action="store_true", help="delta rules with `config.fused_delta`, too")
     parser.add_argument("--only", default="", help="triton, xla or fla; without it all")
     parser.add_argument("--cells", default="", help="kinds, separated by commas; without it all")
     options = parser.parse_args()

@@ -24,9 +24,9 @@ record = LinearRecurrence(
     decay=jnp.zeros((1, 40, 1, 1)),
 )
 (wanted, final), _ = reference(record)
-for batched in (True, False):
+for walk in (True, False):
     chosen = config.delta_heuristic(record, current_device(), "forward")
-    chosen = dataclasses.replace(chosen, chunk=32, batched_inverse=batched)
+    chosen = dataclasses.replace(chosen, chunk=32, walk=walk)
     (output, state), *_ = jax.jit(lambda record, chosen=chosen: forward(record, chosen))(record)
     np.testing.assert_allclose(output, wanted, atol=1e-5)
     np.testing.assert_allclose(state, final, atol=1e-5)

@@ -96,15 +96,21 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
     assert_fits_and_spills_nothing(calls, chip)
 
 
-def test_a_walk_is_the_default_where_a_chip_has_confirmed_it():
+def one_row(record, tokens=4096):
+    """A call with the fields of a record, and a single row."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, tokens, *x.shape[2:]), x.dtype), record)
+
+
+def test_a_walk_is_the_default_where_it_fills_the_chip():
     record = record_of("heads", jnp.bfloat16)
     state = jax.ShapeDtypeStruct((4, 16, 128, 128), jnp.float32)
     assert config.heuristic(record, H200, "forward").walk
-    assert not config.heuristic(dataclasses.replace(record, initial_state=state), H200, "forward").walk
-    one_row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), record)
-    packed = dataclasses.replace(one_row, cu_seqlens=jax.ShapeDtypeStruct((9,), jnp.int32))
-    assert not config.heuristic(packed, H200, "forward").walk
-    assert any(x.walk for x in config.candidates(packed, H200, "forward"))
+    assert config.heuristic(dataclasses.replace(record, initial_state=state), H200, "forward").walk
+    packed = dataclasses.replace(one_row(record), cu_seqlens=jax.ShapeDtypeStruct((9,), jnp.int32))
+    assert config.heuristic(packed, H200, "forward").walk
+    few = dataclasses.replace(packed, cu_seqlens=jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert not config.heuristic(few, H200, "forward").walk
+    assert not config.heuristic(record, CHIPS["sm_80"], "forward").walk
 
 
 def delta_record(gates):
@@ -115,46 +121,32 @@ def delta_record(gates):
     return LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.1, decay=decay, beta=beta)
 
 
-@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
-def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip):
-    record = delta_record("heads")
-    chosen = config.delta_heuristic(record, CHIPS[chip], "forward")
-    with target_device(CHIPS[chip]), launch.collected() as calls:
-        jax.eval_shape(lambda record: delta.forward(record, chosen), record)
-    assert {"corrections_kernel", "states_kernel", "outputs_kernel"} <= {call.kernel.__name__ for call in calls}
-    assert_fits_and_spills_nothing(calls, chip)
-
-
-DELTA_TILES = (*((chip, "heads") for chip in CHIPS), ("sm_90", "channels"), ("sm_90", "none"))
+DELTA_TILES = (*((chip, gates) for chip in CHIPS for gates in ("heads", "channels")), ("sm_90", "none"))
+SPILLS = {("sm_80", "channels"): "delta_key_gradients_kernel", ("sm_120", "channels"): "delta_key_gradients_kernel"}
+"""A kernel that spills whatever its tiles."""
 
 
 @pytest.mark.parametrize(("chip", "gates"), DELTA_TILES)
-def test_gradients_of_the_delta_rule_fit_the_chip_and_spill_nothing(chip, gates):
+def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip, gates):
     record = delta_record(gates)
     calls = delta_launches(record, chip, config.delta_heuristic(record, CHIPS[chip], "both"))
-    assert {
-        "intra_chunk_kernel",
-        "state_gradients_kernel",
-        "inverse_gradients_kernel",
-        "delta_key_gradients_kernel",
-    } <= {call.kernel.__name__ for call in calls}
-    assert_fits_and_spills_nothing(calls, chip)
+    made = {call.kernel.__name__ for call in calls}
+    channels = {"channel_corrections_kernel", "strong_corrections_kernel"}
+    inside = channels if gates == "channels" else {"corrections_kernel"}
+    assert inside | {"states_kernel", "state_gradients_kernel", "delta_key_gradients_kernel"} <= made
+    walks = (chip, gates) == ("sm_90", "channels")
+    assert ("walk_kernel" in made, "outputs_kernel" in made) == (walks, not walks)
+    assert_fits_and_spills_nothing([c for c in calls if c.kernel.__name__ != SPILLS.get((chip, gates))], chip)
 
 
-@pytest.mark.parametrize(("chip", "gates"), [*((chip, "channels") for chip in CHIPS), ("sm_90", "heads")])
-def test_fused_corrections_fit_the_chip_and_spill_nothing(chip, gates):
-    record = delta_record(gates)
-    calls = delta_launches(record, chip, config.fused_delta(record, CHIPS[chip]))
-    made = [
-        call
-        for call in calls
-        if call.kernel.__name__.endswith(("corrections_kernel", "states_kernel", "outputs_kernel"))
-    ]
-    assert len(made) == (4 if gates == "channels" else 3)
-    assert all(call.constants["BATCHED"] for call in made if "BATCHED" in call.constants)
-    # Of the backward pass, kernels whose tiles the fused configuration changes.
-    made += [call for call in calls if call.kernel.__name__ in ("intra_chunk_kernel", "inverse_gradients_kernel")]
-    assert_fits_and_spills_nothing(made, chip)
+@pytest.mark.parametrize("gates", ["heads", "channels"])
+def test_packed_walks_fit_the_chip_and_spill_nothing(gates):
+    record = dataclasses.replace(one_row(delta_record(gates)), cu_seqlens=jax.ShapeDtypeStruct((17,), jnp.int32))
+    chosen = config.delta_heuristic(record, H200, "both")
+    assert chosen.walk
+    assert chosen.walk_block_v == 64
+    made = {call.kernel.__name__: call for call in delta_launches(record, "sm_90", chosen)}
+    assert_fits_and_spills_nothing([made["walk_kernel"], made["tail_kernel"]], "sm_90")
 
 
 def delta_launches(record, chip, chosen):
@@ -185,7 +177,7 @@ def test_a_delta_rule_gets_both_passes_of_its_own_accord(gates):
 
 
 def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
-    """With Triton 3.6 chunks of 16 tokens had them, and an H200 gave other numbers in each run."""
+    """With Triton 3.6 chunks of 16 tokens had them in an earlier kernel, and an H200 gave other numbers in each run."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     query, beta, decay = shape((1, 11, 4, 8)), shape((1, 11, 4)), shape((1, 11, 4, 8))
     record = LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.3, decay=decay, beta=beta)
@@ -193,8 +185,9 @@ def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
     with target_device(H200), launch.collected() as calls:
         jax.eval_shape(lambda record: delta.forward(record, chosen), record)
     made = {call.kernel.__name__: call for call in calls}
-    assert made["corrections_kernel"].constants["spec"].CHUNK == 32
-    assert not ahead.mixed_lanes(ahead.compile_for(made["corrections_kernel"], "sm_90").assembly)
+    corrections = made["channel_corrections_kernel"]
+    assert corrections.constants["spec"].CHUNK == config.MIN_TILE
+    assert not ahead.mixed_lanes(ahead.compile_for(corrections, "sm_90").assembly)
 
 
 def test_a_product_that_reaches_into_the_other_lane_is_found():
@@ -225,9 +218,21 @@ def test_hopper_multiplies_on_its_own_matrix_unit():
 
 
 def test_few_rows_and_heads_are_walked_in_segments():
-    array = jax.ShapeDtypeStruct((1, 65536, 16, 128), jnp.bfloat16)
-    record = LinearRecurrence(query=array, key=array, value=array, softmax_scale=1.0)
-    assert config.heuristic(record, H200, "forward").splits > 1
-    many = jax.ShapeDtypeStruct((8, 8192, 16, 128), jnp.bfloat16)
-    record = LinearRecurrence(query=many, key=many, value=many, softmax_scale=1.0)
+    record, delta_rule = record_of("heads", jnp.bfloat16), delta_record("channels")
     assert config.heuristic(record, H200, "forward").splits == 1
+    assert config.delta_heuristic(delta_rule, H200, "forward").splits == 1
+    found = config.heuristic(one_row(record, 65536), H200, "forward")
+    assert found.splits > 1
+    assert found.walk
+    found = config.delta_heuristic(one_row(delta_rule, 65536), H200, "forward")
+    assert found.splits > 1
+    assert found.walk
+
+
+def test_segments_of_the_delta_rule_fit_the_chip_and_spill_nothing():
+    record = one_row(delta_record("channels"), 65536)
+    calls = delta_launches(record, "sm_90", config.delta_heuristic(record, H200, "both"))
+    states = [call for call in calls if call.kernel.__name__ == "states_kernel"]
+    # Ends and transitions of segments forwards, and the states for the backward pass.
+    assert [call.constants["IDENTITY"] for call in states] == [False, True, False]
+    assert_fits_and_spills_nothing(states, "sm_90")

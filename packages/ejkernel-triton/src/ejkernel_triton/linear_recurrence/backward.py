@@ -12,11 +12,10 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning import packing
 from ejkernel.planning.recurrent_states import with_plain_state_gradients
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.forward import boundaries, segment_starts
+from ejkernel_triton.linear_recurrence.forward import boundaries, segment_starts, zero_outside
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, canonical, state_dtype
 
 Gradients = dict[str, jax.Array]
@@ -51,7 +50,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         made = stages.key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, wanted))
         gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
     if record.cu_seqlens is not None:
-        gradients = zero_outside_sequences(record, gradients)
+        gradients = zero_outside_sequences(call, gradients)
     return {name: reduced(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
 
 
@@ -77,15 +76,12 @@ def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
     return record.decay.dtype if whole else jnp.float32
 
 
-def zero_outside_sequences(record: LinearRecurrence, gradients: Gradients) -> Gradients:
+def zero_outside_sequences(call: RecurrenceCall, gradients: Gradients) -> Gradients:
     """Gradients with zeros for tokens of no packed sequence, which no chunk has."""
-    assert record.cu_seqlens is not None
-    tokens = record.query.shape[1]
-    real = packing.packed_ids(record.cu_seqlens, tokens)[0][0] >= 0
     per_token = OF_VALUES | OF_KEYS | {"beta"}
 
     def masked(x: jax.Array) -> jax.Array:
-        return jnp.where(real.reshape(1, tokens, *(1,) * (x.ndim - 2)), x, 0)
+        return zero_outside(x, call.spans)
 
     return {name: masked(x) if name in per_token and x.ndim > 1 else x for name, x in gradients.items()}
 

@@ -1,6 +1,7 @@
 """Chunks, tiles and launch parameters of the linear recurrence kernels."""
 
 import dataclasses
+from typing import Any
 
 from jax import lax
 
@@ -41,6 +42,11 @@ class ChunkPasses:
         gradient_block_v: Value channels at once there.
         gradient_warps: Warps of it.
         gradient_stages: Its pipeline stages.
+        walk: Whether one kernel makes states and outputs forwards, with no state in memory; else `output_*` count, and
+            `state_*` do for more than segments. The backward pass then makes the states again.
+        walk_block_v: Value channels of a program that walks; it has all key channels.
+        walk_warps: Warps of it.
+        walk_stages: Its pipeline stages.
     """
 
     chunk: int
@@ -63,6 +69,10 @@ class ChunkPasses:
     gradient_block_v: int
     gradient_warps: int
     gradient_stages: int
+    walk: bool
+    walk_block_v: int
+    walk_warps: int
+    walk_stages: int
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -73,20 +83,7 @@ class ChunkPasses:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrencePasses(ChunkPasses):
-    """Configuration of both passes without the delta rule.
-
-    Attributes:
-        walk: Whether one kernel makes states and outputs forwards, with no state in memory; else `output_*` count, and
-            `state_*` do for more than segments. The backward pass then makes the states again.
-        walk_block_v: Value channels of a program that walks; it has all key channels.
-        walk_warps: Warps of it.
-        walk_stages: Its pipeline stages.
-    """
-
-    walk: bool
-    walk_block_v: int
-    walk_warps: int
-    walk_stages: int
+    """Configuration of both passes without the delta rule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,21 +95,17 @@ class DeltaPasses(ChunkPasses):
     Attributes:
         correction_block_k: Key channels at once, where corrections are made.
         correction_block_v: Value channels at once there.
-        batched_inverse: Whether the diagonal blocks of triangular matrices are inverted by batched products, and not
-            row by row.
-        fused: Whether one kernel makes cumulative gates, scores and corrections where gates are of channels.
-        walk_block_v: Value channels of a program that walks from the last chunk to the first; it has all key channels.
-        walk_warps: Warps of it.
-        walk_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
+        reverse_block_v: Value channels of a program that passes gradients of states, from the last chunk to the first;
+            it has all key channels.
+        reverse_warps: Warps of it.
+        reverse_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
     """
 
     correction_block_k: int
     correction_block_v: int
-    batched_inverse: bool
-    fused: bool
-    walk_block_v: int
-    walk_warps: int
-    walk_stages: int
+    reverse_block_v: int
+    reverse_warps: int
+    reverse_stages: int
 
 
 FACES = {
@@ -128,47 +121,51 @@ FACES = {
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
     """Chunks and tiles for a record on a device, not measured."""
-    made = sized(record, device, 64)
-    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    default = RecurrencePasses(**fields, walk=False, walk_block_v=MIN_TILE, walk_warps=4, walk_stages=3)
+    default = RecurrencePasses(**_fields(sized(record, device, 64)))
     # With dt and skip the walk spills up to 56 bytes a thread, though it is faster forwards: 1.09 ms instead of 1.55
     # for Mamba-2.
     if record.dt is not None or record.skip is not None:
         return default
-    if not interpreting():
-        # Packed calls and initial states have walked in the interpreter alone: no chip has confirmed them.
-        unconfirmed = record.cu_seqlens is not None or record.initial_state is not None
-        # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
-        if unconfirmed or 4 * _walks(record, default) < 3 * chip_of(device).multiprocessors:
-            return default
+    # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
+    if not interpreting() and 4 * _walks(record, default) < 3 * chip_of(device).multiprocessors:
+        return default
     return _walking(record, device, default)
+
+
+def _fields(made: ChunkPasses) -> dict[str, Any]:
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
 
 
 def _walks(record: LinearRecurrence, config: ChunkPasses) -> int:
     """Programs that make states and outputs in one walk, with as many value channels as states have there."""
-    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    return record.query.shape[0] * sequences * head_count(record) * -(-record.value.shape[3] // config.state_block_v)
+    tiles = -(-record.value.shape[3] // config.state_block_v)
+    return record.query.shape[0] * _sequences(record) * head_count(record) * tiles * config.splits
+
+
+def _sequences(record: LinearRecurrence) -> int:
+    return 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
 def _walking(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
     """The configuration that makes states and outputs in one walk; the default where the kernel does not fit."""
-    chip, keys, values = (
-        chip_of(device),
-        padded(record.query.shape[3], MIN_TILE),
-        padded(record.value.shape[3], MIN_TILE),
-    )
-    wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     if by_channel(record):
         return default
     if interpreting():
         return default if record.cu_seqlens is None else dataclasses.replace(default, walk=True)
-    # Float16 has not the range for a state, and float32 takes twice the shared memory. Only Hopper was measured.
-    if chip.architecture != "hopper" or wide or record.query.dtype.name == "float16" or keys > 128:
+    if not _fits_walk(record, device):
         return default
-    # One walk a multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several: 2 stages, of which two find room, 1.00 ms,
-    # 3 stages 1.28 (docs/lab/linear_recurrence_gpu.md).
-    stages = 3 if _walks(record, default) <= chip.multiprocessors else 2
-    return dataclasses.replace(default, splits=1, walk=True, walk_block_v=min(values, 64), walk_stages=stages)
+    # One walk a multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several segments: 2 stages, of which two find room,
+    # 0.634 ms for 65536 tokens, 3 stages 0.724; but packed sequences, of which the longest decide, 0.340 and 0.301
+    # (docs/lab/linear_recurrence_gpu.md).
+    many = record.cu_seqlens is None and _walks(record, default) > chip_of(device).multiprocessors
+    return dataclasses.replace(default, walk=True, walk_stages=2 if many else 3)
+
+
+def _fits_walk(record: LinearRecurrence, device: DeviceInfo) -> bool:
+    """Whether a walk's state and tiles fit: float16 has not the range, float32 takes twice the shared memory."""
+    chip = chip_of(device)  # only Hopper was measured
+    wide = record.query.dtype.name != "bfloat16" or record.precision == lax.Precision.HIGHEST
+    return chip.architecture == "hopper" and not wide and padded(record.query.shape[3], MIN_TILE) <= 128
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrencePasses, ...]:
@@ -185,9 +182,8 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     if walking.walk:
         made += [dataclasses.replace(walking, walk_stages=n) for n in (2, 3)]
         made += [dataclasses.replace(walking, walk_block_v=32, walk_stages=2)]
-        # Segments of a row that are walked at the same time, as many as give each multiprocessor a walk.
-        parts = min(chip_of(device).multiprocessors // _walks(record, walking), default.splits)
-        made += [dataclasses.replace(walking, splits=n) for n in (parts, 2 * parts) if n > 1]
+        # Segments of a row that are walked at the same time.
+        made += [dataclasses.replace(walking, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
     made += [
         dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (walking, *made[:3]) for n in (64, 32)
     ]
@@ -252,21 +248,31 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         gradient_block_v=min(values, half, most),
         gradient_warps=gradient_warps,
         gradient_stages=1 if small else 2,
+        walk=False,
+        walk_block_v=min(values, 64),
+        walk_warps=4,
+        walk_stages=2 if small else 3,
     )
 
 
 def _delta_forward(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
     """Chunks and tiles of the forward pass for a record with beta on a device."""
-    made = sized(record, device, 64)
-    walks, block = record.query.shape[0] * head_count(record), made.state_block_v
+    made, multiprocessors = sized(record, device, 64), chip_of(device).multiprocessors
+    columns, block = record.value.shape[3], made.state_block_v
+    walks, splits = record.query.shape[0] * _sequences(record) * head_count(record), made.splits
+    if not interpreting():
+        # Segments of a row are walked twice before, for which a multiprocessor a walk is enough: 65536 tokens of 16
+        # heads take 2.43 ms with 4, 2.55 with 8, and 2.66 with none and narrow tiles.
+        splits = multiprocessors // (walks * -(-columns // block)) if _fits_walk(record, device) else 1
+        splits = max(1, min(splits, record.query.shape[1] // (16 * made.chunk))) if record.cu_seqlens is None else 1
     # A walk has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
-    columns, enough = record.value.shape[3], 3 * chip_of(device).multiprocessors // 4
-    while not interpreting() and block > MIN_TILE and walks * -(-columns // block) < enough:
+    enough = 3 * multiprocessors // 4
+    while not interpreting() and block > MIN_TILE and walks * splits * -(-columns // block) < enough:
         block //= 2
     return dataclasses.replace(
         made,
         chunk=min(made.chunk, 64),  # the triangular matrices of 128 tokens do not fit the registers
-        splits=1,
+        splits=splits,
         state_block_v=block,
         output_block_v=min(made.output_block_v, 64),
     )
@@ -275,58 +281,50 @@ def _delta_forward(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
 def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
     """Chunks and tiles of both passes for a record with beta on a device, not measured."""
     made, chip = _delta_forward(record, device), chip_of(device)
-    channels, small = by_channel(record), chip.shared_memory < 128 * 1024
-    # Both walks hold all key channels: one or the other spills with more than 32 columns, but on Hopper.
-    block = min(made.state_block_v, 32 if channels or chip.architecture != "hopper" else 64)
-    most = 64 if chip.architecture == "hopper" else 16 if small else 32  # a program has three products at a time
-    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    fields |= {
+    small, hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
+    keys, values = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
+    # Programs that pass states hold all key channels: those of one pass or the other spill with more than 32 columns,
+    # but on Hopper.
+    block = min(made.state_block_v, 64 if hopper else 32)
+    fields: dict[str, Any] = _fields(made) | {
         "backward_chunk": made.chunk,
         "state_block_v": block,
-        "state_stages": 1 if channels and small else made.state_stages,
-        "gradient_block_k": min(made.gradient_block_k, most),
+        "state_stages": 1 if small and (by_channel(record) or record.decay is None) else made.state_stages,
+        # A program has three products at a time.
+        "gradient_block_k": min(made.gradient_block_k, 64 if hopper else MIN_TILE if small else 32),
         "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
+        "walk": record.cu_seqlens is not None if interpreting() else _delta_walks(record, device, block),
+        "walk_block_v": block,
+        "correction_block_k": made.score_block_k,
+        "correction_block_v": made.output_block_v,
     }
-    return DeltaPasses(
-        **fields,
-        correction_block_k=made.score_block_k,
-        correction_block_v=made.output_block_v,
-        # Not on devices before `benchmarks/delta_rule_checks_gpu.py --fused` has passed there: Triton compiles some of
-        # these kernels wrongly (docs/lab/linear_recurrence_gpu.md, "Fused corrections").
-        batched_inverse=interpreting(),
-        fused=interpreting(),
-        walk_block_v=block,
-        walk_warps=8 if channels else 4,
-        walk_stages=1 if small else 2,
-    )
+    if hopper and record.query.dtype.itemsize == 2 and not interpreting():
+        # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
+        # channels, 0.57 instead of 0.60.
+        fields |= {"correction_block_k": min(keys, 128), "correction_block_v": min(values, 128)}
+        fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
+    return DeltaPasses(**fields, reverse_block_v=block, reverse_warps=4, reverse_stages=1 if small else 2)
 
 
-def fused_delta(record: LinearRecurrence, device: DeviceInfo) -> DeltaPasses:
-    """The configuration with batched inverses and fused corrections, which no call has by default on a device."""
-    made, hopper = delta_heuristic(record, device, "both"), chip_of(device).architecture == "hopper"
-    made = dataclasses.replace(made, batched_inverse=True, fused=True)
-    if not hopper or record.query.dtype.itemsize > 2 or interpreting():
-        return made
-    # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
-    # channels, 0.57 instead of 0.60.
-    keys, values = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
-    made = dataclasses.replace(made, correction_block_k=min(keys, 128), correction_block_v=min(values, 128))
-    if not by_channel(record):
-        return made
-    # The walk has no gates to hold, so it has room for more value channels.
-    block = _delta_forward(record, device).state_block_v
-    return dataclasses.replace(made, state_block_v=block, output_block_v=min(values, 128))
+def _delta_walks(record: LinearRecurrence, device: DeviceInfo, block: int) -> bool:
+    """Whether one kernel makes states and outputs of a delta rule."""
+    # With a gate a head it takes 0.713 ms where two kernels take 0.712, and with gradients 2.375 instead of 2.180; of
+    # packed sequences 0.763 instead of 1.045 (docs/lab/linear_recurrence_gpu.md).
+    wins = record.decay is not None and (by_channel(record) or record.cu_seqlens is not None)
+    return wins and block == 64 and _fits_walk(record, device)
 
 
 def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaPasses, ...]:
     """Configurations of both passes worth measuring for a record with beta on a device."""
     default = delta_heuristic(record, device, direction)
     if interpreting():
-        return (default, dataclasses.replace(default, keep_states=False, batched_inverse=False, fused=False))
-    made = [dataclasses.replace(default, keep_states=False), dataclasses.replace(default, walk_warps=8)]
-    made += [dataclasses.replace(default, walk_block_v=n) for n in (16, 32, 64)]
+        return (default, dataclasses.replace(default, keep_states=False, walk=not default.walk, splits=1))
+    made = [dataclasses.replace(default, walk=False, keep_states=keep) for keep in (True, False)]
+    made += [dataclasses.replace(default, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
+    made += [dataclasses.replace(made[0], state_block_v=n) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, reverse_block_v=n) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, reverse_warps=8)]
     made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]
-    made += [dataclasses.replace(default, state_block_v=n) for n in (16, 32, 64)]
     return tuple(dict.fromkeys((default, *made)))
 
 

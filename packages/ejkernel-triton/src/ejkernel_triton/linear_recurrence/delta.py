@@ -1,20 +1,22 @@
 """Both passes of the delta rule in Triton: corrections of all chunks, the states between them, then their outputs."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning import packing
 from ejkernel.planning.recurrent_states import with_plain_state_gradients, with_plain_states
-from ejkernel_triton.launch import Shape, interpreting, launch
+from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses, by_channel
-from ejkernel_triton.linear_recurrence.forward import initial_states
+from ejkernel_triton.linear_recurrence.config import DeltaPasses, by_channel
+from ejkernel_triton.linear_recurrence.forward import initial_states, zero_outside
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
 STRONG_CHANNELS = 32
@@ -36,37 +38,35 @@ class Corrections(NamedTuple):
     inverse: jax.Array
 
 
+class Segments(NamedTuple):
+    """Where walks begin, and what a segment of a long row does to the state that it begins with.
+
+    Attributes:
+        starts: [B, SEQUENCES, H, K, V]; None is zeros.
+        transitions: [B, SEQUENCES, H, K, K] float32: S behind a segment is that of a start of zeros plus this times the
+            start. None where rows are whole.
+    """
+
+    starts: jax.Array | None
+    transitions: jax.Array | None
+
+
 class DeltaPocket(NamedTuple):
     """What the backward pass need not make again; None where it has other chunks, or memory is to be spared.
 
     Attributes:
-        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates; None without gates, and from the fused kernel,
-            which stores none.
-        scores: [B, H, CHUNKS * CHUNK, CHUNK], of pairs of tokens with gates of channels; None with others.
-        chunk_states: What state passing left.
-    """
-
-    gates: jax.Array | None
-    scores: jax.Array | None
-    chunk_states: "ChunkStates | None"
-
-
-class ChunkStates(NamedTuple):
-    """What state passing from chunk to chunk leaves.
-
-    Attributes:
+        inside: The delta rule inside of chunks.
+        arrays: Of the call for state passing: `gates` and, with gates of channels, `query`, `key` and `scores`.
+        segments: Where the walks through sequences and segments begin.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
-        final: [B, SEQUENCES, H, K, V] float32.
         value: [B, T, H, V], what tokens write: U - W S.
-        correction: W [B, T, H, K].
-        inverse: (I + L)^-1, as in `Corrections`.
     """
 
-    states: jax.Array
-    final: jax.Array
-    value: jax.Array
-    correction: jax.Array
-    inverse: jax.Array
+    inside: Corrections | None = None
+    arrays: dict[str, jax.Array | None] | None = None
+    segments: "Segments | None" = None
+    states: jax.Array | None = None
+    value: jax.Array | None = None
 
 
 @with_plain_states
@@ -77,24 +77,27 @@ def forward(
 
     Args:
         record: The canonical arguments.
-        config: Chunks and tiles of both passes; its segments are not read.
+        config: Chunks and tiles of both passes.
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
         spared.
     """
-    call = _call(record, config, config.chunk, cumulative=not _fuses(record, config))
     kept = config.keep_states and config.backward_chunk == config.chunk
-    made, call = _chunk_states(record, call, keep=kept)
-    # What tokens write takes the place of their values: behind that, outputs are those of a plain recurrence.
-    output = stages.make_outputs(dataclasses.replace(call, value=made.value), made.states)
-    gates = None if call.spec.DECAYED else call.gates
-    pocket = DeltaPocket(gates, call.scores, made) if kept else DeltaPocket(None, None, None)
+    inside, call = inside_chunks(record, config, config.chunk, keep=kept)
+    segments, states, value = find_segments(record, call, inside), None, None
+    if config.walk:
+        walked = dataclasses.replace(call, value=inside.written)
+        output, final = stages.walk(walked, segments.starts, correction=inside.correction)
+    else:
+        states, final, value = chunk_states(record, call, inside, segments)
+        # What tokens write takes the place of their values: behind that, outputs are those of a plain recurrence.
+        output = stages.make_outputs(dataclasses.replace(call, value=value), states)
+    pocket = DeltaPocket(inside, arrays_of(call), segments, states, value) if kept else DeltaPocket()
     if record.cu_seqlens is None:
-        return (output, made.final[:, -1]), (), pocket
-    real = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
+        return (output, final[:, -1]), (), pocket
     # No chunk has the tokens of no sequence, so no program writes their outputs.
-    return (jnp.where(real[None, :, None, None], output, 0), made.final[0]), (), pocket
+    return (zero_outside(output, call.spans), final[0]), (), pocket
 
 
 @with_plain_state_gradients
@@ -109,45 +112,51 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
     record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
-    call = _call(record, config, config.backward_chunk, pocket)
-    made = pocket.chunk_states
-    if made is None:
-        # States, corrections and the inverse again, since memory was spared.
-        made, again = _chunk_states(record, call, keep=True)
-        call = dataclasses.replace(call, scores=again.scores)
+    if pocket.inside is None:
+        # Corrections and the inverse again, since memory was spared.
+        inside, call = inside_chunks(record, config, config.backward_chunk, keep=True)
+        pocket = pocket._replace(inside=inside)
+    else:
+        call = stages.make_call(record, config, config.backward_chunk, cumulative=False)
+        call = with_arrays(call, pocket.arrays)
+    if pocket.segments is None:
+        pocket = pocket._replace(segments=find_segments(record, call, pocket.inside))
+    if pocket.states is None:
+        states, _, value = chunk_states(record, call, pocket.inside, pocket.segments)
+        pocket = pocket._replace(states=states, value=value)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
-    gates = gate_dtype(record, wanted)
-    gradients = _gradients(record, call, made, cotangent, pullback.cotangent[1], gates)
+    gradients = _gradients(record, call, pocket, cotangent, pullback.cotangent[1], gate_dtype(record, wanted))
     if record.cu_seqlens is not None:
-        gradients = zero_outside_sequences(record, gradients)
+        gradients = zero_outside_sequences(call, gradients)
     return {name: reduced(gradients[name], getattr(record, name)) for name in sorted(wanted)}
 
 
 def _gradients(
     record: LinearRecurrence,
     call: RecurrenceCall,
-    made: ChunkStates,
+    made: DeltaPocket,
     cotangent: jax.Array,
     final: jax.Array,
     gates: Any,
 ) -> Gradients:
     """The gradients of all fields; that of the gates is of no use where `gates` is None."""
     assert record.beta is not None  # `Requires` saw to it
-    packed = record.cu_seqlens is not None
-    state_gradients = delta_gradients.pass_state_gradients(
-        call,
-        made.correction,
-        cotangent,
-        delta_gradients.intra_chunk(call, cotangent),
-        final[None] if packed else final[:, None],
-        state_dtype(record),
+    assert made.inside is not None  # the caller did
+    state_gradients = _state_gradients(record, call, made, cotangent, final)
+    dvalue, dy, dbeta = delta_gradients.inverse_gradients(
+        call, record.beta, made.inside.inverse, state_gradients.dwritten
     )
-    dvalue, dy, dbeta = delta_gradients.inverse_gradients(call, record.beta, made.inverse, state_gradients.dwritten)
-    written = dataclasses.replace(call, value=made.value)
+    # Queries and keys without their decay, and cumulative gates, which no other kernel reads with gates of channels.
+    raw = stages.make_call(record, call.config, call.spec.CHUNK) if call.spec.DECAYED else call
     dquery, dkey, dgates, more = delta_gradients.key_gradients(
-        written, record.beta, cotangent, dy, (made.states, state_gradients.dstates), gates=gates
+        dataclasses.replace(raw, value=made.value),
+        record.beta,
+        cotangent,
+        dy,
+        (cast(jax.Array, made.states), state_gradients.dstates),
+        gates=gates,
     )
-    first = state_gradients.first[0] if packed else state_gradients.first[:, 0]
+    first = state_gradients.first[0] if record.cu_seqlens is not None else state_gradients.first[:, 0]
     return {
         "query": dquery,
         "key": dkey,
@@ -159,52 +168,106 @@ def _gradients(
     }
 
 
-def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
-    """Tokens a chunk of a record with beta, from those of its configuration.
+def _state_gradients(
+    record: LinearRecurrence, call: RecurrenceCall, made: DeltaPocket, cotangent: jax.Array, final: jax.Array
+) -> delta_gradients.StateGradients:
+    """Gradients of states, from the last chunk of each sequence or segment to the first."""
+    assert made.inside is not None  # the caller saw to both
+    assert made.segments is not None
+    within = delta_gradients.intra_chunk(call, cotangent)
+    reverse = functools.partial(
+        delta_gradients.pass_state_gradients, call, made.inside.correction, cotangent, within, dtype=state_dtype(record)
+    )
+    last = final[None] if record.cu_seqlens is not None else final[:, None]
+    if made.segments.transitions is not None:
+        zeros = jnp.zeros((*last.shape[:1], call.spec.SEQUENCES, *last.shape[2:]), jnp.float32)
+        last = _chained(reverse(zeros, dtype=None).first, made.segments.transitions, last[:, 0], reverse=True)
+    return reverse(last)
 
-    With gates of channels and chunks of 16 tokens Triton 3.6 computes the columns of `corrections_kernel` wrongly on
-    NVIDIA's chips (see `ahead.mixed_lanes`): the four warps hold copies of one tile, the copies differ, and whichever
-    warp stores last wins. With 32 tokens no such instruction is in the code.
+
+def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
+    """A call with arrays that another had; with decayed queries and keys, one whose kernels are told so."""
+    if "query" in arrays:
+        spec = dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
+        call = dataclasses.replace(call, spec=spec)
+    return dataclasses.replace(call, **arrays)
+
+
+def arrays_of(call: RecurrenceCall) -> dict[str, jax.Array | None]:
+    """What corrections made of a call's arrays, for `with_arrays`."""
+    names = ("gates", "query", "key", "scores") if call.spec.DECAYED else ("gates",)
+    return {name: getattr(call, name) for name in names}
+
+
+def inside_chunks(
+    record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: bool
+) -> tuple[Corrections, RecurrenceCall]:
+    """The delta rule inside of chunks, and the call for state passing and outputs.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks and tiles of both passes.
+        chunk: Tokens a chunk, which of the two lengths.
+        keep: Whether the inverse is kept for the backward pass.
     """
-    return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
+    assert record.beta is not None  # `Requires` saw to it
+    if record.decay is not None and by_channel(record):
+        call = stages.make_call(record, config, chunk, cumulative=False)
+        return channel_corrections(call, record.decay, record.beta, keep=keep)
+    call = stages.make_call(record, config, chunk)
+    return corrections(call, record.beta, keep=keep), call
 
 
-def _fuses(record: LinearRecurrence, config: DeltaPasses) -> bool:
-    return config.fused and by_channel(record)
+def find_segments(record: LinearRecurrence, call: RecurrenceCall, inside: Corrections) -> Segments:
+    """Where the walks of a call begin.
+
+    Each segment of a row is walked twice before, at the same time as the others: from zeros, which gives N, and with
+    nothing to write from the identity, which gives M. The state S behind a segment is N + M S, with S the one before.
+    """
+    initial = initial_states(record)
+    if record.cu_seqlens is not None or call.spec.SEQUENCES < 2:
+        return Segments(initial, None)
+    # Where the last segment ends no other begins.
+    fewer = dataclasses.replace(call, spec=dataclasses.replace(call.spec, SEQUENCES=call.spec.SEQUENCES - 1))
+    _, ends, _ = stages.pass_states(fewer, call.key, inside.written, None, correction=inside.correction)
+    square = dataclasses.replace(call, spec=dataclasses.replace(call.spec, V=call.spec.K))
+    _, transitions, _ = stages.pass_states(square, call.key, None, None, correction=inside.correction)
+    first = jnp.zeros_like(ends[:, 0]) if initial is None else initial[:, 0]
+    return Segments(_chained(ends, transitions, first), transitions)
 
 
-def _call(
-    record: LinearRecurrence,
-    config: DeltaPasses,
-    chunk: int,
-    pocket: DeltaPocket | None = None,
-    *,
-    cumulative: bool = True,
-) -> RecurrenceCall:
-    # A correction is no decay: what a segment does to its first state is a matrix, so rows are not split.
-    config = dataclasses.replace(config, splits=1)
-    gates, scores = (None, None) if pocket is None else (pocket.gates, pocket.scores)
-    return stages.make_call(record, config, tokens_of_chunk(record, chunk), gates, scores, cumulative=cumulative)
+def _chained(ends: jax.Array, transitions: jax.Array, first: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Where the walks through segments begin, [B, SEQUENCES, H, K, V] float32.
+
+    Args:
+        ends: [B, SEQUENCES, H, K, V], where walks from zeros end; forwards of all but the last.
+        transitions: [B, SEQUENCES, H, K, K].
+        first: [B, H, K, V], where the row begins; or in reverse the gradient of where it ends.
+        reverse: Whether gradients are passed, from the last segment to the first, by the transposes.
+    """
+    count, state = transitions.shape[1], first.astype(jnp.float32)
+    starts, product = [state] * count, "bhij,bhiv->bhjv" if reverse else "bhij,bhjv->bhiv"
+    # Unrolled: a few segments, each a product of whole states. Float32, since an error would reach all later segments.
+    for n in range(count)[:: -1 if reverse else 1]:
+        starts[n] = state
+        if n == ends.shape[1]:
+            break
+        state = ends[:, n] + jnp.einsum(product, transitions[:, n], state, precision=lax.Precision.HIGHEST)
+    return jnp.stack(starts, axis=1)
 
 
-def _chunk_states(record: LinearRecurrence, call: RecurrenceCall, *, keep: bool) -> tuple[ChunkStates, RecurrenceCall]:
-    """What state passing leaves, and the call for outputs, with scores; where fused, of decayed queries and keys."""
-    assert record.beta is not None
-    if record.decay is not None and _fuses(record, delta_gradients.delta_config(call)):
-        inside, call = fused_corrections(call, record.decay, record.beta, keep=keep)
-    else:
-        if call.scores is None:
-            call = dataclasses.replace(call, scores=stages.channel_scores(call))
-        inside = corrections(call, record.beta, keep=keep)
-    states, final, value = stages.pass_states(
+def chunk_states(
+    record: LinearRecurrence, call: RecurrenceCall, inside: Corrections, segments: Segments
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """States before the chunks, final ones, and what tokens write."""
+    return stages.pass_states(
         call,
         call.key,
         inside.written,
-        initial_states(record),
+        segments.starts,
         dtype=state_dtype(record),
         correction=inside.correction,
     )
-    return ChunkStates(states, final, value, inside.correction, inside.inverse), call
 
 
 def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Corrections:
@@ -221,7 +284,7 @@ def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Correct
     inverse = (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK) if keep else (batch,)
     made = launch(
         corrections_kernel,
-        (call.key, call.value, call.gates, beta, *call.spans),
+        (call.key, call.value, call.gates, beta, *call.spans.of_chunks),
         [
             Shape((batch, spec.T, spec.H, spec.V), call.value.dtype),
             Shape((batch, spec.T, spec.H, spec.K), call.key.dtype),
@@ -236,16 +299,15 @@ def corrections(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> Correct
             "BLOCK_K": config.correction_block_k,
             "BLOCK_V": config.correction_block_v,
             "KEEP": keep,
-            "BATCHED": config.batched_inverse,
         },
     )
     return Corrections(*made)
 
 
-def fused_corrections(
+def channel_corrections(
     call: RecurrenceCall, decay: jax.Array, beta: jax.Array, *, keep: bool
 ) -> tuple[Corrections, RecurrenceCall]:
-    """`corrections` with gates of channels from gates themselves, and the call whose queries and keys have their decay.
+    """`corrections` with gates of channels, and the call whose queries and keys have their decay.
 
     Args:
         call: What the stages share; its cumulative gates are not read.
@@ -262,12 +324,11 @@ def fused_corrections(
     spec, config, batch = call.spec, delta_gradients.delta_config(call), call.query.shape[0]
     tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
     chunks, dtype = (batch, spec.H, spec.CHUNKS), call.query.dtype
-    arrays = (call.query, call.key, call.value, decay, beta, *call.spans)
+    arrays = (call.query, call.key, call.value, decay, beta, *call.spans.of_chunks)
     options: dict[str, Any] = {"batch": batch, "num_warps": config.score_warps, "num_stages": config.score_stages}
     constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.correction_block_v, "KEEP": keep}
-    constants["BATCHED"] = config.batched_inverse
     *made, exponents = launch(
-        kernels.fused_corrections_kernel,
+        kernels.channel_corrections_kernel,
         arrays,
         [
             Shape((*tokens, spec.V), call.value.dtype),
@@ -293,12 +354,5 @@ def fused_corrections(
         grid=batch * spec.H * -(-spec.CHUNKS // group),
         constants={**constants, "BLOCK_K": min(config.correction_block_k, STRONG_CHANNELS), "GROUP": group},
     )
-    decayed = dataclasses.replace(
-        call,
-        spec=dataclasses.replace(spec, DECAYED=True, HQ=spec.H, HK=spec.H),
-        query=query,
-        key=key,
-        gates=factors,
-        scores=scores,
-    )
-    return Corrections(written, correction, inverse), decayed
+    arrays = {"query": query, "key": key, "gates": factors, "scores": scores}
+    return Corrections(written, correction, inverse), with_arrays(call, arrays)

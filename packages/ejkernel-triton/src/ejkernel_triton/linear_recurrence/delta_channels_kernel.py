@@ -13,13 +13,13 @@ the state or is written to it leaves this one with its decay, relative to the ch
     V              -> U
     k exp2(G - G_M), which waited in W's place  -> W
 
-The state is taken to the middle by its own decay, in registers of the kernels that read it: exp2(G_M) before a chunk's
-keys are added to it, exp2(G_T - G_M) behind that.
+The state is taken to the middle by its own decay, in registers of the kernels that read it: exp2(G_M) before the chunk
+reads it, exp2(G_T - G_M) behind its keys.
 
-Where gates are so strong that those factors have no numbers, a second kernel makes the chunk again: queries have
-exp2(G) and keys exp2(G_T - G), pairs are made by halvings, and the state has exp2(G_T) before. Other chunks it leaves
-as they are. As a branch of the first kernel that would take its registers and spill. Three powers of two a channel,
-`factors`, say to the readers which it was: since a chunk's start for queries, before and after its keys for the state.
+Where gates are so strong that those factors have no numbers, a second kernel makes the chunk again: queries and the
+keys of W have exp2(G), other keys exp2(G_T - G), pairs are made by halvings, and the state has exp2(G_T) between reads
+and keys. Other chunks it leaves as they are. As a branch of the first kernel that would take its registers and spill.
+Three powers of two a channel, `factors`, are the state's: before it is read, before and after keys are added to it.
 """
 
 import triton
@@ -35,7 +35,6 @@ from ejkernel_triton.linear_recurrence.tile import (
     diagonal,
     factors_base,
     load_dt,
-    load_factors,
     load_gates,
     load_rows,
     masked_load,
@@ -102,12 +101,12 @@ def halved_pairs(read, seen, q_base, k_base, g_base, start, end, column, COLUMNS
 
 
 @triton.jit
-def store_factors(base, since, before, after, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Writes what `tile.load_factors` reads."""
+def store_factors(base, before, between, after, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Writes what `tile.state_factors` reads."""
     columns = column + tl.arange(0, COLUMNS)
     valid = columns < spec.K
-    tl.store(base + columns, since, mask=valid)
-    tl.store(base + spec.K + columns, before, mask=valid)
+    tl.store(base + columns, before, mask=valid)
+    tl.store(base + spec.K + columns, between, mask=valid)
     tl.store(base + 2 * spec.K + columns, after, mask=valid)
 
 
@@ -127,47 +126,44 @@ def solve_chunk(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
-    BATCHED: tl.constexpr,
 ):
     """U and W of one head's chunk, and (I + L)^-1 if KEEP, from pairs of keys and keys that are not masked yet.
 
     `correction` has keys with their decay, of which W is made in their place.
     """
     row, head, chunk, start, end = place
-    beta, value, factors, written, correction, inverse = arrays
+    beta, value, written, correction, inverse = arrays
     rows = tl.arange(0, spec.CHUNK)
     # 0 behind the end: rows of L are 0 there, and the inverse has rows of I.
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     lower = tl.where(rows[:, None] > rows[None, :], seen * betas[:, None], 0.0)
-    unit_inverted = unit_inverse(lower, BATCHED, spec)
+    unit_inverted = unit_inverse(lower, spec)
     if KEEP:
         tl.store(scores_at(inverse, row, head, chunk, spec), unit_inverted.to(inverse.dtype.element_ty))
     ut = (unit_inverted * betas[None, :]).to(value.dtype.element_ty)
     v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
     u_to = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
     w_to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
-    f_base = factors_base(factors, row, head, chunk, spec)
     for v_start in tl.range(0, spec.V, BLOCK_V):
         v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
         store_rows(u_to, dot(ut, v, spec), start, end, v_start, spec.H, spec.V, spec)
-    tl.debug_barrier()  # other threads wrote the keys and factors that a thread reads
+    tl.debug_barrier()  # other threads wrote the keys that a thread reads
     for k_start in tl.range(0, spec.K, BLOCK_K):
         k = load_rows(w_to, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
-        made = dot(ut, k, spec) * tl.exp2(load_factors(f_base, 0, k_start, BLOCK_K, spec))[None, :]
+        made = dot(ut, k, spec)
         tl.debug_barrier()  # all threads have read their keys before W takes the place
         store_rows(w_to, made, start, end, k_start, spec.H, spec.K, spec)
 
 
 @triton.jit
-def fused_corrections_kernel(
+def channel_corrections_kernel(
     query,
     key,
     value,
     decay,
     beta,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     written,
     correction,
     inverse,
@@ -182,11 +178,10 @@ def fused_corrections_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
-    BATCHED: tl.constexpr,
 ):
     """All of one head's chunk where its gates are weak, and the largest exponent, which tells whether they are.
 
-    T is 1 for a decay that is the same for all tokens. See `delta.fused_corrections`.
+    T is 1 for a decay that is the same for all tokens. See `delta.channel_corrections`.
     """
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
@@ -194,7 +189,7 @@ def fused_corrections_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, C)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
@@ -213,7 +208,7 @@ def fused_corrections_kernel(
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
         middle = tl.sum(tl.where((rows < C // 2)[:, None], gates, 0.0), 0)
         after = tl.sum(tl.where((rows >= C // 2)[:, None], gates, 0.0), 0)
-        store_factors(f_base, middle, middle, after, k_start, BLOCK_K, spec)
+        store_factors(f_base, middle, tl.zeros_like(middle), after, k_start, BLOCK_K, spec)
         relative = sums_from_middle(gates, k.dtype, spec)
         largest = tl.maximum(largest, tl.max(tl.abs(relative)))
         # Operands of the products, and what other kernels read: the same numbers, rounded once.
@@ -231,8 +226,8 @@ def fused_corrections_kernel(
         store_rows(w_to, left, start, end, k_start, spec.H, spec.K, spec)
         seen = add_dot(seen, left, tl.trans(right), spec)
     tl.store(exponents + (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk, largest)
-    arrays = (beta, value, factors, written, correction, inverse)
-    solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP, BATCHED)
+    arrays = (beta, value, written, correction, inverse)
+    solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP)
 
 
 @triton.jit
@@ -242,9 +237,8 @@ def strong_corrections_kernel(
     value,
     decay,
     beta,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     exponents,
     old_written,
     old_correction,
@@ -267,10 +261,9 @@ def strong_corrections_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
-    BATCHED: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`fused_corrections_kernel` for those of GROUP chunks of a head whose gates are strong.
+    """`channel_corrections_kernel` for those of GROUP chunks of a head whose gates are strong.
 
     The outputs are that kernel's, in their memory; those of other chunks stay. `cumulative` is read by this program
     alone.
@@ -289,7 +282,7 @@ def strong_corrections_kernel(
     # 24 bytes a thread spill.
     for chunk in tl.range(first, tl.minimum(first + GROUP, spec.CHUNKS), num_stages=1, disable_licm=True):
         if tl.load(exponents + of_head + chunk) >= spec.MAX_EXPONENT:
-            start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+            start, end = chunk_span(starts, ends, row, chunk, spec, per)
             q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
             k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
             d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
@@ -317,5 +310,5 @@ def strong_corrections_kernel(
                 tl.debug_barrier()  # other threads wrote the gates that a thread reads
                 read, seen = halved_pairs(read, seen, q_base, k_base, g_base, start, end, k_start, BLOCK_K, spec)
             store_scores(scores, read, row, head, chunk, spec)
-            arrays = (beta, value, factors, written, correction, inverse)
-            solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP, BATCHED)
+            arrays = (beta, value, written, correction, inverse)
+            solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP)

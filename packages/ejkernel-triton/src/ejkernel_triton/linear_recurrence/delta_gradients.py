@@ -35,7 +35,7 @@ def intra_chunk(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     (made,) = launch(
         intra_chunk_kernel,
-        (call.query, call.key, call.gates, call.scores, cotangent, *call.spans),
+        (call.query, call.key, call.gates, call.scores, cotangent, *call.spans.of_chunks),
         [Shape((batch, spec.T, spec.H, spec.V), cotangent.dtype)],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H,
@@ -52,32 +52,34 @@ def pass_state_gradients(
     """The gradients of the states between chunks.
 
     Args:
-        call: What the stages share.
+        call: What the stages share; with gates of channels, with decayed queries and keys.
         correction: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         within: [B, T, H, V] from `intra_chunk`.
         final: [B, SEQUENCES, H, K, V], gradients of the final states.
-        dtype: Dtype of the gradients of states.
+        dtype: Dtype of the gradients of states; None stores only those before the first chunks.
     """
     from ejkernel_triton.linear_recurrence.delta_gradients_kernels import state_gradients_kernel
 
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
+    states, tokens = (batch, spec.H, spec.CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
     made = launch(
         state_gradients_kernel,
-        (call.query, call.key, call.gates, correction, cotangent, within, final, *call.spans[:2]),
+        (call.query, call.key, call.gates, correction, cotangent, within, final, *call.spans.of_walks),
         [
-            Shape((batch, spec.H, spec.CHUNKS, spec.K, spec.V), dtype),
+            Shape((batch,) if dtype is None else states, jnp.float32 if dtype is None else dtype),
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-            Shape((batch, spec.T, spec.H, spec.V), cotangent.dtype),
+            Shape((batch,) if dtype is None else tokens, cotangent.dtype),
         ],
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.walk_block_v),
-        num_warps=config.walk_warps,
+        grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.reverse_block_v),
+        num_warps=config.reverse_warps,
         num_stages=_state_gradient_stages(call),
         constants={
             "spec": spec,
             "BLOCK_K": padded(spec.K, MIN_TILE),
-            "BLOCK_V": config.walk_block_v,
+            "BLOCK_V": config.reverse_block_v,
+            "WRITE": dtype is not None,
         },
     )
     return StateGradients(*made)
@@ -90,16 +92,13 @@ def delta_config(call: RecurrenceCall) -> DeltaPasses:
 
 
 def _state_gradient_stages(call: RecurrenceCall) -> int:
-    """Pipeline stages of the walk: as many chunks as shared memory has room for, at most the configuration's."""
+    """Pipeline stages of the reverse walk: chunks that shared memory has room for, at most the configuration's."""
     spec, config = call.spec, delta_config(call)
-    key_gradients = padded(spec.K, MIN_TILE)
-    # Operands of the products wait in shared memory: q, k and W of all key channels, do and A^T do of
-    # the tile, and gates of channels in float32.
-    bytes_of_chunk = spec.CHUNK * (3 * key_gradients + 2 * config.walk_block_v) * call.query.dtype.itemsize
-    if spec.WIDTH > 1:
-        bytes_of_chunk += 4 * spec.CHUNK * key_gradients
+    key_channels = padded(spec.K, MIN_TILE)
+    # Operands of the products wait in shared memory: q, k and W of all key channels, do and A^T do of the tile.
+    bytes_of_chunk = spec.CHUNK * (3 * key_channels + 2 * config.reverse_block_v) * call.query.dtype.itemsize
     room = chip_of(current_device()).shared_memory * 4 // 5
-    return max(1, min(config.walk_stages, room // bytes_of_chunk))
+    return max(1, min(config.reverse_stages, room // bytes_of_chunk))
 
 
 def inverse_gradients(
@@ -123,7 +122,7 @@ def inverse_gradients(
     tokens = (batch, spec.T, spec.H, spec.V)
     dy, dvalue, dbeta = launch(
         inverse_gradients_kernel,
-        (value, beta, inverse, dwritten, *call.spans),
+        (value, beta, inverse, dwritten, *call.spans.of_chunks),
         [
             Shape(tokens, dwritten.dtype),
             Shape(tokens, value.dtype if spec.HV == spec.H else jnp.float32),
@@ -169,7 +168,7 @@ def key_gradients(
     gate_shape = (batch,) if gates is None else tokens if spec.WIDTH > 1 else numbers
     dquery, dkey, dgates, dbeta = launch(
         delta_key_gradients_kernel,
-        (call.query, call.key, call.value, call.gates, beta, cotangent, dy, *states, *call.spans),
+        (call.query, call.key, call.value, call.gates, beta, cotangent, dy, *states, *call.spans.of_chunks),
         [
             *(Shape(tokens, dtype) for dtype in whole),
             Shape(gate_shape, jnp.float32 if gates is None else gates),

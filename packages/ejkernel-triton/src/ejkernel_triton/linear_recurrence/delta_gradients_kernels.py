@@ -10,6 +10,7 @@ one after it:
     state_gradients_kernel       from the last chunk to the first   dS, q, do, W, k, A^T do -> dx, dS
                  dx = A^T do + (k exp2(G_T - G)) dS
                  dS = exp2(G_T) dS + scale (q exp2(G))^T do - W^T dx
+                 with gates of channels, the same of what is decayed already (see `delta_channels_kernel`)
     inverse_gradients_kernel     all chunks at the same time        dx -> dy = (I + L)^-T dx, dv = beta dy
     delta_key_gradients_kernel   all chunks, BLOCK_K key channels   dy, do, x -> dq, dk, dG, dbeta
                  r_i    = -(exp2(G_i) S dy_i + sum_{j < i} w_ij <dy_i, x_j> k_j)     k_i as a query, without beta
@@ -42,12 +43,15 @@ from ejkernel_triton.linear_recurrence.tile import (
     load_last_gates,
     load_rows,
     load_state,
+    nth_sequence,
     pair_weights,
     pairs_of,
     scores_at,
     state_base,
+    state_factors,
     store_rows,
     store_state,
+    walk_span,
 )
 
 
@@ -58,9 +62,8 @@ def intra_chunk_kernel(
     gates,
     scores,
     cotangent,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     intra_chunk,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -74,7 +77,7 @@ def intra_chunk_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, C)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
@@ -112,6 +115,7 @@ def state_gradients_kernel(
     final,
     bounds,
     first_chunks,
+    order,
     dstates,
     first_gradient,
     dwritten,
@@ -119,6 +123,7 @@ def state_gradients_kernel(
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    WRITE: tl.constexpr,
 ):
     """Passes BLOCK_V columns of the gradient of one head's state from the last chunk of a sequence to the first.
 
@@ -131,18 +136,9 @@ def state_gradients_kernel(
     program = program // V_TILES
     head = program % spec.H
     program = program // spec.H
-    sequence = program % spec.SEQUENCES
     row = program // spec.SEQUENCES
-    if spec.PER_SEQUENCE == 0:
-        first = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence)
-        last = tl.load(first_chunks + (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence + 1)
-        sequence_start = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence)
-        end = tl.load(bounds + (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence + 1)
-    else:
-        first = sequence * spec.PER_SEQUENCE
-        last = tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS)
-        sequence_start = first * C
-        end = first * 0 + spec.T
+    sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
+    first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
     rows = tl.arange(0, C)
     final_row = tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence
     state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
@@ -150,11 +146,16 @@ def state_gradients_kernel(
     acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
+    next_factors = state_factors(gates, row, head, last - 1, 0, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step
         start = sequence_start + (chunk - first) * C
+        before, between, after = next_factors
+        # Loaded a chunk ahead: see `states_kernel`.
+        next_factors = state_factors(gates, row, head, chunk - 1, 0, BLOCK_K, spec, per)
         # Before this chunk adds to it: the gradient of the state behind the chunk.
-        store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
+        if WRITE:
+            store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
         k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
         w_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
@@ -176,25 +177,23 @@ def state_gradients_kernel(
             dx += tl.exp2(total - g)[:, None] * dot(k, acc.to(k.dtype), spec)
             decay_since = (tl.exp2(g) * spec.SCALE)[:, None]
             acc *= tl.exp2(total)
-        elif spec.WIDTH > 1:
-            g = load_gates(g_base, 0, BLOCK_K, spec)
-            total = load_last_gates(g_base, 0, BLOCK_K, spec)
-            decayed_k = (k.to(tl.float32) * tl.exp2(total[None, :] - g)).to(k.dtype)
-            dx = add_dot(dx, decayed_k, acc.to(k.dtype), spec)
-            # Reloaded: the gates beside the first product's tiles would spill registers. step >> 30 is an opaque 0.
-            g = load_gates(g_base + (step >> 30), 0, BLOCK_K, spec)
-            q = (q.to(tl.float32) * tl.exp2(g)).to(q.dtype)
-            acc *= tl.exp2(total)[:, None]
         else:
+            if spec.DECAYED:
+                acc *= tl.exp2(after)[:, None]
             dx = add_dot(dx, k, acc.to(k.dtype), spec)
+        if spec.DECAYED:
+            acc *= tl.exp2(between)[:, None]
         # Rounded once: the walk and `inverse_gradients_kernel` see the same dx.
         low = dx.to(dwritten.dtype.element_ty)
-        to = chunk_base(dwritten, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(to, low, start, end, v_start, spec.H, spec.V, spec)
+        if WRITE:
+            to = chunk_base(dwritten, row, start, head, spec.T, spec.H, spec.V)
+            store_rows(to, low, start, end, v_start, spec.H, spec.V, spec)
         # As accumulators of the products: `acc += dot(...)` made Triton 3.6 spill 192 bytes on sm_90
         # (docs/lab/linear_recurrence_gpu.md).
         acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * decay_since).to(do.dtype), spec)
         acc = add_dot(acc, tl.trans(w), -low, spec)
+        if spec.DECAYED:
+            acc *= tl.exp2(before)[:, None]
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
     store_state(first_gradient + state_offset, acc, 0, v_start, spec)
 
@@ -205,9 +204,8 @@ def inverse_gradients_kernel(
     beta,
     inverse,
     dwritten,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     dy,
     dvalue,
     dbeta,
@@ -222,7 +220,7 @@ def inverse_gradients_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
     x_base = chunk_base(dwritten, row // per.DWRITTEN, start, head, spec.T, spec.H, spec.V)
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
@@ -325,9 +323,8 @@ def delta_key_gradients_kernel(
     dy,
     states,
     dstates,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     dquery,
     dkey,
     dgates,
@@ -349,7 +346,7 @@ def delta_key_gradients_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, C)
     x_base = chunk_base(written, row // per.WRITTEN, start, head, spec.T, spec.H, spec.V)
     o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)

@@ -22,12 +22,10 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.tile import (
-    channel_scores,
     chunk_base,
     chunk_span,
     gates_base,
     load_dt,
-    load_gates,
     load_rows,
     pair_weights,
     scores_at,
@@ -39,34 +37,12 @@ DIAGONAL = tl.constexpr(16)
 
 
 @triton.jit
-def substituted_inverses(blocks, spec: tl.constexpr):
-    """(I + L)^-1 of strictly lower blocks [BLOCKS, 16, 16], row by row.
-
-    Row n of an inverse is e_n less the earlier rows, weighted with row n of the block. Substitution has no powers of a
-    matrix in it, which grow beyond all digits where keys repeat.
-    """
-    BLOCKS: tl.constexpr = spec.CHUNK // DIAGONAL
-    position = tl.arange(0, DIAGONAL)
-    inverse = (
-        tl.zeros([BLOCKS, DIAGONAL, DIAGONAL], tl.float32)
-        + (position[:, None] == position[None, :]).to(tl.float32)[None, :, :]
-    )
-    # 15 steps that depend on each other, for all blocks at the same time. Rows are picked by masks and sums, since a
-    # tile in registers has no index.
-    for n in tl.range(1, DIAGONAL):
-        at = (position == n)[None, :, None]
-        row = tl.sum(tl.where(at, blocks, 0.0), 1)
-        change = tl.sum(row[:, :, None] * inverse, 1)
-        inverse = tl.where(at, inverse - change[:, None, :], inverse)
-    return inverse
-
-
-@triton.jit
 def batched_inverses(blocks, spec: tl.constexpr):
-    """`substituted_inverses` by products, a matrix a warp, in half of the time (docs/lab/linear_recurrence_gpu.md).
+    """(I + L)^-1 of strictly lower blocks [BLOCKS, 16, 16], by products of a matrix a warp.
 
     Two inverses A and D of blocks of n rows make that of 2 n rows, whose lower left block is -D L A, with L the rows of
-    D and the columns of A: 16 rows take four such steps. No power of a matrix is in it either.
+    D and the columns of A: 16 rows take four such steps. They have no powers of a matrix in them, which grow beyond all
+    digits where keys repeat. Substitution row by row took twice as long (docs/lab/linear_recurrence_gpu.md).
 
         | A^-1  0    |^-1     |  A      0 |
         | L     D^-1 |     =  | -D L A  D |
@@ -83,7 +59,7 @@ def batched_inverses(blocks, spec: tl.constexpr):
 
 
 @triton.jit
-def diagonal_inverses(lower, BATCHED: tl.constexpr, spec: tl.constexpr):
+def diagonal_inverses(lower, spec: tl.constexpr):
     """The inverses of I plus the diagonal blocks of a strictly lower matrix: [CHUNK, CHUNK], 0 elsewhere."""
     C: tl.constexpr = spec.CHUNK
     BLOCKS: tl.constexpr = C // DIAGONAL
@@ -91,21 +67,21 @@ def diagonal_inverses(lower, BATCHED: tl.constexpr, spec: tl.constexpr):
     same_block = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
     # Compacts the diagonal blocks to [BLOCKS, 16, 16]: of the sum over block columns one term is not 0.
     blocks = tl.sum(tl.reshape(tl.where(same_block, lower, 0.0), [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), 2)
-    inverse = batched_inverses(blocks, spec) if BATCHED else substituted_inverses(blocks, spec)
+    inverse = batched_inverses(blocks, spec)
     # Back to [CHUNK, CHUNK], the shape that the other products take.
     whole = tl.reshape(tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), [C, C])
     return tl.where(same_block, whole, 0.0)
 
 
 @triton.jit
-def unit_inverse(lower, BATCHED: tl.constexpr, spec: tl.constexpr):
+def unit_inverse(lower, spec: tl.constexpr):
     """(I + lower)^-1 of a strictly lower [CHUNK, CHUNK] float32.
 
     With D the inverse of the diagonal blocks and X = D times the blocks below them, it is (I + X)^-1 D. X has no power
     beyond the number of blocks, so (I + X)^-1 = (I - X)(I + X^2)(I + X^4), of which a chunk of 64 needs two factors.
     """
     C: tl.constexpr = spec.CHUNK
-    inverse = diagonal_inverses(lower, BATCHED, spec)
+    inverse = diagonal_inverses(lower, spec)
     if C > DIAGONAL:
         rows = tl.arange(0, C)
         # Factors are applied from the right, so each is one product with what there is. X ** (C / 16) is 0, so the
@@ -127,9 +103,8 @@ def corrections_kernel(
     value,
     gates,
     beta,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     written,
     correction,
     inverse,
@@ -138,16 +113,15 @@ def corrections_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
-    BATCHED: tl.constexpr,
 ):
-    """U and W of one head's chunk, and (I + L)^-1 if KEEP; see `delta.corrections`."""
+    """U and W of one head's chunk, and (I + L)^-1 if KEEP, without gates of channels; see `delta.corrections`."""
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     head = program % spec.H
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, C)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     v_base = chunk_base(value, row // per.VALUE, start, head // (spec.H // spec.HV), spec.T, spec.HV, spec.V)
@@ -157,19 +131,14 @@ def corrections_kernel(
     pairs = tl.zeros([C, C], tl.float32)
     for k_start in tl.range(0, spec.K, BLOCK_K):
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
-        if spec.WIDTH > 1:
-            pairs = channel_scores(
-                pairs, k, k, load_gates(g_base, k_start, BLOCK_K, spec), g_base, k_start, BLOCK_K, spec
-            )
-        else:
-            pairs = add_dot(pairs, k, tl.trans(k), spec)
+        pairs = add_dot(pairs, k, tl.trans(k), spec)
     g = 0.0
     if spec.WIDTH == 1:
         g = tl.load(g_base + rows)
         pairs *= pair_weights(g)
     # Strictly lower: a token reads the state before it writes.
     lower = tl.where(rows[:, None] > rows[None, :], pairs * betas[:, None], 0.0)
-    unit_inverted = unit_inverse(lower, BATCHED, spec)
+    unit_inverted = unit_inverse(lower, spec)
     # Stored without beta, in the keys' dtype: the backward pass multiplies with it on the tensor cores.
     if KEEP:
         tl.store(scores_at(inverse, row, head, chunk, spec), unit_inverted.to(inverse.dtype.element_ty))
@@ -186,7 +155,5 @@ def corrections_kernel(
         decayed_ut = ut * tl.exp2(g)[None, :]
     for k_start in tl.range(0, spec.K, BLOCK_K):
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
-        if spec.WIDTH > 1:
-            k = (k.to(tl.float32) * tl.exp2(load_gates(g_base, k_start, BLOCK_K, spec))).to(k.dtype)
         to = chunk_base(correction, row, start, head, spec.T, spec.H, spec.K)
         store_rows(to, dot(decayed_ut.to(k.dtype), k, spec), start, end, k_start, spec.H, spec.K, spec)

@@ -1,17 +1,23 @@
 """Forward pass of a linear recurrence in Triton: the states between chunks, then all chunks at the same time."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.planning import packing
 from ejkernel.planning.recurrent_states import with_plain_states
+from ejkernel_triton.launch import launch
 from ejkernel_triton.linear_recurrence import stages
-from ejkernel_triton.linear_recurrence.config import RecurrencePasses
-from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, canonical, state_dtype
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, RecurrencePasses
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, Spans, canonical, state_dtype
+from ejkernel_triton.sizes import padded
+
+TAIL_ROWS = 64
+TAIL_COLUMNS = 128
+"""Tokens, and numbers of a token at once, that a program looks at for tokens of no sequence."""
 
 
 class RecurrencePocket(NamedTuple):
@@ -54,8 +60,7 @@ def forward(
     final = _final(record, ends)
     if record.cu_seqlens is not None:
         # No chunk has the tokens of no sequence, so no program writes their outputs.
-        in_sequence = packing.packed_ids(record.cu_seqlens, call.spec.T)[0][0] >= 0
-        output = jnp.where(in_sequence[None, :, None, None], output, 0)
+        output = zero_outside(output, call.spans)
     if config.backward_chunk != config.chunk:
         return (output.astype(dtype), final), (), RecurrencePocket(None, None, None)
     kept = states if config.keep_states else None
@@ -88,6 +93,31 @@ def initial_states(record: LinearRecurrence) -> jax.Array | None:
     return None if record.initial_state is None else record.initial_state[:, None]
 
 
+def zero_outside(array: jax.Array, spans: Spans) -> jax.Array:
+    """[B, T, ...] with zeros for tokens of no packed sequence."""
+    from ejkernel_triton.linear_recurrence.tail_kernel import tail_kernel
+
+    assert spans.bounds is not None  # of packed sequences
+    batch, tokens, *rest = array.shape
+    (made,) = launch(
+        tail_kernel,
+        (array, spans.bounds),
+        [0],
+        batch=batch,
+        grid=batch * -(-tokens // TAIL_ROWS),
+        num_warps=4,
+        num_stages=1,
+        constants={
+            "T": tokens,
+            "WIDTH": math.prod(rest),
+            "SEQUENCES": spans.bounds.shape[1] - 2,
+            "ROWS": TAIL_ROWS,
+            "COLUMNS": min(TAIL_COLUMNS, padded(math.prod(rest), MIN_TILE)),
+        },
+    )
+    return made
+
+
 def segment_starts(
     call: RecurrenceCall, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
 ) -> jax.Array:
@@ -104,6 +134,9 @@ def segment_starts(
         reverse: Whether to walk from the last chunk to the first.
     """
     spec, gates = call.spec, call.gates
+    if not reverse:
+        # Where the last segment ends no other begins.
+        call = dataclasses.replace(call, spec=dataclasses.replace(spec, SEQUENCES=spec.SEQUENCES - 1))
     # Float32 ends: their rounding would reach every later segment.
     _, ends, _ = stages.pass_states(call, left, right, None, reverse=reverse)
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial[:, 0].astype(jnp.float32)
@@ -112,6 +145,8 @@ def segment_starts(
     # Unrolled: a few segments, each a multiply and an add of whole states, which XLA fuses.
     for n in range(spec.SEQUENCES)[:: -1 if reverse else 1]:
         starts[n] = state
+        if n == ends.shape[1]:
+            break
         state = ends[:, n] + (state if decays is None else state * decays[:, n])
     return jnp.stack(starts, axis=1)
 

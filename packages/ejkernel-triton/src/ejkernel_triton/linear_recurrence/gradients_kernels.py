@@ -66,9 +66,8 @@ def value_gradients_kernel(
     skip,
     cotangent,
     dstates,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     dvalue,
     ddt,
     dskip,
@@ -91,7 +90,7 @@ def value_gradients_kernel(
     program = program // GROUPS
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, C)
     # Heads that share a value are added up here, one after the other: a fixed order, and no atomics.
     dv_sum = tl.zeros([C, BLOCK_V], tl.float32)
@@ -256,9 +255,8 @@ def key_gradients_kernel(
     cotangent,
     states,
     dstates,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     dquery,
     dkey,
     dgates,
@@ -285,7 +283,7 @@ def key_gradients_kernel(
     program = program // GROUPS
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, C)
     dq_sum = tl.zeros([C, BLOCK_K], tl.float32)
     dk_sum = tl.zeros([C, BLOCK_K], tl.float32)

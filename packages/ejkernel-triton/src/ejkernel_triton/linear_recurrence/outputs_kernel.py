@@ -42,9 +42,8 @@ def scores_kernel(
     query,
     key,
     gates,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     scores,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -57,7 +56,7 @@ def scores_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     g_base = gates_base(gates, row, head, chunk, spec, per)
@@ -82,9 +81,8 @@ def outputs_kernel(
     dt,
     skip,
     states,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     output,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -106,7 +104,7 @@ def outputs_kernel(
     program = program // spec.H
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    first, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    first, end = chunk_span(starts, ends, row, chunk, spec, per)
     start = first + block * BLOCK_T
     rows = tl.arange(0, BLOCK_T)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)

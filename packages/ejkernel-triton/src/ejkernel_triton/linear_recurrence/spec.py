@@ -73,12 +73,27 @@ class Spans(NamedTuple):
     Attributes:
         bounds: int32 [1, N + 2], cumulative lengths, the last twice.
         first_chunks: int32 [1, N + 1], chunks before each sequence, and all chunks.
-        chunk_sequences: int32 [1, CHUNKS], the sequence of each chunk; N for those behind the last.
+        starts: int32 [1, CHUNKS], the first token of each chunk.
+        ends: int32 [1, CHUNKS], the token behind the last of its sequence; chunks behind the last have no token.
+        order: int32 [1, N], the sequences in the order in which their walks begin: the longest first, so that none
+            begins when the others have ended.
     """
 
     bounds: jax.Array | None
     first_chunks: jax.Array | None
-    chunk_sequences: jax.Array | None
+    starts: jax.Array | None
+    ends: jax.Array | None
+    order: jax.Array | None
+
+    @property
+    def of_chunks(self) -> tuple[jax.Array | None, ...]:
+        """What kernels of single chunks read."""
+        return self.starts, self.ends
+
+    @property
+    def of_walks(self) -> tuple[jax.Array | None, ...]:
+        """What kernels read that walk along the chunks of a sequence."""
+        return self.bounds, self.first_chunks, self.order
 
 
 def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> RecurrenceSpec:
@@ -129,14 +144,18 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
 def make_spans(record: LinearRecurrence, spec: RecurrenceSpec) -> Spans:
     """Where the chunks of packed sequences lie: each sequence is cut into chunks from its first token on."""
     if record.cu_seqlens is None:
-        return Spans(None, None, None)
+        return Spans(None, None, None, None, None)
     bounds = record.cu_seqlens.astype(jnp.int32)
     counts = -(-jnp.diff(bounds) // spec.CHUNK)
     first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
-    # Few numbers: comparing all of them is one fused operation, where a binary search would be a loop.
-    chunk_sequences = jnp.searchsorted(first_chunks[1:], chunk, side="right", method="compare_all").astype(jnp.int32)
-    return Spans(jnp.append(bounds, bounds[-1])[None], first_chunks[None], chunk_sequences[None])
+    # Few numbers: comparing all of them is one fused operation, where a binary search would be a loop. Chunks behind
+    # the last have sequence N, which is empty.
+    sequence = jnp.searchsorted(first_chunks[1:], chunk, side="right", method="compare_all")
+    bounds = jnp.append(bounds, bounds[-1])
+    starts, ends = bounds[sequence] + (chunk - first_chunks[sequence]) * spec.CHUNK, bounds[sequence + 1]
+    order = jnp.argsort(-counts).astype(jnp.int32)
+    return Spans(bounds[None], first_chunks[None], starts[None], ends[None], order[None])
 
 
 def state_dtype(record: LinearRecurrence) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses, RecurrencePasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, Spans, make_spans, make_spec
 from ejkernel_triton.sizes import padded
 
@@ -74,7 +74,7 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans
     block = min(GATE_COLUMNS, padded(columns, MIN_TILE))
     (cumulative,) = launch(
         gates_kernel,
-        (decay, *spans),
+        (decay, *spans.of_chunks),
         [Shape((rows, spec.H, spec.CHUNKS * spec.CHUNK, spec.WIDTH), jnp.float32)],
         batch=rows,
         grid=rows * spec.CHUNKS * -(-columns // block),
@@ -88,7 +88,7 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans
 def pass_states(
     call: RecurrenceCall,
     left: jax.Array,
-    right: jax.Array,
+    right: jax.Array | None,
     initial: jax.Array | None,
     *,
     dtype: Any = None,
@@ -104,11 +104,11 @@ def pass_states(
     Args:
         call: What the stages share.
         left: [B, T, heads, K] keys, or queries.
-        right: [B, T, heads, V] values, or the output's cotangent.
+        right: [B, T, heads, V] values, or the output's cotangent; None is zeros, and walks begin with the identity.
         initial: [B, SEQUENCES, H, K, V], where each walk begins; None is zeros.
         dtype: Dtype of the states that are stored; None stores none.
         correction: w, [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is
-            stored too. A program then holds all key channels, since S^T w_j is a sum over them.
+            stored too if states are. A program then holds all key channels, since S^T w_j is a sum over them.
         reverse: Whether to walk from the last chunk to the first.
 
     Returns:
@@ -123,14 +123,14 @@ def pass_states(
         # The correction's product sums over all key channels, and programs share no sums.
         block_k = padded(spec.K, MIN_TILE)
     states = (batch, spec.H, spec.CHUNKS, spec.K, spec.V) if dtype is not None else (batch,)
-    written = (batch, spec.T, spec.H, spec.V) if correction is not None else (batch,)
+    written = (batch, spec.T, spec.H, spec.V) if correction is not None and dtype is not None else (batch,)
     made = launch(
         states_kernel,
-        (left, right, call.gates, call.dt, initial, correction, call.spans.bounds, call.spans.first_chunks),
+        (left, right, call.gates, call.dt, initial, correction, *call.spans.of_walks),
         [
             Shape(states, jnp.float32 if dtype is None else dtype),
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-            Shape(written, right.dtype),
+            Shape(written, left.dtype if right is None else right.dtype),
         ],
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * -(-spec.K // block_k) * -(-spec.V // block_v),
@@ -139,24 +139,28 @@ def pass_states(
         constants={
             "spec": spec,
             "LEFT_HEADS": left.shape[2],
-            "RIGHT_HEADS": right.shape[2],
+            "RIGHT_HEADS": spec.H if right is None else right.shape[2],
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
             "REVERSE": reverse,
             "INITIAL": initial is not None,
             "WRITE": dtype is not None,
             "CORRECT": correction is not None,
+            "IDENTITY": right is None,
         },
     )
     return made[0], made[1], made[2]
 
 
-def walk(call: RecurrenceCall, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Outputs and final states in one walk, which stores no other state; not with gates of channels.
+def walk(
+    call: RecurrenceCall, initial: jax.Array | None, *, correction: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs and final states in one walk, which stores no other state; gates of channels in a delta rule alone.
 
     Args:
-        call: What the stages share, with a `RecurrencePasses` as its configuration.
+        call: What the stages share.
         initial: [B, SEQUENCES, H, K, V], where each walk begins; None is zeros.
+        correction: W, [B, T, H, K], of a delta rule whose values are U.
 
     Returns:
         Outputs [B, T, H, V], of which those of no packed sequence are undefined, and [B, SEQUENCES, H, K, V] float32.
@@ -164,11 +168,10 @@ def walk(call: RecurrenceCall, initial: jax.Array | None) -> tuple[jax.Array, ja
     from ejkernel_triton.linear_recurrence.walk_kernel import walk_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    assert isinstance(config, RecurrencePasses)  # the delta rule has walks of its own
     arrays = (call.query, call.key, call.value, call.gates, call.dt, call.skip, initial)
     output, final = launch(
         walk_kernel,
-        (*arrays, call.spans.bounds, call.spans.first_chunks),
+        (*arrays, correction, call.scores, *call.spans.of_walks),
         [
             Shape((batch, spec.T, spec.H, spec.V), call.query.dtype),
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
@@ -183,6 +186,7 @@ def walk(call: RecurrenceCall, initial: jax.Array | None) -> tuple[jax.Array, ja
             "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_V": config.walk_block_v,
             "INITIAL": initial is not None,
+            "CORRECT": correction is not None,
         },
     )
     return output, final
@@ -201,7 +205,7 @@ def channel_scores(call: RecurrenceCall) -> jax.Array | None:
         return None
     (scores,) = launch(
         scores_kernel,
-        (call.query, call.key, call.gates, *call.spans),
+        (call.query, call.key, call.gates, *call.spans.of_chunks),
         [Shape((batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK), call.query.dtype)],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H,
@@ -217,11 +221,11 @@ def make_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
     from ejkernel_triton.linear_recurrence.outputs_kernel import outputs_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    # Pairs with gates of channels come whole from `scores_kernel`.
+    # Pairs with gates of channels come whole from a kernel before.
     block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
     (output,) = launch(
         outputs_kernel,
-        (call.query, call.key, call.value, call.gates, call.scores, call.dt, call.skip, states, *call.spans),
+        (call.query, call.key, call.value, call.gates, call.scores, call.dt, call.skip, states, *call.spans.of_chunks),
         [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H * (spec.CHUNK // block_t) * -(-spec.V // config.output_block_v),
@@ -262,7 +266,18 @@ def value_gradients(
     numbers = (batch, tiles, spec.T, spec.H)
     dvalue, ddt, dskip = launch(
         value_gradients_kernel,
-        (call.query, call.key, value, call.gates, call.scores, call.dt, call.skip, cotangent, dstates, *call.spans),
+        (
+            call.query,
+            call.key,
+            value,
+            call.gates,
+            call.scores,
+            call.dt,
+            call.skip,
+            cotangent,
+            dstates,
+            *call.spans.of_chunks,
+        ),
         [
             Shape((batch, spec.T, groups, spec.V), value.dtype if groups == value.shape[2] else jnp.float32),
             Shape(numbers if spec.DT else (batch,), jnp.float32),
@@ -310,7 +325,7 @@ def key_gradients(
     gate_shape = (batch, spec.T, spec.H, spec.K) if spec.WIDTH > 1 else (batch, tiles, spec.T, spec.H)
     dquery, dkey, dgates = launch(
         key_gradients_kernel,
-        (call.query, call.key, call.value, call.gates, call.dt, cotangent, states, dstates, *call.spans),
+        (call.query, call.key, call.value, call.gates, call.dt, cotangent, states, dstates, *call.spans.of_chunks),
         [
             *(
                 Shape((batch, spec.T, n, spec.K), call.query.dtype if whole else jnp.float32)

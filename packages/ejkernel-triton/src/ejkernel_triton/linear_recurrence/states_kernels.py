@@ -21,15 +21,15 @@ from ejkernel_triton.blocks import dot
 from ejkernel_triton.linear_recurrence.tile import (
     chunk_base,
     chunk_span,
-    factors_base,
     gates_base,
     load_columns,
     load_dt,
-    load_factors,
     load_rows,
     load_state,
+    nth_sequence,
     powers_of_two,
     state_base,
+    state_factors,
     store_rows,
     store_state,
     walk_span,
@@ -39,9 +39,8 @@ from ejkernel_triton.linear_recurrence.tile import (
 @triton.jit
 def gates_kernel(
     decay,
-    bounds,
-    first_chunks,
-    chunk_sequences,
+    starts,
+    ends,
     cumulative,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -62,7 +61,7 @@ def gates_kernel(
     program = program // TILES
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
-    start, end = chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec, per)
+    start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, BLOCK)
     step = 0 if T == 1 else COLUMNS
@@ -119,20 +118,6 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
 
 
 @triton.jit
-def state_factors(factors, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
-    """[COLUMNS] powers of two of the state, before and after a chunk's decayed keys are added; 0 with others.
-
-    A chunk that the row does not have gives those of the nearest one.
-    """
-    if spec.DECAYED:
-        chunk = tl.maximum(0, tl.minimum(chunk, spec.CHUNKS - 1))
-        base = factors_base(factors, row // per.GATES, head, chunk, spec)
-        return load_factors(base, 1, column, COLUMNS, spec), load_factors(base, 2, column, COLUMNS, spec)
-    else:
-        return 0.0, 0.0
-
-
-@triton.jit
 def states_kernel(
     left,
     right,
@@ -142,6 +127,7 @@ def states_kernel(
     correction,
     bounds,
     first_chunks,
+    order,
     states,
     final,
     written,
@@ -155,6 +141,7 @@ def states_kernel(
     INITIAL: tl.constexpr,
     WRITE: tl.constexpr,
     CORRECT: tl.constexpr,
+    IDENTITY: tl.constexpr,
 ):
     """Passes a tile of one head's state along the chunks of a sequence or segment; see `stages.pass_states`."""
     K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
@@ -168,8 +155,8 @@ def states_kernel(
     program = program // K_TILES
     head = program % spec.H
     program = program // spec.H
-    sequence = program % spec.SEQUENCES
     row = program // spec.SEQUENCES
+    sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
     first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
@@ -177,37 +164,45 @@ def states_kernel(
         from_row = tl.cast(row // per.INITIAL, tl.int64) * spec.SEQUENCES + sequence
         at = initial + (from_row * spec.H + head) * (spec.K * spec.V)
         acc = load_state(at, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+    if IDENTITY:
+        acc += (k_start + tl.arange(0, BLOCK_K)[:, None] == v_start + tl.arange(0, BLOCK_V)[None, :]).to(tl.float32)
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
-    next_before, next_after = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
+    next_factors = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
         start = sequence_start + (chunk - first) * C
         # On their way during the chunk before: the pipeliner copies what operands of products are made of, and these
         # are not. Waiting for them in every chunk took a tenth of the walk (docs/lab/linear_recurrence_gpu.md).
-        before, after = next_before, next_after
-        next_before, next_after = state_factors(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
+        before, between, after = next_factors
+        next_factors = state_factors(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
         # Before the chunk's tokens are added: forwards what `outputs_kernel` reads, in reverse the gradient of the
         # state behind the chunk.
         if WRITE:
             store_state(state_base(states, row, head, chunk, spec), acc, k_start, v_start, spec)
         left_base = chunk_base(left, row // per.LEFT, start, left_head, spec.T, LEFT_HEADS, spec.K)
-        right_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
         # No address depends on `acc`, so the pipeliner copies the next chunks' tiles under this chunk's product. Three
         # stages are enough: a fourth gives nothing (docs/lab/linear_recurrence_gpu.md).
         left_tile = load_columns(left_base, start, end, k_start, LEFT_HEADS, spec.K, BLOCK_K, spec)
-        right_tile = load_rows(right_base, start, end, v_start, RIGHT_HEADS, spec.V, BLOCK_V, spec)
+        if IDENTITY:
+            right_tile = tl.zeros([C, BLOCK_V], left.dtype.element_ty)
+        else:
+            right_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
+            right_tile = load_rows(right_base, start, end, v_start, RIGHT_HEADS, spec.V, BLOCK_V, spec)
+        if spec.DECAYED:
+            acc *= tl.exp2(before)[:, None]
         if CORRECT:
             # The product sums over key channels, so BLOCK_K spans all of them (see `stages.pass_states`).
             correction_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
             correction_tile = load_rows(correction_base, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
-            # U - W S with the undecayed state. What is stored is rounded as what is multiplied below: outputs and
+            # U - W S. What is stored is rounded as what is multiplied below: outputs and
             # gradients see the same writes as the state.
             right_tile = (right_tile.to(tl.float32) - dot(correction_tile, acc.to(correction_tile.dtype), spec)).to(
                 right_tile.dtype
             )
-            target = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
-            store_rows(target, right_tile, start, end, v_start, spec.H, spec.V, spec)
+            if WRITE:
+                target = chunk_base(written, row, start, head, spec.T, spec.H, spec.V)
+                store_rows(target, right_tile, start, end, v_start, spec.H, spec.V, spec)
         factors = 0.0
         if spec.DT and not REVERSE:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
@@ -226,7 +221,7 @@ def states_kernel(
                 total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
         # The decay multiplies `acc` before the product adds to it: what this chunk writes has its decay already.
         if spec.DECAYED:
-            acc *= tl.exp2(before)[:, None]
+            acc *= tl.exp2(between)[:, None]
         else:
             acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:

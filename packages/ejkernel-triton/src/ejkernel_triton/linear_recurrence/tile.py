@@ -11,16 +11,15 @@ MIN_LOG2_GATE = tl.constexpr(-58.0)
 
 
 @triton.jit
-def chunk_span(bounds, first_chunks, chunk_sequences, row, chunk, spec: tl.constexpr, per: tl.constexpr):
+def chunk_span(starts, ends, row, chunk, spec: tl.constexpr, per: tl.constexpr):
     """First token of a chunk, and the token after the last of its sequence."""
     if spec.PER_SEQUENCE == 0:
-        # Packed sequences are cut into chunks one by one, so a chunk has tokens of one sequence alone. Chunks behind
-        # the last have sequence N, which is empty (`bounds` repeats its last number): all their tokens are masked.
-        bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2)
-        first_chunks += (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1)
-        sequence = tl.load(chunk_sequences + (row // per.CHUNK_SEQUENCES) * spec.CHUNKS + chunk)
-        start = tl.load(bounds + sequence) + (chunk - tl.load(first_chunks + sequence)) * spec.CHUNK
-        return start, tl.load(bounds + sequence + 1)
+        # Packed sequences are cut into chunks one by one, so a chunk has tokens of one sequence alone. A program waits
+        # for these two numbers before anything else, so they are made beforehand for all chunks.
+        return (
+            tl.load(starts + (row // per.STARTS) * spec.CHUNKS + chunk),
+            tl.load(ends + (row // per.ENDS) * spec.CHUNKS + chunk),
+        )
     else:
         return chunk * spec.CHUNK, chunk * 0 + spec.T
 
@@ -35,6 +34,15 @@ def walk_span(bounds, first_chunks, row, sequence, spec: tl.constexpr, per: tl.c
     else:
         first = sequence * spec.PER_SEQUENCE
         return first, tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS), first * spec.CHUNK, first * 0 + spec.T
+
+
+@triton.jit
+def nth_sequence(order, row, n, spec: tl.constexpr, per: tl.constexpr):
+    """The sequence or segment of the n-th walk of a row."""
+    if spec.PER_SEQUENCE == 0:
+        return tl.load(order + (row // per.ORDER) * spec.SEQUENCES + n)
+    else:
+        return n
 
 
 @triton.jit
@@ -194,6 +202,22 @@ def load_factors(base, which, column, COLUMNS: tl.constexpr, spec: tl.constexpr)
     """[COLUMNS] of a chunk's factors, in powers of two; see `delta_channels_kernel`."""
     columns = column + tl.arange(0, COLUMNS)
     return tl.load(base + which * spec.K + columns, mask=columns < spec.K, other=0.0)
+
+
+@triton.jit
+def state_factors(factors, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
+    """[COLUMNS] powers of two of the state: before it is read, before and after keys are added; 0 if not DECAYED.
+
+    A chunk that the row does not have gives those of the nearest one.
+    """
+    if spec.DECAYED:
+        chunk = tl.maximum(0, tl.minimum(chunk, spec.CHUNKS - 1))
+        base = factors_base(factors, row // per.GATES, head, chunk, spec)
+        before = load_factors(base, 0, column, COLUMNS, spec)
+        between = load_factors(base, 1, column, COLUMNS, spec)
+        return before, between, load_factors(base, 2, column, COLUMNS, spec)
+    else:
+        return 0.0, 0.0, 0.0
 
 
 @triton.jit

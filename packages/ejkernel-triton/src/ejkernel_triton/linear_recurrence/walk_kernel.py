@@ -1,6 +1,6 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""States and outputs in one walk: a program makes the outputs of each chunk before it adds the chunk to its state.
+"""States and outputs in one walk: a program makes the outputs of each chunk and adds the chunk to its state.
 
     tokens     |  chunk 0  |  chunk 1  | ...
     state      S0          S1          S2 ...             [K, BLOCK_V] float32 in registers, never in memory
@@ -8,7 +8,11 @@
 
 What `states_kernel` and `outputs_kernel` pass through memory is much of what they move: 0.54 of 1.34 GB with B4 S8192
 H16 and K, V of 128 in bfloat16. In return chunks wait for each other, so this needs about as many walks as there are
-multiprocessors. Gates of channels keep the two kernels: their scores come from a kernel of their own.
+multiprocessors.
+
+With the delta rule, `value` is U and a token writes U - W S (see `delta_kernel`), so each chunk has one more product in
+the chain from state to state. With gates of channels queries, keys and W have their decay already, and scores are made
+(see `delta_channels_kernel`); without the delta rule such gates keep the two kernels.
 """
 
 import triton
@@ -22,7 +26,10 @@ from ejkernel_triton.linear_recurrence.tile import (
     load_dt,
     load_rows,
     load_state,
+    nth_sequence,
     pair_weights,
+    scores_at,
+    state_factors,
     store_rows,
     store_state,
     walk_span,
@@ -38,8 +45,11 @@ def walk_kernel(
     dt,
     skip,
     initial,
+    correction,
+    scores,
     bounds,
     first_chunks,
+    order,
     output,
     final,
     spec: tl.constexpr,
@@ -48,6 +58,7 @@ def walk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     INITIAL: tl.constexpr,
+    CORRECT: tl.constexpr,
 ):
     """Outputs and final state of one head and sequence, BLOCK_V value channels; see `stages.walk`."""
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
@@ -58,8 +69,8 @@ def walk_kernel(
     program = program // V_TILES
     head = program % spec.H
     program = program // spec.H
-    sequence = program % spec.SEQUENCES
     row = program // spec.SEQUENCES
+    sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
     first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
@@ -71,9 +82,13 @@ def walk_kernel(
     factor = 0.0
     if spec.SKIP:
         factor = tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
+    next_factors = state_factors(gates, row, head, first, 0, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = first + step
         start = sequence_start + step * C
+        before, between, after = next_factors
+        # Loaded a chunk ahead: see `states_kernel`.
+        next_factors = state_factors(gates, row, head, chunk + 1, 0, BLOCK_K, spec, per)
         # No address depends on `acc`, so the pipeliner copies the next chunks' tiles under this chunk's products.
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
         k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
@@ -81,6 +96,17 @@ def walk_kernel(
         q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
         v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec)
+        if spec.DECAYED:
+            acc *= tl.exp2(before)[:, None]
+        # The state before the chunk answers, and takes in the chunk, before pairs are made: pairs and the state's
+        # update at the same time take more registers than there are.
+        state = acc.to(q.dtype)
+        out = dot(q, state, spec)
+        if CORRECT:
+            w_base = chunk_base(correction, row // per.CORRECTION, start, head, spec.T, spec.H, spec.K)
+            w = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
+            # What the chunk writes, U - W S: rounded once, so that state, outputs and gradients see the same.
+            v = (-add_dot(-v.to(tl.float32), w, state, spec)).to(v.dtype)
         read, writes = v, v
         if spec.WIDTH == 1:
             g_base = gates_base(gates, row, head, chunk, spec, per)
@@ -94,23 +120,31 @@ def walk_kernel(
             read = (v.to(tl.float32) * factors[:, None]).to(v.dtype)
         if spec.WIDTH == 1 or spec.DT:
             writes = (v.to(tl.float32) * weights[:, None]).to(v.dtype)
-        # The state before the chunk answers, and takes in the chunk, before pairs are made: pairs and the state's
-        # update at the same time take more registers than there are.
-        out = dot(q, acc.to(q.dtype), spec) * spec.SCALE
         if spec.WIDTH == 1:
             out *= tl.exp2(g)[:, None]
             acc *= tl.exp2(total)
+        if spec.DECAYED:
+            acc *= tl.exp2(between)[:, None]
         # Tokens behind the end have keys and values of 0, so they add nothing; their outputs are not stored.
         acc = add_dot(acc, tl.trans(k), writes, spec)
+        if spec.DECAYED:
+            acc *= tl.exp2(after)[:, None]
+        if spec.WIDTH > 1:
+            # As they are in memory, masked already: an operand that no thread has to touch.
+            out = add_dot(out, tl.load(scores_at(scores, row, head, chunk, spec)), read, spec)
+        else:
+            pairs = dot(q, tl.trans(k), spec)
+            if spec.WIDTH == 1:
+                # Masks too: the weights are 0 above the diagonal. Gates are loaded again, `step >> 30` being a 0 that
+                # the compiler cannot fold: held through the products above they would spill.
+                pairs *= pair_weights(tl.load(g_base + (step >> 30) + tl.arange(0, C)))
+            else:
+                pairs = tl.where(causal(spec), pairs, 0.0)
+            out = add_dot(out, pairs.to(v.dtype), read, spec)
+        # The scale is on what the state and the tokens answer; the skip is not scaled.
+        out *= spec.SCALE
         if spec.SKIP:
             out += v.to(tl.float32) * factor
-        pairs = dot(q, tl.trans(k), spec) * spec.SCALE
-        if spec.WIDTH == 1:
-            # Masks too: the weights are 0 above the diagonal.
-            pairs *= pair_weights(g)
-        else:
-            pairs = tl.where(causal(spec), pairs, 0.0)
-        out = add_dot(out, pairs.to(v.dtype), read, spec)
         target = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
         store_rows(target, out, start, end, v_start, spec.H, spec.V, spec)
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
