@@ -1,6 +1,7 @@
 """Latent attention in Mosaic GPU, lowered for CUDA without a GPU; its plan; and what it refuses."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -18,10 +19,12 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
 from ejkernel.planning import latent_pages
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
-from ejkernel_pallas.gpu.latent_attention import combine, implementations, plan, run, spec
+from ejkernel_pallas.gpu.latent_attention import combine, implementations, plan, plan_kernel, run, spec
 
 SHAPE = jax.ShapeDtypeStruct
 PARAMS = spec.HopperLatent(num_programs=132)
+KERNELS = 3
+"""The plan, the kernel, and the merging of parts."""
 
 
 def make(rows=4, heads=128, page=64, dense=False, dtype=jnp.bfloat16, lanes=640, latent=(512, 512), lens=None):
@@ -49,7 +52,7 @@ def test_a_call_lowers(fields):
     record = make(**fields)
     traced = jax.jit(lambda record: run.forward(record, PARAMS)[0]).trace(record)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2
+    assert text.count("custom_call @mosaic_gpu") == KERNELS
     output, lse = traced.out_info
     assert (output.shape, output.dtype) == ((4, record.query.shape[1], 512), record.query.dtype)
     assert lse.shape == record.query.shape[:2]
@@ -59,7 +62,7 @@ def test_a_call_lowers(fields):
 def test_rows_of_no_head_need_not_be_stored(heads):
     params = dataclasses.replace(PARAMS, store_padding=False)
     traced = jax.jit(lambda record: run.forward(record, params)[0]).trace(make(heads=heads))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 2
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == KERNELS
     device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
     assert spec.make_spec(make(heads=heads), params, 512).stored == heads
     assert params in spec.candidates(make(heads=heads), device, "forward")
@@ -92,6 +95,21 @@ def test_every_step_has_one_program(programs, lens):
         first, last = start // share, (start + steps - 1) // share
         assert shares[first, 1] <= start < shares[first + 1, 1]
         assert shares[last, 1] < start + steps <= shares[last + 1, 1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": (60, 0)}, {"kv_starts": 5}], ids=str)
+def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
+    plgpu = plan_kernel.plgpu
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        pytest.skip("this JAX interprets no loads in a given layout")
+    interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(plgpu, "kernel", interpreted)
+    lens = [300, 0, 64, 129, 1, 700, 128, 127, 520]
+    starts = {"kv_starts": jnp.full(len(lens), fields["kv_starts"])} if "kv_starts" in fields else {}
+    record = dataclasses.replace(make(rows=len(lens), lens=lens, page=128), **{**fields, **starts})
+    constants = spec.make_spec(record, spec.HopperLatent(num_programs=8), 512)
+    for got, want in zip(plan_kernel.planned(record, constants), plan.make_plan(record, constants), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +190,13 @@ def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
         output, _ = run.decode(mla_decode.lower(given), PARAMS)
         return mla_decode.finish(given, output)
 
-    for module in (run, combine):
-        monkeypatch.setattr(module, "launch", launch)
+    def update(body, operands, updated, blocks):
+        shapes = {name: SHAPE(x.shape, x.dtype) for name, x in updated.items()}
+        return jax.pure_callback(lambda *arrays: None, shapes, *operands.values(), *updated.values())
+
+    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setattr(combine, "update", update)
+    monkeypatch.setattr(run, "planned", plan.make_plan)
     given = decode_arguments(sizes)
     made, smallest = jax.jit(step).lower(given).compile().as_text(), given.latent_cache.size * sizes[-1] // sizes[0]
     found = {what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= smallest}

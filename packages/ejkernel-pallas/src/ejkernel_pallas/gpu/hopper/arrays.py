@@ -38,15 +38,16 @@ def full_tile(shape: tuple[int, int]) -> jax.Array:
 
 def load_rows(vector: Any) -> jax.Array:
     """A value for every row, from shared memory."""
-    return _load(vector, ROW_LAYOUT)
+    return load_as(vector, ROW_LAYOUT)
 
 
 def load_columns(vector: Any) -> jax.Array:
     """A value for every column, from shared memory."""
-    return _load(vector, COLUMN_LAYOUT)
+    return load_as(vector, COLUMN_LAYOUT)
 
 
-def _load(vector: Any, layout: Any) -> jax.Array:
+def load_as(vector: Any, layout: Any) -> jax.Array:
+    """An array in a layout, from memory, with loads of single elements if need be."""
     # JAX 0.10 wants an index, which is deprecated in 0.11 and gone in 0.12.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     indexed = {} if index is None or index.default is not inspect.Parameter.empty else {"idx": ()}
@@ -82,7 +83,7 @@ def widened(tile: jax.Array) -> jax.Array:
 
 def load_tile(tile: Any) -> jax.Array:
     """A tile of scores, from shared memory."""
-    return _load(tile, plgpu.Layout.WGMMA)
+    return load_as(tile, plgpu.Layout.WGMMA)
 
 
 def load_first_rows(tile: Any, rows: int) -> jax.Array:

@@ -30,7 +30,8 @@ class Shared:
         q_free: No warpgroup reads them any more.
         exclusive_full: [2] the left half of block 0, or the right half of block 1, is there: as values, only the
             warpgroup that scores the block reads it.
-        shared_full: [2] the other half and the rotary columns are there; both warpgroups read them.
+        shared_full: [2] the other half is there; both warpgroups read it.
+        rotary_full: [2] the rotary columns and the bits in `present` are there.
         exclusive_free: [2] the products that read the exclusive half are done.
         shared_free: [2] the products that read the other half are done.
         weights_full: [2] weights and maxima of a block are there.
@@ -50,6 +51,7 @@ class Shared:
     q_free: Any
     exclusive_full: Any
     shared_full: Any
+    rotary_full: Any
     exclusive_free: Any
     shared_free: Any
     weights_full: Any

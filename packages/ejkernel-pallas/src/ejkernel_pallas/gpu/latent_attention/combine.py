@@ -1,7 +1,7 @@
 """Merging the parts of items that several programs worked on, in a kernel of its own.
 
 A block has 64 heads and `COLUMNS` columns of one item. The programs that have a part of it follow each other: the first
-wrote its second slot, all others their first. Items that one program had are copied.
+wrote its second slot, all others their first. Items that one program had stay as they are.
 
     slots of programs   [first, second] [first, second] [first, second]
     an item's parts             part 0 ─► part 1 ──────► part 2           online softmax over parts, weight exp(lse)
@@ -17,16 +17,16 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
-from ejkernel_pallas.gpu.hopper.launch import launch
+from ejkernel_pallas.gpu.hopper.in_place import update
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
-from ejkernel_pallas.gpu.latent_attention.spec import ScheduledSpec
+from ejkernel_pallas.gpu.latent_attention.spec import LOWEST, ScheduledSpec
 
 I32 = jnp.int32
 COLUMNS = 64
-"""Columns of a thread block."""
-LOWEST = -1e30
-"""The maximum of no parts: finite, so that differences are no NaN."""
+"""Columns that a thread block merges at a time."""
+BLOCKS = 528
+"""Thread blocks, about: four a multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,51 +57,40 @@ def combined(
         made: What the kernel wrote.
         stored: The first rows of a tile, which it wrote.
     """
-    operands = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    operands |= {"items": plan.items, "shares": plan.shares}
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (made.output, made.lse)]
+    operands = {"parts": made.parts, "part_lse": made.part_lse, "items": plan.items, "shares": plan.shares}
     width = made.output.shape[1]
     across = width // COLUMNS
+    # Blocks that have nothing to merge cost little, but not nothing: with many tiles each has more columns.
+    while across % 2 == 0 and spec.rows * spec.tiles * across > BLOCKS:
+        across //= 2
 
-    def body(given: dict[str, Any], outputs: Any, buffers: dict[str, Any]) -> None:
-        del buffers
+    def body(given: dict[str, Any], updated: dict[str, Any]) -> None:
         block = lax.axis_index("block")
-        tile, column = lax.div(block, I32(across)), lax.rem(block, I32(across)) * COLUMNS
-        _combine(spec, given, outputs, tile, column, stored)
+        tile, place = lax.div(block, I32(across)), lax.rem(block, I32(across))
+        _combine(spec, given, updated, tile, (place * width // across, width // across), stored)
 
-    # No consumer warpgroup: the kernel is loads, sums and stores, for which one warpgroup is enough.
-    output, lse = launch(body, operands, shapes, {"unused": _nothing()}, spec.rows * spec.tiles * across, 0)
+    results = {"output": made.output, "lse": made.lse}
+    results = update(body, operands, results, spec.rows * spec.tiles * across)
+    output, lse = results["output"], results["lse"]
     output = output.reshape(spec.rows, spec.tiles * WGMMA_M, width)[:, : spec.heads]
     return output, lse.reshape(spec.rows, spec.tiles * WGMMA_M)[:, : spec.heads]
 
 
-def _nothing() -> Any:
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    return plgpu.SMEM((1,), jnp.int32)
-
-
-def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: Any, column: Any, stored: int) -> None:
-    """The columns of one tile of heads of an item."""
+def _combine(
+    spec: ScheduledSpec, given: dict[str, Any], updated: dict[str, Any], number: Any, part: tuple[Any, int], stored: int
+) -> None:
+    """Columns of one tile of heads of an item; `part` is the first, and how many."""
     item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
     start, steps = given["items"][item, 2], given["items"][item, 3]
     # All programs have equal shares, but for the last ones: program 1 begins where the first share ends.
     share = jnp.maximum(given["shares"][1, 1], 1)
     first, last = lax.div(start, share), lax.div(start + steps - 1, share)
-    rows, columns = pl.ds(number * WGMMA_M, WGMMA_M), pl.ds(column, COLUMNS)
+    rows = pl.ds(number * WGMMA_M, WGMMA_M)
 
-    @pl.when(first == last)
-    def _copy() -> None:
-        # Not in place: what the kernel wrote is an operand here, which is only read.
-        tile = arrays.load_first_rows(given["output"].at[rows, columns], stored)
-        arrays.store_first_rows(outputs[0].at[rows, columns], tile, stored)
+    def merge(stage: Any, carry: Any) -> Any:
+        column = part[0] + stage * COLUMNS
+        columns = pl.ds(column, COLUMNS)
 
-        @pl.when(column == 0)
-        def _lse() -> None:
-            outputs[1][number] = arrays.load_rows(given["lse"].at[number])
-
-    @pl.when(first != last)
-    def _merge() -> None:
         def slot(program: Any) -> Any:
             return (program * 2 + (program == first).astype(I32)) * spec.tiles + tile
 
@@ -129,9 +118,16 @@ def _combine(spec: ScheduledSpec, given: dict[str, Any], outputs: Any, number: A
         zeros = arrays.full_tile((WGMMA_M, COLUMNS)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0)
         output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add, zeros)
         output = output * over_columns(1 / row_sum, output.shape)
-        arrays.store_first_rows(outputs[0].at[rows, columns], output.astype(spec.dtype), stored)
+        arrays.store_first_rows(updated["output"].at[rows, columns], output.astype(spec.dtype), stored)
 
         @pl.when(column == 0)
         # All blocks of columns have lse in registers; the first writes it.
         def _lse() -> None:
-            outputs[1][number] = row_max + jnp.log(row_sum)
+            updated["lse"][number] = row_max + jnp.log(row_sum)
+
+        return carry
+
+    # Items that one program had are in place.
+    @pl.when(first != last)
+    def _merge() -> None:
+        lax.fori_loop(0, part[1] // COLUMNS, merge, I32(0))

@@ -3,9 +3,12 @@
 A step has two blocks of 64 keys. Each warpgroup multiplies the queries with one of them and exponentiates its scores;
 both multiply both blocks of weights with their half of the values. A latent vector is key and value: it is copied once.
 
-    warpgroup 0     Q K0   softmax 0 | P0 V0 left            | P1 V1 left           accumulator 64 x 256, left
-    warpgroup 1     Q K1             | P0 V0 right, softmax 1 | P1 V1 right         accumulator 64 x 256, right
-                              P0 and its maximum       P1 and its maximum           through shared memory
+    warpgroup 0     Q K0 | softmax 0 | P0 V0 left             | P1 V1 left           accumulator 64 x 256, left
+    warpgroup 1          | Q K1      | P0 V0 right, softmax 1 | P1 V1 right          accumulator 64 x 256, right
+                               P0 and its maximum       P1 and its maximum           through shared memory
+
+Warpgroup 1 issues its product with the queries behind that of warpgroup 0, so that the tensor cores work during softmax
+0, and P0's product behind its own, before it waits for scores, so that they work during softmax 1.
 
 The running maximum goes from block 0 to block 1, and from there to block 0 of the next step, so both accumulators are
 relative to the same one. Weights lie where the rotary columns of their block were, which only the product with the
@@ -23,6 +26,7 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
+from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
@@ -30,8 +34,26 @@ from ejkernel_pallas.gpu.latent_attention.producer import produce
 from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, GROUP, HALF, LN2, REGISTERS, SLACK, UNIT, WARPGROUPS
 
 I32 = jnp.int32
-LOWEST = -1e30
-"""The maximum of no scores, and a masked score: finite, so that differences are no NaN."""
+EVERY_GROUP = (1 << BLOCK_KV // GROUP) - 1
+"""Bits of a block whose keys are all present."""
+
+
+class Issued(NamedTuple):
+    """A product of the queries with a block of keys that is under way.
+
+    Attributes:
+        scores: Accumulator registers, not valid until the product has ended.
+        first: Number of the block's first key that the row attends, if it is in the block.
+        end: Number of the first key that it does not attend any more.
+        masked: Whether there may be masked keys.
+        present: Groups of keys that are present, a bit each.
+    """
+
+    scores: Any
+    first: Any
+    end: Any
+    masked: Any
+    present: Any
 
 
 class State(NamedTuple):
@@ -70,7 +92,8 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     """A warpgroup's half of the output of a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
-    state = State(arrays.full_tile((WGMMA_M, HALF)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0))
+    lowest = arrays.full_rows(WGMMA_M, call.spec.lowest)
+    state = State(arrays.full_tile((WGMMA_M, HALF)), lowest, arrays.full_rows(WGMMA_M, 0.0))
     state = lax.fori_loop(item.first, item.first + item.steps, functools.partial(step, call, item), state)
     # Scores alone read the queries, so the next item's may be copied now.
     plgpu.barrier_arrive(shared.q_free)
@@ -81,7 +104,7 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     plgpu.barrier_arrive(shared.sums_full.at[number])
     plgpu.barrier_wait(shared.sums_full.at[1 - number])
     total = state.row_sum + arrays.load_rows(shared.row_sum.at[1 - number])
-    # `total` is not 0: a row without keys has weights of exp2(LOWEST - LOWEST) = 1, times values that are zeros.
+    # `total` is not 0: a row without keys has weights of exp2(lowest - lowest) = 1, times values that are zeros.
     output = state.output * over_columns(call.spec.value_scale / total, state.output.shape)
     _write(call, number, item, output, state.row_max * LN2 + jnp.log(total))
     return carry
@@ -90,15 +113,23 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
 def _first_step(call: Call, item: Item, step: Any, state: State) -> State:
     """A step of the warpgroup that scores block 0 and accumulates the left half."""
     shared = call.shared
-    scores = _scores(call, item, 0, step)
-    row_max = _moved(call, state.row_max, scores.max(axis=1))
-    weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
+    issued = _issue(call, item, 0, step)
+    ping_pong_pass(WARPGROUPS)
+    scores = _scores(call, issued, in_flight=0)
+    row_max = _moved(call, state.row_max, scores.max(axis=1) * call.spec.factor)
+    powers = _powers(call, scores, row_max)
     alpha = jnp.exp2(state.row_max - row_max)
-    row_sum = state.row_sum * alpha + weights.sum(axis=1)
     # Before its own product: warpgroup 1 waits for these weights.
-    weights = _publish(call, 0, weights, row_max)
+    weights = _publish(call, 0, powers, row_max)
     output = _rescaled(call, state.output, alpha)
-    output = _product(output, weights, shared.left.at[0])
+
+    # Body of `run_state`, at whose end the product has ended; weights are summed under it.
+    def multiply(refs: Any) -> None:
+        output_ref, sum_ref = refs
+        plgpu.wgmma(output_ref, weights, shared.left.at[0])
+        sum_ref[...] = state.row_sum * alpha + powers.sum(axis=1)
+
+    output, row_sum = pl.run_state(multiply)((plgpu.WGMMAAccumulatorRef.init(output), state.row_sum))
     # As values, this half of block 0 is read here alone.
     plgpu.barrier_arrive(shared.exclusive_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
@@ -120,9 +151,8 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     The product of the other's weights is under way while this one exponentiates its scores.
     """
     shared = call.shared
-    scores = _scores(call, item, 1, step)
-    # Before the wait, as it needs nothing of the other warpgroup.
-    block_max = scores.max(axis=1)
+    ping_pong_wait(WARPGROUPS)
+    issued = _issue(call, item, 1, step)
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_rows(shared.row_max.at[0])
     output = _rescaled(call, state.output, jnp.exp2(state.row_max - before))
@@ -131,14 +161,16 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     def multiply(refs: Any) -> None:
         output_ref, weights_ref, max_ref, sum_ref = refs
         plgpu.wgmma(output_ref, shared.rotary.at[0], shared.right.at[0])
-        row_max = _moved(call, before, block_max)
-        weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
-        sum_ref[...] = state.row_sum * jnp.exp2(state.row_max - row_max) + weights.sum(axis=1)
+        scores = _scores(call, issued, in_flight=1)
+        row_max = _moved(call, before, scores.max(axis=1) * call.spec.factor)
+        powers = _powers(call, scores, row_max)
         max_ref[...] = row_max
-        weights_ref[...] = _publish(call, 1, weights, row_max)
+        weights_ref[...] = _publish(call, 1, powers, row_max)
+        # Warpgroup 0 does not wait for the sums.
+        sum_ref[...] = state.row_sum * jnp.exp2(state.row_max - row_max) + powers.sum(axis=1)
 
     # For its shape and layout alone; the weights overwrite it.
-    narrow = scores.astype(call.spec.dtype)
+    narrow = arrays.full_tile((WGMMA_M, BLOCK_KV)).astype(call.spec.dtype)
     refs = plgpu.WGMMAAccumulatorRef.init(output), narrow, state.row_max, state.row_sum
     output, weights, row_max, row_sum = pl.run_state(multiply)(refs)
     # Warpgroup 0 read this half as keys before it published P0.
@@ -150,8 +182,8 @@ def _second_step(call: Call, item: Item, step: Any, state: State) -> State:
     return State(output, row_max, row_sum)
 
 
-def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
-    """Scores of a block as powers of two, `LOWEST` where there is no key."""
+def _issue(call: Call, item: Item, block: int, step: Any) -> Issued:
+    """Issues the product of the queries with a block of keys."""
     shared = call.shared
     left, right, rotary = shared.left.at[block], shared.right.at[block], shared.rotary.at[block]
     # The half that is copied first is multiplied first.
@@ -163,27 +195,51 @@ def _scores(call: Call, item: Item, block: int, step: Any) -> Any:
         partial = partial | (first > 0)
     plgpu.barrier_wait(shared.exclusive_full.at[block])
     # Slots of masked keys may hold NaN, and a weight of zero times NaN is NaN.
-    pl.when(partial)(lambda: _zero(exclusive[1:], first, end))
+    pl.when(partial)(lambda: _zero(exclusive[1], first, end))
     scores = wgmma.issue(*exclusive)
     plgpu.barrier_wait(shared.shared_full.at[block])
-    pl.when(partial)(lambda: _zero((both[1], rotary), first, end))
-    scores = wgmma.extend(scores, both, (shared.q_rotary, rotary))
+    pl.when(partial)(lambda: _zero(both[1], first, end))
+    scores = wgmma.extend(scores, both)
+    plgpu.barrier_wait(shared.rotary_full.at[block])
+    pl.when(partial)(lambda: _zero(rotary, first, end))
+    scores = wgmma.extend(scores, (shared.q_rotary, rotary))
     present = shared.present[block]
-    scores = wgmma.wait(scores, in_flight=0)
-    column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    attends = column < end
-    if call.spec.started:
-        attends = attends & (column >= first)
     if call.spec.columns:
-        bits = jnp.right_shift(present, lax.div(column, I32(GROUP)))
+        partial = partial | (jnp.bitwise_and(present, EVERY_GROUP) != EVERY_GROUP)
+    return Issued(scores, first, end, partial, present)
+
+
+def _scores(call: Call, issued: Issued, in_flight: int) -> Any:
+    """Scores of a block, `masked` where there is no key, once at most `in_flight` later products are unfinished.
+
+    They are products: `factor` makes powers of two of them, in the instruction that subtracts the maximum.
+    """
+    scores = wgmma.wait(issued.scores, in_flight=in_flight)
+    if call.spec.factor != call.spec.exponent:
+        scores = scores * call.spec.exponent
+    # Nearly all blocks have all their keys.
+    return lax.cond(issued.masked, lambda x: _masked(call, issued, x), lambda x: x, scores)
+
+
+def _masked(call: Call, issued: Issued, scores: Any) -> Any:
+    column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    attends = column < issued.end
+    if call.spec.started:
+        attends = attends & (column >= issued.first)
+    if call.spec.columns:
+        bits = jnp.right_shift(issued.present, lax.div(column, I32(GROUP)))
         attends = attends & (jnp.bitwise_and(bits, 1) > 0)
-    return jnp.where(attends, scores * call.spec.exponent, LOWEST)
+    return jnp.where(attends, scores, call.spec.masked)
 
 
-def _zero(tiles: Any, first: Any, end: Any) -> None:
-    """Writes zeros to the rows of tiles before `first` and from `end` on."""
-    for tile in tiles:
-        zero_rows(tile, first, end)
+def _powers(call: Call, scores: Any, row_max: Any) -> Any:
+    """Weights in float32."""
+    return jnp.exp2(scores * call.spec.factor - over_columns(row_max, scores.shape))
+
+
+def _zero(tile: Any, first: Any, end: Any) -> None:
+    """Writes zeros to the rows of a tile before `first` and from `end` on."""
+    zero_rows(tile, first, end)
     plgpu.commit_smem()
 
 

@@ -10,7 +10,7 @@ A program has at most two parts of items: of the item in which it begins, and of
 are as long, shares may grow by a few percent so that none is cut, and nothing has to be merged.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ejkernel.planning import paged_cache
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
 
 FEW_ITEMS = 1024
-"""Items whose running sums are made by comparing all pairs: one kernel of XLA, where a scan is several."""
+"""Items that `plan_kernel.planned` plans in one kernel, each block of which has all of them in shared memory."""
 
 
 class LatentSchedule(NamedTuple):
@@ -35,28 +35,57 @@ class LatentSchedule(NamedTuple):
     shares: jax.Array
 
 
-def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
-    """The items of a record, and the programs' shares."""
+class Extents(NamedTuple):
+    """What an item attends, [T] int32.
+
+    Attributes:
+        owner: Sequence.
+        keys: One more than the last key; 0 where there is none.
+        low: First key.
+    """
+
+    owner: jax.Array
+    keys: jax.Array
+    low: jax.Array
+
+
+def make_extents(record: PagedAttention, spec: LatentSpec) -> Extents:
+    """What the items of a record attend."""
+    lens, starts = record.kv_lens.astype(jnp.int32), record.kv_starts
     if record.query_start is None:
-        sequence, position = jnp.arange(spec.rows, dtype=jnp.int32), record.kv_lens.astype(jnp.int32) - 1
+        # A row a sequence: nothing is gathered, which would be a kernel of its own.
+        sequence, position = jnp.arange(spec.rows, dtype=jnp.int32), lens - 1
+        owner = sequence
     else:
         sequence, position = paged_cache.token_places(record)
-    owner = jnp.maximum(sequence, 0)
-    keys = jnp.minimum(record.kv_lens.astype(jnp.int32)[owner], paged_cache.capacity(record))
+        owner = jnp.maximum(sequence, 0)
+        lens, starts = lens[owner], None if starts is None else starts[owner]
+    keys, low = limits(record, lens, position, 0 if starts is None else starts.astype(jnp.int32))
+    keys = jnp.where(sequence >= 0, keys, 0)
+    return Extents(owner, keys, jnp.where(keys > 0, low, 0))
+
+
+def limits(record: PagedAttention, lens: Any, position: Any, starts: Any) -> tuple[Any, Any]:
+    """Keys and first key of rows at positions of sequences, 0 and 0 where there is none. The record gives constants."""
+    keys = jnp.minimum(lens, paged_cache.capacity(record))
     left, right = band(record)
     if right is not None:
         keys = jnp.minimum(keys, position + 1 + right)
-    low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[owner]
+    # A window that reaches before key 0 has a negative start.
+    low = jnp.maximum(starts, 0)
     if left is not None:
         low = jnp.maximum(low, position - left)
-    # A window that reaches before key 0 has a negative start.
-    low = jnp.maximum(low, 0)
-    keys = jnp.where((sequence >= 0) & (keys > low), keys, 0)
-    low = jnp.where(keys > 0, low, 0)
+    keys = jnp.where(keys > low, keys, 0)
+    return keys, jnp.where(keys > 0, low, 0)
+
+
+def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
+    """The items of a record, and the programs' shares."""
+    owner, keys, low = make_extents(record, spec)
     # Steps begin at multiples of UNIT, so that a block lies inside one page or is made of whole pages. Keys before
     # `low` are masked.
     steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
-    ends = _sums(steps)
+    ends = jnp.cumsum(steps, dtype=jnp.int32)
     total = ends[-1]
     # Lengths are arrays, so shares follow them without a new compilation.
     share = -(-total // spec.programs)
@@ -68,14 +97,6 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     items = jnp.stack((owner, keys, ends - steps, steps, low), axis=1)
     # Programs that begin at the end of the line have no steps; their item only has to be one that exists.
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))
-
-
-def _sums(steps: jax.Array) -> jax.Array:
-    """Running sums."""
-    if steps.shape[0] > FEW_ITEMS:
-        return jnp.cumsum(steps, dtype=jnp.int32)
-    item = jnp.arange(steps.shape[0], dtype=jnp.int32)
-    return jnp.sum(jnp.where(item <= item[:, None], steps, 0), axis=1, dtype=jnp.int32)
 
 
 def _whole(share: jax.Array, steps: jax.Array, growth: int) -> jax.Array:

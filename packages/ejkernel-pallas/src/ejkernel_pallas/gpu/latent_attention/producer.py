@@ -65,11 +65,11 @@ def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: in
     """Copies the half that both warpgroups read, and the rotary columns."""
     shared = call.shared
     pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.shared_free.at[block]))
-    full = shared.shared_full.at[block]
+    target = (shared.right, shared.left)[block].at[block]
+    _copy(call, places, "latent", pl.ds((1 - block) * HALF, HALF), target, shared.shared_full.at[block])
+    full = shared.rotary_full.at[block]
     # Behind the wait: the block before is masked with its bits until then.
     shared.present[block] = present
-    target = (shared.right, shared.left)[block].at[block]
-    _copy(call, places, "latent", pl.ds((1 - block) * HALF, HALF), target, full)
     _copy(call, places, "rotary", pl.ds(call.spec.start, ROTARY), shared.rotary.at[block], full)
     plgpu.barrier_arrive(full)  # after the bits
 

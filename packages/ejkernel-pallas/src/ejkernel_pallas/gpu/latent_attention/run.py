@@ -15,12 +15,14 @@ from ejkernel_pallas.gpu.hopper.launch import launch, matrix
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Shared
 from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined
-from ejkernel_pallas.gpu.latent_attention.kernel import LOWEST, latent_kernel
-from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, make_plan
+from ejkernel_pallas.gpu.latent_attention.kernel import latent_kernel
+from ejkernel_pallas.gpu.latent_attention.plan import FEW_ITEMS, LatentSchedule, make_plan
+from ejkernel_pallas.gpu.latent_attention.plan_kernel import planned
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
     HALF,
     LATENT,
+    LOWEST,
     ROTARY,
     WARPGROUPS,
     HopperLatent,
@@ -89,7 +91,7 @@ def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
 def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
     """Output [T, H, 512] and lse [T, H] of a record whose tokens are all in their pages."""
     spec = make_spec(record, params, rotary.start)
-    plan = make_plan(record, spec)
+    plan = (planned if spec.rows <= FEW_ITEMS else make_plan)(record, spec)
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap
@@ -137,9 +139,10 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
         # Arrivals are counted by warpgroup and by copy: queries are three copies, and both consumers have to free them.
         "q_full": barrier(num_arrivals=3),
         "q_free": barrier(num_arrivals=WARPGROUPS),
-        # A copy a page; of the shared half and the rotary columns, and once more for the bits in `present`.
+        # A copy a page; of the rotary columns, once more for the bits in `present`.
         "exclusive_full": barrier(num_arrivals=copies, num_barriers=2),
-        "shared_full": barrier(num_arrivals=2 * copies + 1, num_barriers=2),
+        "shared_full": barrier(num_arrivals=copies, num_barriers=2),
+        "rotary_full": barrier(num_arrivals=copies + 1, num_barriers=2),
         # One arrival: of either half, a single warpgroup is the last to read it.
         "exclusive_free": barrier(num_arrivals=1, num_barriers=2),
         "shared_free": barrier(num_arrivals=1, num_barriers=2),

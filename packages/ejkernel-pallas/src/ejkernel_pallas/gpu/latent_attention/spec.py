@@ -1,10 +1,12 @@
 """What the latent kernel is compiled for, its configuration, and what it refuses."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.tiled_attention import TiledAttention
@@ -29,6 +31,10 @@ WARPGROUPS = 2
 """Consumer warpgroups."""
 SLACK = 8.0
 """How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256."""
+LOWEST = -1e30
+"""The maximum of no scores, and a masked score, about: finite, so that differences are no NaN."""
+SMALLEST_FACTOR = 1e-6
+"""The smallest factor on scores for which a masked product is finite in float32, with room to spare."""
 REGISTERS = (240, 24)
 """Registers of a thread of a consumer warpgroup, and of the producer's."""
 
@@ -139,6 +145,21 @@ class LatentSpec:
     value_scale: float
     stored: int
     growth: int
+
+    @property
+    def masked(self) -> float:
+        """What stands for a product with a masked key: a power of two, so that scaling it is exact."""
+        return -(2.0 ** math.ceil(math.log2(-LOWEST / self.factor)))
+
+    @property
+    def lowest(self) -> float:
+        """The score of a masked key, between twice `LOWEST` and it: finite, so that differences are no NaN."""
+        return float(np.float32(self.factor) * np.float32(self.masked))
+
+    @property
+    def factor(self) -> float:
+        """Factor on scores where they become powers; 1 if they have to be scaled before."""
+        return self.exponent if self.exponent >= SMALLEST_FACTOR else 1.0
 
     @property
     def blocks(self) -> int:

@@ -1,0 +1,43 @@
+"""Kernels that change a part of arrays where they lie."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+
+def update(
+    body: Callable[[dict[str, Any], dict[str, Any]], None],
+    operands: dict[str, jax.Array],
+    updated: dict[str, jax.Array],
+    blocks: int,
+) -> dict[str, jax.Array]:
+    """Runs a kernel of one warpgroup a block, which may read and write `updated`.
+
+    XLA gives the kernel the arrays themselves if nothing else reads them later, and copies of them otherwise.
+
+    Args:
+        body: Takes references to operands and to updated arrays, by name.
+        operands: Arrays that it reads.
+        updated: Arrays of which it changes a part.
+        blocks: Thread blocks.
+
+    Returns:
+        The arrays after the kernel.
+    """
+    mesh = plgpu.Mesh(grid=(blocks,), grid_names=("block",), num_threads=1, thread_name="warpgroup")
+    params = plgpu.CompilerParams(
+        approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+    )
+
+    # `plgpu.kernel` takes no references, since it is a function with a batching rule of its own.
+    def run(refs: dict[str, Any]) -> None:
+        def entry(*given: Any) -> None:
+            named = dict(zip((*operands, *refs), given, strict=True))
+            body({name: named[name] for name in operands}, {name: named[name] for name in refs})
+
+        pl.kernel(entry, out_type=(), mesh=mesh, compiler_params=params)(*operands.values(), *refs.values())
+
+    return pl.run_state(run)(updated)

@@ -1,0 +1,105 @@
+"""The plan of a call in one kernel, where XLA takes about ten, which cost more than they compute.
+
+Block p finds where program p begins. Every block makes all running sums by itself, in shared memory:
+
+    steps   | 2  5  1  3 |       ends = steps; then for 1, 2, 4, ...: ends[i] += ends[i - n]
+    ends    | 2  7  8 11 |       the item of step s is the number of ends <= s
+
+and writes some rows of the table of items.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel_pallas.gpu.hopper import arrays
+from ejkernel_pallas.gpu.hopper.sizes import THREADS
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, make_extents
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
+
+I32 = jnp.int32
+COLUMNS = 5
+"""How many columns the table of items has."""
+SHIFT = UNIT.bit_length() - 1
+"""Steps are keys shifted right by so many bits."""
+
+
+def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
+    """The items of a record, and the programs' shares, as `plan.make_plan` has them."""
+    # A power of two, which every layout of a warpgroup divides.
+    size = max(THREADS, 1 << (spec.rows - 1).bit_length())
+    # Where a sequence is a row, the kernel reads lengths, and XLA has nothing to compute.
+    single = record.query_start is None and record.kv_starts is None
+    operands = (record.kv_lens.astype(I32),) if single else make_extents(record, spec)
+    operands = [jnp.pad(x, (0, size - spec.rows)) for x in operands]
+    memory = plgpu.SMEM((size,), I32)
+    # The sums have zeros before them, so that those behind need not ask which exist.
+    scratch = [memory, memory, memory, memory, memory, plgpu.SMEM((2 * size,), I32)]
+    outputs = [jax.ShapeDtypeStruct((spec.rows, COLUMNS), I32), jax.ShapeDtypeStruct((spec.programs + 1, 2), I32)]
+    items, shares = plgpu.kernel(
+        lambda *refs: _plan(record, spec, size, refs[: len(operands)], refs[len(operands) :]),
+        out_type=outputs,
+        scratch_types=scratch,
+        grid=(spec.programs + 1,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(*operands)
+    return LatentSchedule(items, shares)
+
+
+def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest: Any) -> None:
+    items, shares, *columns, sums = rest
+    # One element a thread and register: rows are read from places that are no multiples of two.
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+    row = plgpu.broadcasted_iota(I32, (size,), 0, layout=layout)
+    loaded = [arrays.load_as(ref, layout) for ref in given]
+    if len(loaded) == 1:
+        keys, low = limits(record, loaded[0], loaded[0] - 1, 0 * row)
+        owner = row
+    else:
+        owner, keys, low = loaded
+    steps = lax.shift_right_logical(keys + (UNIT - 1), SHIFT) - lax.shift_right_logical(low, SHIFT)
+    # An item without keys has an output, too; what lies behind the last item has no steps.
+    steps = jnp.where(row < spec.rows, jnp.maximum(steps, 1), 0)
+    ends = _running_sums(steps, sums, size, layout)
+    block = lax.axis_index("block")
+    begin, item = _beginning(spec, steps, ends, block)
+    shares[block, 0] = item
+    shares[block, 1] = begin
+    for place, column in zip(columns, (owner, keys, ends - steps, steps, low), strict=True):
+        place[...] = column
+    # Blocks write interleaved rows.
+    for first in range(0, spec.rows, spec.programs + 1):
+        lax.cond(first + block < spec.rows, lambda row: _write(items, columns, row), lambda row: None, first + block)
+
+
+def _write(items: Any, columns: Any, row: Any) -> None:
+    for number, column in enumerate(columns):
+        items[row, number] = column[row]
+
+
+def _running_sums(steps: Any, sums: Any, size: int, layout: Any) -> Any:
+    sums[:size] = jnp.zeros_like(steps)
+    distance = 1
+    while distance < size:
+        sums[size:] = steps
+        steps = steps + arrays.load_as(sums.at[size - distance : 2 * size - distance], layout)
+        distance *= 2
+    return steps
+
+
+def _beginning(spec: LatentSpec, steps: Any, ends: Any, program: Any) -> tuple[Any, Any]:
+    """First step of a program in the line of all steps, and the item that it is of."""
+    total, longest = jnp.sum(steps), jnp.max(steps)
+    share = lax.div(total + (spec.programs - 1), I32(spec.programs))
+    if spec.growth:
+        whole = lax.div(share + longest - 1, longest) * longest
+        equal = total == longest * spec.rows
+        share = jnp.where(equal & ((whole - share) * 100 <= share * spec.growth), whole, share)
+    begin = jnp.minimum(program * share, total)
+    item = jnp.sum(jnp.where(ends <= begin, 1, 0))
+    return begin, jnp.minimum(item, spec.rows - 1)
