@@ -182,7 +182,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
             plgpu.barrier_wait(shared.full.at[slot])
             aligned = shared.left.at[slot, :, pl.ds(warpgroup * WGMMA_M, WGMMA_M)]
             # The transposition is in the descriptor: WGMMA reads 16-bit operands of either order from shared memory.
-            plgpu.wgmma(acc, plgpu.transpose_ref(aligned, (1, 0)), shared.right.at[slot])
+            plgpu.wgmma(acc, aligned.transpose((1, 0)), shared.right.at[slot])
             plgpu.wgmma_wait(1)  # the product before this one has read its operands
             last = lax.rem(done + (stages - 1), I32(stages))
             # At 0 the product before was another tile's, which has freed its stage itself.

@@ -294,7 +294,7 @@ def _multiply(call: Call, done: Any, part: Part, acc: Any) -> None:
     half = columns if spec.transposed or not columns else (slice(None), *columns)
     matrix = shared.b.at[slot, *half]
     # A view: descriptors of 16-bit operands say which axis is contiguous, so nothing is moved.
-    matrix = plgpu.transpose_ref(matrix, (1, 0)) if spec.transposed else matrix
+    matrix = matrix.transpose((1, 0)) if spec.transposed else matrix
     plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
 
 
