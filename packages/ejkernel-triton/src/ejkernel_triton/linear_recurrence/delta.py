@@ -12,10 +12,10 @@ from jax import lax
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.recurrent_states import with_plain_state_gradients, with_plain_states
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
-from ejkernel_triton.linear_recurrence.config import DeltaPasses, by_channel
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses, by_channel
 from ejkernel_triton.linear_recurrence.forward import initial_states, zero_outside
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 
@@ -117,7 +117,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
         inside, call = inside_chunks(record, config, config.backward_chunk, keep=True)
         pocket = pocket._replace(inside=inside)
     else:
-        call = stages.make_call(record, config, config.backward_chunk, cumulative=False)
+        call = stages.make_call(record, config, tokens_of_chunk(record, config.backward_chunk), cumulative=False)
         call = with_arrays(call, pocket.arrays)
     if pocket.segments is None:
         pocket = pocket._replace(segments=find_segments(record, call, pocket.inside))
@@ -212,10 +212,19 @@ def inside_chunks(
     """
     assert record.beta is not None  # `Requires` saw to it
     if record.decay is not None and by_channel(record):
-        call = stages.make_call(record, config, chunk, cumulative=False)
+        call = stages.make_call(record, config, tokens_of_chunk(record, chunk), cumulative=False)
         return channel_corrections(call, record.decay, record.beta, keep=keep)
     call = stages.make_call(record, config, chunk)
     return corrections(call, record.beta, keep=keep), call
+
+
+def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
+    """Tokens a chunk of a record with beta, from those of its configuration.
+
+    With gates of channels and chunks of 16 tokens Triton 3.6 computes columns of `strong_corrections_kernel` wrongly
+    on NVIDIA's chips (see `ahead.mixed_lanes`). With 32 tokens no such instruction is in the code.
+    """
+    return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
 
 
 def find_segments(record: LinearRecurrence, call: RecurrenceCall, inside: Corrections) -> Segments:
