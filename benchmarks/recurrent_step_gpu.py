@@ -258,9 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one token")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each side")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="steps compiled at the same time, before all timing"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="steps compiled at the same time, before all timing")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="one kind of recurrence; without it all")
     parser.add_argument("--only", default="", help="part of the name of one of ours; without it all")

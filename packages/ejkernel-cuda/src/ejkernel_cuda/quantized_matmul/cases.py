@@ -17,16 +17,17 @@ def _row(name: str, used: tuple[str, ...] = ("zeros",), options: Any = None, **s
     return (name, made, lambda k: options or {}, used, ())
 
 
+_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("one row", {"m": 1, "k": 192, "n": 384}),
+    ("rows of scales that are aligned", {"m": 9, "k": 512, "n": 512}),
+    ("three tiles of rows", {"m": 33, "k": 384, "n": 640}),
+    ("two chunks", {"m": 5, "k": 1152, "n": 128}),
+)
 _ROWS: tuple[Row[Any], ...] = (
     *(
         _row(f"int4, {name}{', transposed' if transpose else ''}", transpose=transpose, **sizes)
         for transpose in (False, True)
-        for name, sizes in (
-            ("one row", {"m": 1, "k": 192, "n": 384}),
-            ("rows of scales that are aligned", {"m": 9, "k": 512, "n": 512}),
-            ("three tiles of rows", {"m": 33, "k": 384, "n": 640}),
-            ("two chunks", {"m": 5, "k": 1152, "n": 128}),
-        )
+        for name, sizes in _SHAPES
     ),
     _row("int4, groups of 128, transposed", m=20, k=384, n=320, group_size=128, transpose=True),
     _row("int4, partial step", m=20, k=72, n=128),
