@@ -13,7 +13,8 @@ from ejkernel.ops.model import Case
 
 def _row(name: str, used: tuple[str, ...] = ("zeros",), options: Any = None, **sizes: Any) -> Row[Any]:
     """One row of the table, in bfloat16 and groups of 64 unless it says otherwise."""
-    made = MatmulSizes(**{"group_size": 64, "dtype": jnp.bfloat16, **sizes})
+    fields: dict[str, Any] = {"group_size": 64, "dtype": jnp.bfloat16, **sizes}
+    made = MatmulSizes(**fields)
     return (name, made, lambda k: options or {}, used, ())
 
 
