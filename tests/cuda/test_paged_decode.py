@@ -196,6 +196,7 @@ def test_new_tokens_are_written_by_the_call_into_the_cache_that_it_is_given(op, 
     arrays = len(WRITING[op])
     assert text.count("@ejkernel_paged_decode(") == 1
     assert text.count("#stablehlo.output_operand_alias<") == arrays
+    assert text.count("stablehlo.optimization_barrier") == 2, "XLA fuses what is not kept apart with slices"
     # Neither a scatter nor a copy beside it.
     assert "stablehlo.scatter" not in text
     assert "stablehlo.dynamic_update_slice" not in text

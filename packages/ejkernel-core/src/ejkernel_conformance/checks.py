@@ -111,12 +111,23 @@ def check_gradients_after_another(subject: Subject) -> None:
 
 
 def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:
-    """Mapped over two inputs of a case, outputs and any gradients are those of the reference on each.
+    """Under `jax.vmap` over two inputs of a case, outputs and any gradients are those of the reference on each.
 
     Args:
         subject: Implementation and case.
         integers_shared: Arrays of integers and booleans are not mapped: both inputs have those of the first.
     """
+    _check_mapped(subject, "vmap", jax.vmap, integers_shared=integers_shared)
+
+
+def check_loop(subject: Subject) -> None:
+    """The same in a loop over the two inputs, whose arrays are slices of longer ones."""
+    _check_mapped(subject, "in a loop", lambda call: lambda *arrays: jax.lax.map(lambda each: call(*each), arrays))
+
+
+def _check_mapped(
+    subject: Subject, what: str, mapping: Callable[[Callable[..., Any]], Any], *, integers_shared: bool = False
+) -> None:
     op, case = subject.op, subject.case
     every = [running.leaves_by_name(inputs(case, seed)) for seed in (0, 1)]
     names = [name for name, leaf in every[0].items() if running.is_floating(leaf) or not integers_shared]
@@ -131,12 +142,12 @@ def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:
     ]
     output, gradients = _stacked(*want)
     if differentiable_fields(op.family, subject.record) and not refusal(subject, "backward"):
-        both = jax.vmap(lambda some, cotangent: running.forward_and_backward(subject)(args(some), cotangent))
+        both = mapping(lambda some, cotangent: running.forward_and_backward(subject)(args(some), cotangent))
         got, pulled = jax.jit(both)(_stacked(*mapped), _stacked(*cotangents))
-        assert_gradients_close(pulled, gradients, subject.tolerance, f"{subject}, vmap")
+        assert_gradients_close(pulled, gradients, subject.tolerance, f"{subject}, {what}")
     else:
-        got = jax.jit(jax.vmap(lambda some: running.forward(subject)(args(some))))(_stacked(*mapped))
-    assert_close(got, output, subject.tolerance, f"{subject}, vmap")
+        got = jax.jit(mapping(lambda some: running.forward(subject)(args(some))))(_stacked(*mapped))
+    assert_close(got, output, subject.tolerance, f"{subject}, {what}")
 
 
 def check_determinism(subject: Subject) -> None:

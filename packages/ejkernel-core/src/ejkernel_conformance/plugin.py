@@ -8,6 +8,7 @@ PARAMETERS = (
     "ejk_subject",
     "ejk_differentiable",
     "ejk_kernel_indexed",
+    "ejk_kernel_on_gpu",
     "ejk_padded",
     "ejk_padded_differentiable",
     "ejk_implementation",

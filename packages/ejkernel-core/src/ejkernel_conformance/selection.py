@@ -93,6 +93,7 @@ class Selection:
             "ejk_subject": lambda: subjects,
             "ejk_differentiable": lambda: filter(_can_be_differentiated, subjects),
             "ejk_kernel_indexed": lambda: filter(_is_kernel_with_integers, subjects),
+            "ejk_kernel_on_gpu": lambda: filter(_is_kernel, subjects) if current_device().platform == "gpu" else (),
             "ejk_padded": lambda: filter(_can_be_padded, subjects),
             "ejk_padded_differentiable": lambda: filter(_can_be_differentiated, filter(_can_be_padded, subjects)),
             "ejk_implementation": lambda: _family_targets(self),
@@ -163,7 +164,11 @@ def _subjects(selection: Selection) -> tuple[Subject, ...]:
 def _is_kernel_with_integers(subject: Subject) -> bool:
     """What is traced as plain JAX is batched by JAX, primitive by primitive, and would be slow to ask twice."""
     indexed = not all(map(is_floating, jax.tree.leaves(abstract_args(subject.case))))
-    return indexed and subject.implementation.platform != "xla"
+    return indexed and _is_kernel(subject)
+
+
+def _is_kernel(subject: Subject) -> bool:
+    return subject.implementation.platform != "xla"
 
 
 def _can_be_padded(subject: Subject) -> bool:

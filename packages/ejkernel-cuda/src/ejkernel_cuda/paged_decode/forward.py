@@ -1,6 +1,8 @@
 """The call of the paged decoding kernels (csrc/paged_decode.cu)."""
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.planning import paged_cache
+from ejkernel.planning.in_place import apart
 from ejkernel_cuda.dense_decode.forward import FAR
 from ejkernel_cuda.dense_decode.splits import HEADS_PER_BLOCK
 from ejkernel_cuda.library import registered
@@ -35,15 +38,17 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
         jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, 2), jnp.float32),
         jax.ShapeDtypeStruct((blocks, 4), jnp.int32),
     )
-    call = jax.ffi.ffi_call(
-        registered("ejkernel_paged_decode"),
-        (*results, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)),
-        input_output_aliases={1 + n: len(results) + n for n in range(len(written))},
-        # Each element has a cache of its own, which would be copied to be broadcast.
-        vmap_method="sequential",
+    call = functools.partial(
+        jax.ffi.ffi_call(
+            registered("ejkernel_paged_decode"),
+            (*results, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)),
+            input_output_aliases={1 + n: len(results) + n for n in range(len(written))},
+            # Each element has a cache of its own, which would be copied to be broadcast.
+            vmap_method="sequential",
+        ),
+        **_attributes(record, lines),
     )
-    left, right = band(record)
-    output, lse, *others = call(
+    operands = (
         record.query,
         record.key_pages,
         # Without elements where the array of keys has the values, too.
@@ -52,19 +57,27 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
         *(_integers(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs[None])),
         jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
         *(x.astype(record.key_pages.dtype) for x in tokens if x is not None),
-        strides=np.array(strides(record), np.int64),
-        kv_heads=np.int32(paged_cache.kv_heads(record)),
-        cache_heads=np.int32(record.key_pages.shape[record.kv_layout.index("h")]),
-        pages=np.int32(paged_cache.page_count(record)),
-        page_size=np.int32(paged_cache.page_size(record)),
-        lines=np.int32(lines),
-        left=np.int32(FAR if left is None else min(left, FAR)),
-        right=np.int32(FAR if right is None else max(min(right, FAR), -FAR)),
-        scale=np.float32(record.softmax_scale),
-        cap=np.float32(record.logits_soft_cap or 0.0),
-        value_scale=np.float32(record.value_scale),
     )
+    output, lse, *others = apart(call, *operands) if written else call(*operands)
     return (output, lse, *others[3:]), None
+
+
+def _attributes(record: PagedAttention, lines: int) -> dict[str, Any]:
+    """What the kernels are told beside arrays."""
+    left, right = band(record)
+    return {
+        "strides": np.array(strides(record), np.int64),
+        "kv_heads": np.int32(paged_cache.kv_heads(record)),
+        "cache_heads": np.int32(record.key_pages.shape[record.kv_layout.index("h")]),
+        "pages": np.int32(paged_cache.page_count(record)),
+        "page_size": np.int32(paged_cache.page_size(record)),
+        "lines": np.int32(lines),
+        "left": np.int32(FAR if left is None else min(left, FAR)),
+        "right": np.int32(FAR if right is None else max(min(right, FAR), -FAR)),
+        "scale": np.float32(record.softmax_scale),
+        "cap": np.float32(record.logits_soft_cap or 0.0),
+        "value_scale": np.float32(record.value_scale),
+    }
 
 
 def _integers(x: jax.Array | None) -> jax.Array:

@@ -7,6 +7,8 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from ejkernel.planning.in_place import apart
+
 
 def update(
     body: Callable[[dict[str, Any], dict[str, Any]], None],
@@ -40,4 +42,10 @@ def update(
 
         pl.kernel(entry, out_type=(), mesh=mesh, compiler_params=params)(*operands.values(), *refs.values())
 
-    return pl.run_state(run)(updated)
+    names = tuple(updated)
+
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        made = pl.run_state(run)(dict(zip(names, arrays, strict=True)))
+        return tuple(made[name] for name in names)
+
+    return dict(zip(names, apart(call, *updated.values()), strict=True))
