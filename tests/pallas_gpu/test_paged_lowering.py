@@ -12,7 +12,7 @@ from ejkernel.ops import dispatch
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
 from ejkernel.planning import paged_cache
-from ejkernel_pallas.gpu.paged_attention import implementations, plan, prefill, producer, run, spec
+from ejkernel_pallas.gpu.paged_attention import implementations, plan, prefill, prefill_plan, producer, run, spec
 
 SHAPE = jax.ShapeDtypeStruct
 PARAMS = spec.HopperPaged(num_programs=132)
@@ -31,8 +31,13 @@ def make(
     dtype=jnp.bfloat16,
     holes=False,
     starts=None,
+    first=0,
+    live=None,
 ):
-    """A record of random numbers, whose pages lie in any order; with holes, one of each sequence is absent."""
+    """A record of random numbers, whose pages lie in any order; with holes, one of each sequence is absent.
+
+    The rows before `first` and behind those of `live` sequences are of none.
+    """
     rng = np.random.default_rng(0)
     pages = max(PAGES, len(lens) * -(-max(lens) // page))
     axes = {"p": pages, "s": page, "h": kv_heads, "d": size, "c": 2}
@@ -41,18 +46,19 @@ def make(
     tables = rng.permutation(pages)[: len(lens) * columns].reshape(len(lens), columns)
     if holes:
         tables[:, 3] = -1
-    tokens = len(lens) if q_lens is None else sum(q_lens) + 1
+    tokens = len(lens) if q_lens is None else first + sum(q_lens) + 1
     return PagedAttention(
         query=jnp.asarray(rng.normal(size=(tokens, heads, size)), dtype),
         key_pages=cache[0],
         value_pages=None if layout == paged_cache.COMBINED else cache[1],
         block_tables=jnp.asarray(tables, jnp.int32),
         kv_lens=jnp.array(lens, jnp.int32),
-        query_start=None if q_lens is None else jnp.asarray(np.cumsum((0, *q_lens)), jnp.int32),
+        query_start=None if q_lens is None else jnp.asarray(np.cumsum((first, *q_lens)), jnp.int32),
         softmax_scale=0.1,
         kv_layout=layout,
         kv_heads=None,
         kv_starts=None if starts is None else jnp.asarray(starts, jnp.int32),
+        num_seqs=None if live is None else jnp.int32(live),
     )
 
 
@@ -88,8 +94,14 @@ def test_a_call_lowers(fields):
         ({"layout": "phsd", "page": 8, **LONG}, (None, 3)),
         ({"layout": "pshcd", **LONG, "holes": True}, None),
         ({"page": 32, **LONG, "starts": (0, 0, 130, 0, 7)}, (140, 0)),
+        ({**LONG, "first": 131, "live": 3}, None),
+        ({**LONG, "live": 0}, None),
+        ({"page": 256, "size": 64, **LONG}, None),
     ],
-    ids=["pshd", "phsd", "hpsd, window", "pshcd", "long", "long, window", "long, right", "long, holes", "long, starts"],
+    ids=[
+        *("pshd", "phsd", "hpsd, window", "pshcd", "long", "long, window", "long, right", "long, holes"),
+        *("long, starts", "rows of no sequence", "no sequence", "long, large pages"),
+    ],
 )
 def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, monkeypatch):
     """The kernel in jnp: the same rows of queries, pages of the cache, masks and places of outputs, item by item."""
@@ -142,19 +154,23 @@ def _simulated(constants, operands):
 
 
 def _simulated_prefill(flash, layout, *arrays):
-    """Outputs and lse of the rows of live tiles, out of the blocks that their ranges have; NaN in all others."""
+    """Outputs and lse of the rows that live tiles write, out of the blocks that their ranges have; NaN in others."""
     operands = dict(zip(prefill.OPERANDS, map(np.asarray, arrays), strict=True))
     keys_of = prefill.PagedKeys(layout)
     rows, heads = operands["q"].shape[1:3]
     output, lse = np.full((1, rows, heads, flash.value_dim), np.nan), np.full((1, heads, rows), np.nan)
     for number in range(int(keys_of.live(operands))):
         tile, head = divmod(number, heads)
-        start, full_start, full_end, stop = map(int, operands["table"][0, tile])
-        limits = keys_of.limits(operands, tile)
-        row = np.arange(128)[:, None] + int(limits.position)
+        start, full_start, full_end, stop = map(int, operands["table"][0, tile, :4])
+        limits = keys_of.tile(operands, tile)
+        assert limits.row % 8 == 0  # where copies begin
+        mine = slice(int(limits.row + limits.first), int(limits.row + limits.end))
+        row = np.arange(limits.first, limits.end)[:, None] + int(limits.position)
+        query = operands["q"][0, mine, head].astype(np.float32)
         places, scores, values = [], [], []
         for block in range(start, stop):
-            found, word = keys_of.find(operands, tile, block)
+            found = keys_of.find(operands, limits, block)
+            word = keys_of.word(found)
             key = block * 128 + np.arange(128)
             attends = (key >= int(limits.low)) & (key < int(limits.keys)) & np.ones_like(row, bool)
             if flash.right is not None:
@@ -167,28 +183,42 @@ def _simulated_prefill(flash, layout, *arrays):
             if start < block < full_start and flash.masks_lower:  # masked at its lower end alone
                 assert (key < int(limits.keys)).all()
                 assert flash.right is None or (key <= row[0] + flash.right).all()
-            blocks = [_copied(layout, operands, name, found, head // flash.group_size) for name in ("k", "v")]
+            blocks = [_copied(layout, operands, name, (found, block), head // flash.group_size) for name in ("k", "v")]
             places.append(attends), values.append(blocks[1])
-            scores.append(operands["q"][0, tile * 128 :][:128, head].astype(np.float32) @ blocks[0].T * flash.scale)
+            scores.append(query @ blocks[0].T * flash.scale)
         attends, scores = np.concatenate(places, 1), np.concatenate(scores, 1)
         weights = np.where(attends, np.exp(scores), 0)
         total = weights.sum(1)
-        at = slice(tile * 128, tile * 128 + 128)
-        output[0, at, head] = weights @ np.concatenate(values) / np.where(total > 0, total, 1)[:, None]
-        lse[0, head, at] = np.log(np.where(total > 0, total, 1)) + np.where(total > 0, 0, -np.inf)
+        assert np.isnan(output[0, mine, head]).all()  # every row is written once
+        output[0, mine, head] = weights @ np.concatenate(values) / np.where(total > 0, total, 1)[:, None]
+        lse[0, head, mine] = np.log(np.where(total > 0, total, 1)) + np.where(total > 0, 0, -np.inf)
     return jnp.asarray(output), jnp.asarray(lse)
 
 
-def _copied(layout, operands, what, places, head):
+def _copied(layout, operands, what, place, head):
     """128 keys or values, zeros where the page is behind the cache's last one."""
     source, size = operands[what].astype(np.float32), layout.key_dim
-    made = []
-    for page, slot in places:
+    made, (pages, block) = [], place
+    for number, page in enumerate(pages):
+        slot = block * 128 + number * layout.copied
+        slot = slot % layout.page_size if layout.columns else slot
         index, column = prefill.cache_index(layout, page, head, ("k", "v").index(what))
         there = int(index) < source.shape[0]
         rows = source[int(index) if there else 0, int(slot) :, int(column) : int(column) + size][: layout.copied]
         made.append(rows if there else np.zeros_like(rows))
     return np.concatenate(made)
+
+
+def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
+    record = make(lens=(300, 0, 364, 1, 700), q_lens=(140, 0, 300, 1, 170), first=5, page=64)
+    table = np.asarray(prefill_plan.make_prefill(record, paged_cache.RowLimits(32, 999)))[0]
+    tiles = [prefill.PagedTile(*row) for row in table[: table[0, prefill_plan.LIVE] // 8, prefill_plan.FIELDS]]
+    # The last two are of rows that belong to no sequence, and have no keys.
+    assert [tile.sequence for tile in tiles[:-2]] == [4, 4, 2, 2, 2, 0, 0]
+    assert [tile.keys for tile in tiles] == [700, 652, 364, 319, 191, 300, 283, 0, 0]
+    rows = np.concatenate([np.arange(tile.row + tile.first, tile.row + tile.end) for tile in tiles])
+    few = 5 + 140 + 300  # the sequence with one row
+    assert sorted([*rows, few]) == list(range(record.query.shape[0]))
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])

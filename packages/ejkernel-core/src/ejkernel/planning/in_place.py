@@ -6,8 +6,8 @@ XLA fuses a kernel on GPUs with the slices that it reads, and with the updates o
 
 The fused kernel reads one array and writes another. XLA of JAX 0.11 does this to results that share the memory of an
 operand, too: the fusion forgets that they do, and what the kernel leaves alone is missing from the result. Barriers on
-both sides keep slices out of such a call. They move nothing by themselves, but a slice is then copied out and back, as by
-every XLA without the fusion.
+both sides keep slices out of such a call. They move nothing by themselves, but a slice is then copied out and back, as
+by every XLA without the fusion.
 """
 
 from collections.abc import Callable

@@ -9,6 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import constant, i32
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
@@ -57,7 +58,7 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
     clean(tile, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any) -> None:
+def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, first: Any = None) -> None:
     """Stores the first `count` rows of an accumulator straight to device memory, each thread its own elements.
 
     Bulk copies have a fixed number of rows; this is for tiles with fewer, and slower.
@@ -68,13 +69,17 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any) 
         row: Of the target, that the tile's first is; int32, as the others.
         column: Likewise; columns from N on are left out.
         count: Rows to store.
+        first: Rows before this one are left out, too.
     """
     number, columns = plgpu.Layout.WG_SPLAT(()), target.shape[1]
+    begins = () if first is None else (first,)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, number, number, number))
-    def store(_: Any, target: Any, tile: Any, row: Any, column: Any, count: Any) -> None:
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, number, number, number, *(number for _ in begins))
+    )
+    def store(_: Any, target: Any, tile: Any, *numbers: Any) -> None:
         index = ir.IndexType.get()
-        row, column, count = (arith.index_cast(index, x.registers.item()) for x in (row, column, count))
+        row, column, count, *begin = (arith.index_cast(index, x.registers.item()) for x in numbers)
         width = arith.constant(index, ir.IntegerAttr.get(index, columns))
 
         def put(value: Any, place: Any) -> None:
@@ -84,9 +89,41 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any) 
                 arith.cmpi(arith.CmpIPredicate.ult, place[0], count),
                 arith.cmpi(arith.CmpIPredicate.ult, across, width),
             )
+            for limit in begin:
+                keep = arith.andi(keep, arith.cmpi(arith.CmpIPredicate.sge, place[0], limit))
             with mgpu.utils.when(keep):
                 memref.store(value, target, [arith.addi(row, place[0]), across])
 
         tile.foreach(put)
 
-    store(target, tile, row, column, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    store(target, tile, row, column, count, *begins)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def store_row_numbers(target: Any, rows: jax.Array, row: Any, first: Any, end: Any) -> None:
+    """Stores a number a row, those from `first` to before `end`, straight to device memory.
+
+    Args:
+        target: Reference to [M] in device memory.
+        rows: [64], in the layout of an accumulator's rows.
+        row: Of the target, that the first of all rows is; int32, as the others.
+        first: The first row to store.
+        end: Behind the last one.
+    """
+    number = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW_LAYOUT, number, number, number))
+    def store(_: Any, target: Any, rows: Any, *numbers: Any) -> None:
+        index = ir.IndexType.get()
+        row, first, end = (arith.index_cast(index, x.registers.item()) for x in numbers)
+
+        def put(value: Any, place: Any) -> None:
+            # The four threads of a row store the same number.
+            keep = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, place[0], first), arith.cmpi(arith.CmpIPredicate.slt, place[0], end)
+            )
+            with mgpu.utils.when(keep):
+                memref.store(value, target, [arith.addi(row, place[0])])
+
+        rows.foreach(put)
+
+    store(target, rows, row, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

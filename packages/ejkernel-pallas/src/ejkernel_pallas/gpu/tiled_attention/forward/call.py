@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 from ejkernel_pallas.gpu.tiled_attention.tiles import ForwardTile
 
@@ -38,7 +39,7 @@ class Shared:
         ranges: First and last key of every query where there are segment ids, [buffers * warpgroups, 2, 64], or None.
         v_raw: Values that have padding among them are there, or None.
         output: Outputs in the memory of the queries where head dimensions differ, [64-column tiles, 64, 64], or None.
-        present: [stages] int32, which keys of a block are there, as `KeyPages.find` says; None without pages.
+        present: [stages] int32, which keys of a block are there, as `KeyPages.word` says; None without pages.
     """
 
     q: Any
@@ -62,18 +63,32 @@ class Shared:
     present: Any = None
 
 
-class KeyLimits(NamedTuple):
-    """What a tile of queries of a sequence attends to, int32.
+class PagedTile(NamedTuple):
+    """A tile of query rows that all belong to one sequence, or to others before and behind it, int32.
 
     Attributes:
-        position: Of the tile's first query.
-        low: The first key of any query.
-        keys: One more than the last key of any query.
+        sequence: Its number.
+        position: Of the tile's first row; rows of other sequences count on.
+        low: The first key that any of its rows attends to.
+        keys: One more than the last key.
+        row: The tile's first row in the arrays of all sequences.
+        first: Of the tile's rows, the first that is the sequence's.
+        end: Behind the last of them.
     """
 
+    sequence: Any
     position: Any
     low: Any
     keys: Any
+    row: Any
+    first: Any
+    end: Any
+
+    def part(self, first: Any) -> "PagedTile":
+        """The rows from one of the tile on."""
+        return self._replace(
+            position=self.position + first, row=self.row + first, first=self.first - first, end=self.end - first
+        )
 
 
 class KeyPages(Protocol):
@@ -88,19 +103,25 @@ class KeyPages(Protocol):
         """Work tiles that have queries: the first of the list."""
         ...
 
-    def limits(self, operands: dict[str, Any], tile: Any) -> KeyLimits:
-        """The keys of a tile of queries."""
+    def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
+        """A tile of queries."""
         ...
 
-    def find(self, operands: dict[str, Any], tile: Any, block: Any) -> tuple[Any, Any]:
-        """Where a block's keys lie, for `copy`, and a word that says which of them are there.
+    def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
+        """The page of every copy of a block of keys."""
+        ...
+
+    def word(self, pages: tuple[Any, ...]) -> Any:
+        """Which keys of a block are there.
 
         A thread has two of every eight columns of a tile of scores: so many bits of the word are for eight keys.
         """
         ...
 
-    def copy(self, operands: dict[str, Any], what: str, places: Any, head: Any, target: Any, full: Any) -> None:
-        """Copies keys ("k") or values ("v") of a KV head from where `find` says, zeros for what is not there."""
+    def copy(
+        self, operands: dict[str, Any], what: str, pages: tuple[Any, ...], block: Any, head: Any, target: Any, full: Any
+    ) -> None:
+        """Copies a block's keys ("k") or values ("v") of a KV head out of its pages, zeros for what is not there."""
         ...
 
 
@@ -148,6 +169,31 @@ class Call:
     def buffer(self, nth_tile: Any, warpgroup: Any) -> Any:
         """The buffer that the queries of a nth_tile are in."""
         return lax.rem(nth_tile, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTile:
+    """The 64 queries of a warpgroup in one work tile.
+
+    Attributes:
+        item: The work tile.
+        row: Index of the warpgroup's first query.
+        buffer: Index of its queries in shared memory.
+        paged: The same queries where keys lie in pages.
+    """
+
+    item: tile_scheduler.WorkTile
+    row: Any
+    buffer: Any
+    paged: PagedTile | None = None
+
+
+def queries_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup: Any) -> QueryTile:
+    """The warpgroup's queries of a work tile."""
+    if call.pages is None:
+        return QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer)
+    paged = call.pages.tile(call.operands, item.tile).part(warpgroup * WGMMA_M)
+    return QueryTile(item, paged.row, buffer, paged)
 
 
 def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:

@@ -25,10 +25,10 @@ from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
-from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.forward import softmax
-from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, KeyLimits, next_tile
-from ejkernel_pallas.gpu.tiled_attention.forward.producer import produce
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.forward import paged_producer, producer, softmax
+from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, QueryTile, next_tile, queries_of
+from ejkernel_pallas.gpu.tiled_attention.forward.outputs import release_queries, write_output
 from ejkernel_pallas.gpu.tiled_attention.masks import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.masks.dropout import zero_dropped
 from ejkernel_pallas.gpu.tiled_attention.masks.key_ranges import MIXED
@@ -38,23 +38,6 @@ I32 = jnp.int32
 Masking = Literal["lower", "both"] | None
 """The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
 bound alone; None for a full block."""
-
-
-@dataclasses.dataclass(frozen=True)
-class QueryTile:
-    """The 64 queries of a warpgroup in one work tile.
-
-    Attributes:
-        item: The work tile.
-        row: Index of the warpgroup's first query.
-        buffer: Index of its queries in shared memory.
-        limits: The keys of its sequence where those lie in pages, from the warpgroup's first query on.
-    """
-
-    item: tile_scheduler.WorkTile
-    row: Any
-    buffer: Any
-    limits: KeyLimits | None = None
 
 
 class State(NamedTuple):
@@ -103,7 +86,7 @@ def forward_kernel(call: Call) -> None:
     @pl.when(warpgroup == tile.warpgroups)
     def _produce() -> None:
         plgpu.set_max_registers(of_producer, action="decrease")
-        for_each_tile(produce)
+        for_each_tile(producer.produce if call.pages is None else paged_producer.produce)
 
 
 def _query_tile(call: Call, carry: Any) -> Any:
@@ -113,12 +96,12 @@ def _query_tile(call: Call, carry: Any) -> Any:
     item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
     after = next_tile(call, nth_tile)
     plgpu.barrier_wait(shared.q_full.at[buffer])
-    query_tile = QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer, _limits(call, item))
+    query_tile = queries_of(call, item, buffer, warpgroup)
     state = _prologue(call, query_tile, start, step)
     if call.tile.buffers > 1:
         # Outputs leave through the buffer of their queries. The last tile's buffer is free once TMA has read it, which
         # it has by now, a whole prologue later: this does not stall.
-        pl.when(nth_tile > 0)(lambda: _release_queries(call, call.buffer(nth_tile - 1, warpgroup)))
+        pl.when(nth_tile > 0)(lambda: release_queries(call, call.buffer(nth_tile - 1, warpgroup)))
     step_of = functools.partial(_step, call, query_tile)
     end = _key_end(call, query_tile, start, stop)
     if call.tile.needs_masks(spec):
@@ -137,15 +120,8 @@ def _query_tile(call: Call, carry: Any) -> Any:
         state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_skip_key_block, call), state.count)
     )
     if call.tile.buffers == 1:
-        _release_queries(call, buffer)
+        release_queries(call, buffer)
     return nth_tile + 1, step, *after
-
-
-def _limits(call: Call, item: tile_scheduler.WorkTile) -> KeyLimits | None:
-    if call.pages is None:
-        return None
-    limits = call.pages.limits(call.operands, item.tile)
-    return limits._replace(position=limits.position + lax.axis_index("warpgroup") * WGMMA_M)
 
 
 def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
@@ -271,10 +247,10 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking,
         scores = jnp.tanh(scores * spec.inner_scale)
     if masking is None:
         return scores
-    if query_tile.limits is None:
+    if query_tile.paged is None:
         first, last, mixed = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
     else:
-        first, last, mixed = *tile_masks.paged_key_range(spec, WGMMA_M, query_tile.limits, key), None
+        first, last, mixed = *tile_masks.paged_key_range(spec, WGMMA_M, query_tile.paged, key), None
     if spec.segments:
         first, last, mixed = _segment_range(call, query_tile, key)
     last = None if masking == "lower" else last
@@ -353,50 +329,4 @@ def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
     inverse = spec.dropout_scale / jnp.where(some, row_sum, 1)
     lse = jnp.where(some, row_max * LN2 + jnp.log(jnp.where(some, row_sum, 1)), -jnp.inf)
     output = acc * over_columns(inverse, acc.shape)
-    made = call, query_tile, output, lse
-    whole, part = (functools.partial(write, *made) for write in (_write_tile, _write_part))
-    tile_scheduler.whole_or_part(call.plan, query_tile.item, whole, part)
-
-
-def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
-    """Writes the rows of a whole tile: to shared memory, and from there by TMA, which skips rows out of bounds."""
-    sums, output = call.shared.lse.at[query_tile.buffer], output.astype(call.spec.dtype)
-    places = _output_places(call, query_tile)
-    for columns, place in places:
-        place[...] = output if columns is None else output[:, columns.start : columns.start + columns.size]
-    sums[...] = lse
-    # TMA reads shared memory through the async proxy, to which the commit makes these writes visible.
-    plgpu.commit_smem()
-    item, rows = query_tile.item, pl.ds(query_tile.row, WGMMA_M)
-    for columns, place in places:
-        target = call.outputs[0].at[item.batch, rows, item.head]
-        plgpu.copy_smem_to_gmem(place, target if columns is None else target.at[:, columns])
-    plgpu.copy_smem_to_gmem(sums, call.outputs[1].at[item.batch, item.head, rows])
-
-
-def _output_places(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
-    """Columns of a warpgroup's output, None for all, and their shared memory: that of its queries."""
-    spec = call.spec
-    if spec.value_dim == spec.head_dim:
-        return [(None, call.shared.q.at[query_tile.buffer])]
-    # Outputs narrower than queries leave a part of the buffer unused; the other warpgroup's is not touched.
-    first = query_tile.buffer * (spec.head_dim // SWIZZLE_COLUMNS)
-    return [
-        (pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), call.shared.output.at[first + n])
-        for n in range(spec.value_dim // SWIZZLE_COLUMNS)
-    ]
-
-
-def _write_part(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
-    """Writes the rows of one part of a split tile, in float32, for the combine step."""
-    _, _, outputs, sums = call.outputs
-    rows = pl.ds(query_tile.row - query_tile.item.tile * call.tile.queries, WGMMA_M)
-    outputs[query_tile.item.part, rows] = output
-    sums[query_tile.item.part, rows] = lse
-
-
-def _release_queries(call: Call, buffer: Any) -> None:
-    """Releases a buffer of queries once TMA has read the output in it."""
-    # Read, not written: HBM need not have the output yet for the buffer to be free.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(call.shared.q_free.at[buffer])
+    write_output(call, query_tile, output, lse)

@@ -6,7 +6,6 @@ Keys are one block ahead of values, in the order in which consumers need them: S
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.masks.padding import clean_rows
@@ -28,7 +26,7 @@ def produce(call: Call, carry: Any) -> Any:
     nth_tile, step, number, (start, _, _, stop) = carry
     item = tile_scheduler.item(call.plan, number)
     # A whole tile ahead: the latency of the atomic addition is hidden behind the copies.
-    _fetch_next(call, nth_tile)
+    fetch_next(call, nth_tile)
     fetch, key_block = functools.partial(_copy_block, call, item), functools.partial(call.key_block, item)
     fetch("k", key_block(start), step)
     for warpgroup in range(call.tile.warpgroups):
@@ -51,18 +49,8 @@ def _copy_block(
     """Copies a block of keys or of values as soon as its stage is free; the first `stages` are free from the start."""
     shared, slot = call.shared, call.slot(count)
     buffer, full, free = (getattr(shared, f"{what}{part}") for part in ("", "_full", "_free"))
-    # Before the wait: the page table's latency passes while the stage is still read.
-    places, present = (None, None) if call.pages is None else call.pages.find(call.operands, item.tile, index)
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
     there = full.at[slot] if there is None else there
-    if call.pages is not None:
-        head = lax.div(item.head, I32(call.spec.group_size))
-        if what == "k":
-            shared.present[slot] = present
-        call.pages.copy(call.operands, what, places, head, buffer.at[slot], there)
-        if what == "k":
-            plgpu.barrier_arrive(there)  # after the word
-        return
     rows, head = pl.ds(index * call.tile.keys, call.tile.keys), lax.div(item.head, I32(call.spec.group_size))
     source = call.operands[what]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
@@ -74,8 +62,6 @@ def _copy_block(
 def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: Any) -> None:
     """Copies a block of values, and zeroes those of padding: a weight of zero times NaN is NaN."""
     fetch = functools.partial(_copy_block, call, item, "v", index, count)
-    if call.pages is not None:
-        return _fetch_paged_values(call, item, index, count, fetch)
     if not call.spec.segments:
         return fetch()
     shared, slot = call.shared, call.slot(count)
@@ -94,28 +80,6 @@ def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: 
         plgpu.barrier_arrive(shared.v_full.at[slot])
 
 
-def _fetch_paged_values(
-    call: Call, item: tile_scheduler.WorkTile, index: Any, count: Any, fetch: Callable[..., None]
-) -> None:
-    """Copies a block of values, and zeroes those of slots that belong to no key of the tile and may hold NaN."""
-    assert call.pages is not None
-    shared, slot, copies = call.shared, call.slot(count), call.pages.copies
-    limits, key = call.pages.limits(call.operands, item.tile), index * call.tile.keys
-    first, end = limits.low - key, limits.keys - key
-    inside = (first <= 0) & (end >= call.tile.keys)
-    pl.when(inside)(fetch)
-
-    @pl.when(~inside)
-    def _clean() -> None:
-        fetch(shared.v_raw)
-        plgpu.barrier_wait(shared.v_raw)
-        zero_rows(shared.v.at[slot], first, end)
-        plgpu.commit_smem()
-        # As many arrivals as copies would be.
-        for _ in range(copies):
-            plgpu.barrier_arrive(shared.v_full.at[slot])
-
-
 def _fetch_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, warpgroup: int) -> None:
     """Copies the queries of a warpgroup as soon as their buffer is free."""
     shared, buffer = call.shared, call.buffer(nth_tile, warpgroup)
@@ -131,7 +95,7 @@ def _fetch_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, war
         plgpu.copy_gmem_to_smem(ranges.at[item.row(ranges), :, rows], shared.ranges.at[buffer], full)
 
 
-def _fetch_next(call: Call, nth_tile: Any) -> None:
+def fetch_next(call: Call, nth_tile: Any) -> None:
     """Fetches the number of the next work tile."""
     shared, place = call.shared, lax.rem(nth_tile, I32(2))
     # Two places, since warpgroups may still read the last number; the first two are free from the start.

@@ -87,9 +87,11 @@ def run_plan(
         shared = Shared(**_with_outputs(spec, buffers))
         forward_kernel(Call(spec, tile, plan, given, made, shared, tile_scheduler.counter(), pages))
 
+    # Tiles of paged queries begin where sequences do; all others are whole, one after the other.
+    rows = operands["q"].shape[1] if spec.pages else plan.tiles * tile.queries
     outputs = [
         jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
-        jax.ShapeDtypeStruct((batch, spec.heads, plan.tiles * tile.queries), jnp.float32),
+        jax.ShapeDtypeStruct((batch, spec.heads, rows), jnp.float32),
     ]
     if plan.split.tiles:
         parts = plan.split.tiles * plan.split.parts

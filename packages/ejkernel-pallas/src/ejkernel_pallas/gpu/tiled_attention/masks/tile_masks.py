@@ -53,7 +53,7 @@ def key_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Ar
 
 
 def paged_key_range(spec: HopperSpec, rows: int, limits: Any, key: Any) -> tuple[jax.Array | None, jax.Array]:
-    """As `key_range`, of a tile whose sequence has positions and limits of its own (`forward.call.KeyLimits`)."""
+    """As `key_range`, of a tile whose sequence has positions and limits of its own (`forward.call.PagedTile`)."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (limits.position - key)
     low = None
     if spec.masks_lower:

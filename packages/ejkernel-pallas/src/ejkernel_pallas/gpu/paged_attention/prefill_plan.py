@@ -1,0 +1,150 @@
+"""The work tiles of prefill: which query rows and which keys each one has, and in which order blocks take them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.planning import paged_cache
+from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+
+I32 = jnp.int32
+TILE = 128
+"""Query rows of a work tile."""
+FIELDS = slice(4, 11)
+"""Columns of the table of tiles: those of `PagedTile`."""
+LIVE = 11
+"""The column of the number of tiles that have rows."""
+
+
+class Runs(NamedTuple):
+    """Query rows that lie together: those of each sequence, those before the first and those behind the last one.
+
+    The rows of no sequence have no keys, so that the kernel writes zeros there.
+
+    Attributes:
+        starts: [N + 2] int32, the first row.
+        rows: [N + 2] int32; 0 where the kernel is not to write them.
+        keys: [N + 2] int32, tokens of the sequence.
+        low: [N + 2] int32, its first key.
+        holes: [N + 2] bool, whether pages of it are absent.
+    """
+
+    starts: jax.Array
+    rows: jax.Array
+    keys: jax.Array
+    low: jax.Array
+    holes: jax.Array
+
+
+class RowTiles(NamedTuple):
+    """Tiles of query rows, each of one run. All int32.
+
+    Attributes:
+        total: [W], in each tile the number of those that have rows: they come first.
+        run: [W].
+        row: [W], the tile's first row, a multiple of eight.
+        first: [W], of the tile's rows, the first of its run.
+        end: [W], behind the last one of its run.
+    """
+
+    total: jax.Array
+    run: jax.Array
+    row: jax.Array
+    first: jax.Array
+    end: jax.Array
+
+
+def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> jax.Array:
+    """The work tiles of the sequences with so many query rows, and of rows that are no sequence's.
+
+    Returns:
+        [1, W, 12] int32, tiles in the order in which blocks take them: their ranges of key blocks, as
+        `tile_scheduler.block_range` reads them, the fields of `PagedTile`, and how many tiles of all heads have rows.
+    """
+    runs = _runs(record, lengths)
+    count, sequences = record.query.shape[0], record.kv_lens.shape[0]
+    # So many sequences have the least rows at most; a run that begins at any row has up to seven of another's.
+    among = min(sequences, count // max(1, lengths.least)) + 2
+    tiles = _tiles(runs, (count + (GROUP - 1) * among) // TILE + among)
+    position = (runs.keys - runs.rows - runs.starts)[tiles.run] + tiles.row
+    low, keys, blocks = _key_blocks(record, runs, tiles, position)
+    items = (jnp.minimum(tiles.run, sequences - 1), position, low, keys, tiles.row, tiles.first, tiles.end)
+    # One array, as XLA makes each by a launch of its own in front of the kernel.
+    return jnp.stack((*blocks, *items, tiles.total * record.query.shape[1]), axis=1)[None]
+
+
+def _runs(record: PagedAttention, lengths: paged_cache.RowLimits) -> Runs:
+    starts, rows = paged_cache.query_ranges(record)
+    count, none = record.query.shape[0], jnp.zeros(2, I32)
+    begin = jnp.min(jnp.where(rows > 0, starts, count))
+    end = jnp.maximum(jnp.max(jnp.where(rows > 0, starts + rows, 0)), begin)
+    rows = jnp.where((rows >= lengths.least) & (rows <= lengths.most), rows, 0)
+    low = jnp.zeros_like(rows) if record.kv_starts is None else record.kv_starts.astype(I32)
+    return Runs(
+        starts=jnp.concatenate((starts, jnp.stack((jnp.zeros_like(end), end)))),
+        rows=jnp.concatenate((rows, jnp.stack((begin, count - end)))),
+        keys=jnp.concatenate((jnp.where(rows > 0, record.kv_lens.astype(I32), 0), none)),
+        low=jnp.concatenate((low, none)),
+        holes=jnp.concatenate((_has_holes(record), none > 0)),
+    )
+
+
+def _tiles(runs: Runs, bound: int) -> RowTiles:
+    """Tiles of runs; the run with the most keys first, and of each run the last tile first.
+
+    Blocks that run together then read keys of the same sequence at about the same time, which come from L2; and no
+    block is left with a long tile at the end.
+    """
+    number = jnp.arange(runs.keys.shape[0], dtype=I32)
+    # Copies begin at multiples of eight rows.
+    before = runs.starts % GROUP
+    count = jnp.where(runs.rows > 0, -(-(before + runs.rows) // TILE), 0)
+    # Sums of comparisons: a sort, a running sum and a search are a launch each, and more than one where they are long.
+    keys, other = runs.keys[:, None], runs.keys[None]
+    earlier = (other > keys) | ((other == keys) & (number[None] < number[:, None]))
+    begin = jnp.sum(jnp.where(earlier, count[None], 0), axis=1)
+    total = jnp.sum(jnp.broadcast_to(count[None], earlier.shape), axis=1)
+    tile = jnp.arange(bound, dtype=I32)
+    inside = (begin[None] <= tile[:, None]) & (tile[:, None] < (begin + count)[None])
+    run, live = jnp.sum(jnp.where(inside, number[None], 0), axis=1), tile < total[0]
+    row = (runs.starts - before)[run] + jnp.where(live, (begin + count)[run] - 1 - tile, 0) * TILE
+    first = jnp.maximum(runs.starts[run] - row, 0)
+    end = jnp.where(live, jnp.minimum((runs.starts + runs.rows)[run] - row, TILE), 0)
+    return RowTiles(jnp.broadcast_to(total[0], tile.shape), run, row, first, end)
+
+
+def _key_blocks(
+    record: PagedAttention, runs: Runs, tiles: RowTiles, position: jax.Array
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """The first key of each tile, one more than its last, and the four limits of its ranges of blocks."""
+    left, right = band(record)
+    # Positions of the first row that counts, and behind the last one.
+    head, tail = position + tiles.first, position + tiles.end
+    keys, start = jnp.minimum(runs.keys, paged_cache.capacity(record))[tiles.run], runs.low[tiles.run]
+    if right is not None:
+        keys = jnp.minimum(keys, tail + right)
+    low = jnp.maximum(start if left is None else jnp.maximum(start, head - left), 0)
+    keys = jnp.where((tiles.end > tiles.first) & (keys > low), keys, 0)
+    low = jnp.where(keys > 0, low, 0)
+    first, stop = low // UNIT, jnp.maximum(-(-keys // UNIT), low // UNIT + 1)
+    # Full blocks: all rows attend all keys, those of the first row's right end and of the last row's left one.
+    begin = start if left is None else jnp.maximum(start, tail - 1 - left)
+    end = keys if right is None else jnp.minimum(keys, head + right + 1)
+    full_end = jnp.clip(end // UNIT, first, stop)
+    # No further than full blocks end: the kernel masks blocks before `full_start` at their lower end alone.
+    full_start = jnp.clip(-(-begin // UNIT), first, full_end)
+    # A page that is absent masks its keys, which full blocks do not.
+    holes = runs.holes[tiles.run]
+    full_start, full_end = jnp.where(holes, first, full_start), jnp.where(holes, first, full_end)
+    return low, keys, (first, full_start, full_end, stop)
+
+
+def _has_holes(record: PagedAttention) -> jax.Array:
+    """Whether pages of a sequence's keys are absent, bool [N]."""
+    if record.block_tables is None:
+        return jnp.zeros(record.kv_lens.shape, bool)
+    pages, slots = record.block_tables, paged_cache.page_size(record)
+    used = jnp.arange(pages.shape[1], dtype=I32) * slots < record.kv_lens.astype(I32)[:, None]
+    return jnp.any(used & ((pages < 0) | (pages >= paged_cache.page_count(record))), axis=1)
