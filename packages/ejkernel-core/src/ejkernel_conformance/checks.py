@@ -8,6 +8,7 @@ backend's own tests may call them with cases of their own:
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
