@@ -19,6 +19,7 @@ from jax import lax
 
 from ejkernel.ops.arguments import arguments
 from ejkernel.ops.model import Family
+from ejkernel.planning import packed_scan
 
 INTERVAL = 64
 """Tokens between the states that a forward pass leaves for the backward pass."""
@@ -26,7 +27,7 @@ INTERVAL = 64
 
 @arguments
 class SelectiveScan:
-    """Canonical input of one scan. B rows, T tokens, I channels, E numbers a state.
+    """Canonical input of one scan. B rows, T tokens, I channels, E numbers a state, N packed sequences, S slots.
 
     Attributes:
         x: [B, T, I] floating.
@@ -35,7 +36,13 @@ class SelectiveScan:
         write: [B, T, E] floating, B.
         read: [B, T, E] floating, C.
         skip: [I] floating, D.
-        initial_state: [B, I, E] floating, the state before the first token; None is zeros.
+        initial_state: [B, I, E] floating, the state before the first token; None is zeros. [N, I, E] of packed
+            sequences; with `state_slots` the slots [S, I, E] that hold them.
+        cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and each has a
+            state of its own. Tokens of none have output 0.
+        state_slots: [N] int, the slot in which each packed sequence has its state; those of sequences with tokens
+            differ. Outside of 0 to S - 1: the sequence starts from zeros, and its state is not kept. The final states
+            are then the slots, in their dtype, of which only those of sequences with tokens have changed.
     """
 
     x: jax.Array
@@ -45,6 +52,8 @@ class SelectiveScan:
     read: jax.Array
     skip: jax.Array
     initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    state_slots: jax.Array | None = None
 
 
 @arguments
@@ -52,7 +61,8 @@ class ScanResiduals:
     """What a forward pass leaves for the backward pass.
 
     Attributes:
-        states: [B, ceil(T / INTERVAL), E, I] in the accumulator's dtype, the states before tokens 0, INTERVAL, ...
+        states: [B, ceil(T / INTERVAL), E, I] in the accumulator's dtype, the states before tokens 0, INTERVAL, ...; of
+            packed sequences those of the row that `ejkernel.planning.packed_scan` makes of them.
     """
 
     states: jax.Array
@@ -75,8 +85,12 @@ def reference(record: SelectiveScan) -> tuple[tuple[jax.Array, jax.Array], ScanR
     """The family's meaning, one token at a time; float64 if x is, else float32.
 
     Returns:
-        Output [B, T, I] in x's dtype, final states [B, I, E] in the accumulator's, and the residuals.
+        Output [B, T, I] in x's dtype, final states [B, I, E] in the accumulator's, and the residuals. Of packed
+        sequences, final states are [N, I, E], or the slots.
     """
+    if record.cu_seqlens is not None:
+        (output, _), residuals = reference(packed_scan.as_row(record))
+        return packed_scan.from_row(record, output), residuals
     dtype = accumulator(record)
     decay, skip = record.decay.T.astype(dtype), record.skip.astype(dtype)
     fields = (record.x, record.step, record.write, record.read)
@@ -98,22 +112,31 @@ def localise(record: SelectiveScan, offsets: Mapping[str, jax.Array]) -> Selecti
     return record
 
 
-FAMILY = Family(
-    name="selective_scan",
-    record=SelectiveScan,
-    differentiable=("x", "step", "decay", "write", "read", "skip", "initial_state"),
-    dtype=lambda record: record.x.dtype,
-    head_dims=lambda record: (record.decay.shape[1],),
-    axes={
+def axes(record: SelectiveScan) -> dict[str, Any]:
+    """Axis letters of a record's fields and of its outputs."""
+    row = "b" if record.cu_seqlens is None else "n"
+    return {
         "x": "b t i",
         "step": "b t i",
         "decay": "i e",
         "write": "b t e",
         "read": "b t e",
         "skip": "i",
-        "initial_state": "b i e",
+        "initial_state": f"{row} i e",
+        "cu_seqlens": "n",
+        "state_slots": "n",
+        # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
         "output": ("b t i", "b i e"),
-    },
+    }
+
+
+FAMILY = Family(
+    name="selective_scan",
+    record=SelectiveScan,
+    differentiable=("x", "step", "decay", "write", "read", "skip", "initial_state"),
+    dtype=lambda record: record.x.dtype,
+    head_dims=lambda record: (record.decay.shape[1],),
+    axes=axes,
     shardable="bi",
     aligned=(),
     localise=localise,

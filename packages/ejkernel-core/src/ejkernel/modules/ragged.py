@@ -23,7 +23,6 @@ from ejkernel.modules.operations.ragged_gated_delta_rule import ragged_gated_del
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
 from ejkernel.modules.operations.state_space_v1 import state_space_v1
 from ejkernel.modules.operations.state_space_v2 import state_space_v2
-from ejkernel.planning.slots import read_slots, write_slots
 
 __all__ = [
     "ragged_gated_linear_attention",
@@ -190,14 +189,11 @@ def ragged_state_space_v1(
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
-    starts = _checked(recurrent_state, query_start_loc, state_indices)["cu_seqlens"]
+    states = _checked(recurrent_state, query_start_loc, state_indices)
     rows = {"hidden_states": hidden_states[None], "B": B[None], "C": C[None], "dt": dt[None]}
     rows |= {} if gate is None else {"gate": gate[None]}
-    # A selective scan has no slots of its own: its states are read before it and stored after it.
-    states = read_slots(recurrent_state, state_indices, starts)
-    y, last, _ = state_space_v1(**rows, A=A, D=D, initial_state=states, cu_seqlens=starts, **options)
-    in_sequence = jnp.arange(hidden_states.shape[0]) < starts[-1]
-    return jnp.where(in_sequence[:, None], y[0], 0), write_slots(recurrent_state, state_indices, starts, last)
+    y, slots, _ = state_space_v1(**rows, A=A, D=D, **states, **options)
+    return y[0], slots
 
 
 def ragged_state_space_v2(

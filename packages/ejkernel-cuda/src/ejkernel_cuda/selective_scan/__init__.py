@@ -5,6 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
+from ejkernel.planning import scan_sequences
 from ejkernel_cuda import library
 from ejkernel_cuda.selective_scan import tiles
 
@@ -48,7 +49,7 @@ def _requires(capability: float, extra: Callable[[Any], Iterable[str]]) -> Requi
         min_compute_capability=capability,
         dtypes=frozenset(DTYPES),
         head_dims=range(1, tiles.LARGEST + 1),
-        handles=frozenset({"initial_state"}),
+        handles=scan_sequences.HANDLES | {"initial_state"},
         extra=extra,
     )
 
@@ -65,7 +66,10 @@ IMPLEMENTATIONS = (
         requires=_requires(8.0, _reasons),
         backward_requires=_requires(9.0, _gradient_reasons),
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.ScanTile, backward=tiles.GradientTile
+            heuristic=scan_sequences.of_rows(tiles.heuristic),
+            candidates=scan_sequences.of_rows(tiles.candidates),
+            forward=tiles.ScanTile,
+            backward=tiles.GradientTile,
         ),
         cases="ejkernel_cuda.selective_scan.cases:cases",
         # Above Triton's 10: 0.70 ms instead of 1.06 forward on an H200, and more of fewer rows (docs/cuda.md).

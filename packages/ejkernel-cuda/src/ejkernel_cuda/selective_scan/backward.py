@@ -6,11 +6,13 @@ import numpy as np
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.scan_sequences import with_row_gradients
 from ejkernel_cuda.library import registered
 from ejkernel_cuda.selective_scan.forward import scan_operands
 from ejkernel_cuda.selective_scan.tiles import LARGEST, WARPGROUP_CHANNELS, GradientTile
 
 
+@with_row_gradients
 def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of a record.
 

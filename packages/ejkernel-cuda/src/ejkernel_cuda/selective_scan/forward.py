@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan
+from ejkernel.planning.scan_sequences import with_rows
 from ejkernel_cuda.library import registered
 from ejkernel_cuda.selective_scan.tiles import PIECE_CHANNELS, ScanTile, padded
 
 
+@with_rows
 def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Output [B, T, I] in x's dtype, final states [B, I, E] float32, and the states before every interval.
 

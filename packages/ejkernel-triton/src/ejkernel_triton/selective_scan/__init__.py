@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.planning import scan_sequences
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selective_scan import config
 
@@ -30,13 +31,15 @@ def implementations() -> tuple[Implementation, ...]:
             forward="selective_scan.forward:forward",
             backward="selective_scan.backward:backward",
             gradients=GRADIENTS,
-            requires=triton_requires(head_dims=range(1, LARGEST + 1), handles={"initial_state"}, extra=_reasons),
+            requires=triton_requires(
+                head_dims=range(1, LARGEST + 1), handles=scan_sequences.HANDLES | {"initial_state"}, extra=_reasons
+            ),
             config=ConfigSpace(
                 forward=config.ScanForward,
                 backward=config.ScanBackward,
                 faces=config.FACES,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
+                heuristic=scan_sequences.of_rows(config.heuristic),
+                candidates=scan_sequences.of_rows(config.candidates),
             ),
         ),
     )

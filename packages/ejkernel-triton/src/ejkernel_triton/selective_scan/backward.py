@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.scan_sequences import with_row_gradients
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanBackward
 from ejkernel_triton.selective_scan.forward import scan_operands, segment_starts
@@ -13,6 +14,7 @@ from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 Gradients = dict[str, jax.Array]
 
 
+@with_row_gradients
 def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     """Gradients of the wanted fields of a record.
 

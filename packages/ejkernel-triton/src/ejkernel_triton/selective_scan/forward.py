@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan
+from ejkernel.planning.scan_sequences import with_rows
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanForward
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
@@ -14,6 +15,7 @@ from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 LOG2E = math.log2(math.e)
 
 
+@with_rows
 def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Output and final states of a record.
 

@@ -1,6 +1,7 @@
 """The selective scan in XLA: chunks of tokens, of which only the states between them are kept."""
 
 from ejkernel.ops import ConfigSpace
+from ejkernel.planning import scan_sequences
 from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.selective_scan import tiles
 
@@ -8,7 +9,7 @@ IMPLEMENTATIONS = (
     xla_implementation(
         "selective_scan",
         gradients={"x", "step", "decay", "write", "read", "skip", "initial_state"},
-        handles={"initial_state"},
+        handles=scan_sequences.HANDLES | {"initial_state"},
         config=ConfigSpace(
             heuristic=tiles.heuristic,
             candidates=tiles.candidates,

@@ -12,6 +12,7 @@ from jax import lax
 
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.scan_sequences import with_row_gradients
 from ejkernel_xla.selective_scan.chunk import pull
 from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, load, paste
 from ejkernel_xla.selective_scan.tiles import ScanSteps
@@ -22,6 +23,7 @@ TOKENS = ("x", "step", "write", "read")
 """Fields with something for every token."""
 
 
+@with_row_gradients
 def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     """Gradients of the wanted fields of a record.
 

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
+from ejkernel.planning.scan_sequences import with_rows
 from ejkernel_xla.selective_scan.chunk import advance
 from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, load, paste
 from ejkernel_xla.selective_scan.tiles import ScanSteps
 
 
+@with_rows
 def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Output and final states of a record.
 

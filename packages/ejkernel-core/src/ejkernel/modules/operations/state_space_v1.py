@@ -11,8 +11,7 @@ from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.modules.operations.cases import state_space_v1 as cases
 from ejkernel.modules.operations.configs import StateSpaceV1Config
-from ejkernel.modules.operations.shared.packed_scan import packed_record, unpacked
-from ejkernel.modules.operations.shared.recurrences import check_packing, rank
+from ejkernel.modules.operations.shared.recurrences import check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import check_cumulative, check_dtype, check_not_empty, check_shape, got
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -27,7 +26,6 @@ AXES = {
     "D": "I",
     "dt": "B T I",
     "gate": "B T I",
-    "initial_state": "B I E",
     "conv_state": "B I d_conv",
 }
 
@@ -46,6 +44,7 @@ class StateSpaceV1Arguments:
     initial_state: jax.Array | None = None
     conv_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
+    state_indices: jax.Array | None = None
     act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
 
     def __post_init__(self) -> None:
@@ -70,6 +69,7 @@ def state_space_v1(
     conv_state: Float[Array, "b i c"] | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
+    state_indices: Integer[Array, " n"] | None = None,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
     platform: str | None = None,
     cfg: StateSpaceV1Config | None = None,
@@ -97,8 +97,13 @@ def state_space_v1(
         conv_state: [B, I, d_conv] floating, state of the convolution in front of the scan, which is the caller's;
             handed back as it is, so that a layer's state is what the call returns.
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
-            be traced; values that are not are checked, for which an eager call waits. Sequences may be empty. The scan
-            takes 2 E + 1 more tokens a sequence, in float32: `ejkernel.modules.operations.shared.packed_scan`.
+            be traced; values that are not are checked, for which an eager call waits. Sequences may be empty. Tokens of
+            none have output 0. But for decode steps the scan takes 2 E + 1 more tokens a sequence, in float32:
+            `ejkernel.planning.packed_scan`.
+        state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, I, E], and sequence n continues the
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
+            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
+            state that is returned is the slots, in their dtype; donate them under `jax.jit`.
         act_fn: Activation of the gate, a function of an array in the accumulator's dtype; None is `jax.nn.silu`. Goes
             with a gate. A call is traced again for every new function object.
 
@@ -134,20 +139,21 @@ def validate(args: StateSpaceV1Arguments) -> None:
     sizes: dict[str, int] = {}
     for name, axes in AXES.items():
         array = getattr(args, name)
-        if args.cu_seqlens is not None and name in ("initial_state", "conv_state"):
+        if args.cu_seqlens is not None and name == "conv_state":
             axes = axes.replace("B", "N")
         if array is not None:
             check_shape(name, array, axes, sizes)
             check_dtype(name, array, jnp.floating, "a floating dtype")
         if name == "hidden_states" and args.cu_seqlens is not None:
             check_packing(args.cu_seqlens, sizes)
+    check_states(args, "I E", sizes)
     check_not_empty("hidden_states", args.hidden_states, "B T I", "T I")
     check_not_empty("A", args.A, "I E", "E")
 
 
 def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
     """The selective-scan record of a call."""
-    record = SelectiveScan(
+    return SelectiveScan(
         x=args.hidden_states,
         step=args.dt,
         decay=args.A,
@@ -155,19 +161,18 @@ def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
         read=args.C,
         skip=args.D,
         initial_state=args.initial_state,
+        cu_seqlens=args.cu_seqlens,
+        state_slots=args.state_indices,
     )
-    return record if args.cu_seqlens is None else packed_record(record, args.cu_seqlens)
 
 
 def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     """What the public function returns."""
     y, state = output
-    if args.cu_seqlens is not None:
-        y, state = unpacked(y, args.cu_seqlens, args.hidden_states.shape[1], args.A.shape[1])
-        y = y.astype(args.hidden_states.dtype)
     if args.gate is not None:
         act_fn = jax.nn.silu if args.act_fn is None else args.act_fn
-        y = (y.astype(state.dtype) * act_fn(args.gate.astype(state.dtype))).astype(y.dtype)
+        wide = jnp.promote_types(y.dtype, jnp.float32)
+        y = (y.astype(wide) * act_fn(args.gate.astype(wide))).astype(y.dtype)
     return y, state, args.conv_state
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.cases.recurrence import in_slots
 from ejkernel.modules.operations.cases.tables import even_bounds, fill, tagged
 from ejkernel.ops.model import Case
 
@@ -17,7 +18,8 @@ _TABLE: tuple[_Row, ...] = (
     ("gate", (2, 64, 16, 8), ("gate", "conv_state"), jnp.float32, (), ()),
     ("other activation", (2, 63, 16, 8), ("gate", "act_fn"), jnp.float32, (), ("awkward",)),
     ("one number a state", (3, 65, 12, 1), (), jnp.float32, (), ("awkward",)),
-    ("packed, states", (1, 23, 8, 3), ("states", "cu_seqlens"), jnp.float32, (), ("awkward",)),
+    ("packed, states", (1, 23, 8, 3), ("states", "cu_seqlens"), jnp.float32, ("cu_seqlens",), ("awkward",)),
+    ("slots", (1, 5, 8, 3), ("slots",), jnp.float32, ("cu_seqlens", "state_slots"), ()),
     ("bfloat16", (2, 129, 32, 16), ("gate",), jnp.bfloat16, (), ()),
     ("model", (1, 2048, 4096, 16), ("gate",), jnp.bfloat16, (), ("bench",)),
 )
@@ -51,6 +53,10 @@ def _case(arguments: type, row: _Row) -> Case:
         if "states" in made:
             made["initial_state"] = made.pop("states")
             made["cu_seqlens"] = jnp.array([0, 9, 9, 10, tokens], jnp.int32)
+        if "slots" in optional:
+            made["initial_state"] = in_slots(key, (6, channels, size), (4, 1), dtype)
+            made["cu_seqlens"] = jnp.array([0, 1, 1, 3, 4], jnp.int32)
+            made["state_indices"] = jnp.array([4, 2, 1, -1], jnp.int32)
         return arguments(**made, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
 
     return tagged(name, make, exercises, tags)
@@ -68,6 +74,8 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
         if name == "cu_seqlens":
             return even_bounds(args.hidden_states.shape[1], shape)
+        if name == "state_indices":
+            return jnp.arange(shape.shape[0], dtype=shape.dtype)
         return _normal(name, shape.shape, key).astype(shape.dtype)
 
     return fill(args, key, make)

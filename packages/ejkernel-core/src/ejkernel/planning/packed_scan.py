@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.selective_scan import SelectiveScan, accumulator
+from ejkernel.planning import slots
 
 SCALE = 2.0**60
 FORGET = 1e30
@@ -48,9 +48,12 @@ def _layout(cu_seqlens: jax.Array, tokens: int, size: int) -> Layout:
     return Layout(sequence, place - begins[sequence], jnp.diff(bounds), begins)
 
 
-def packed_record(record: SelectiveScan, cu_seqlens: jax.Array) -> SelectiveScan:
-    """The row for a record of one row, whose `initial_state` is that of the sequences, [N, I, E], or None."""
-    dtype, size = accumulator(record), record.decay.shape[1]
+def as_row(record: Any) -> Any:
+    """The row for a record of packed sequences of a selective scan, whose states may be in slots."""
+    dtype, size = jnp.promote_types(record.x.dtype, jnp.float32), record.decay.shape[1]
+    cu_seqlens, states = record.cu_seqlens, record.initial_state
+    if states is not None and record.state_slots is not None:
+        states = slots.read_slots(states, record.state_slots, cu_seqlens)
     at = _layout(cu_seqlens, record.x.shape[1], size)
     offset, behind = at.offset - 1 - size, at.offset - 1 - size - at.lengths[at.sequence]
     is_token, written = (offset >= 0) & (behind < 0), at.offset - 1
@@ -62,8 +65,8 @@ def packed_record(record: SelectiveScan, cu_seqlens: jax.Array) -> SelectiveScan
     numbers = jnp.arange(size, dtype=jnp.int32)
     writes, reads = ((n[:, None] == numbers).astype(dtype) for n in (written, behind))
     x = jnp.zeros((), dtype)
-    if record.initial_state is not None:
-        states = record.initial_state.astype(dtype)[at.sequence, :, jnp.clip(written, 0, size - 1)]
+    if states is not None:
+        states = states.astype(dtype)[at.sequence, :, jnp.clip(written, 0, size - 1)]
         x = jnp.where(((written >= 0) & (written < size))[:, None], states * SCALE, 0)
     step = jnp.where(at.offset == 0, FORGET, jnp.where((written >= 0) & (written < size), 1 / SCALE, 0))
     return dataclasses.replace(
@@ -73,17 +76,26 @@ def packed_record(record: SelectiveScan, cu_seqlens: jax.Array) -> SelectiveScan
         write=tokens(record.write, writes),
         read=tokens(record.read, reads),
         initial_state=None,
+        cu_seqlens=None,
+        state_slots=None,
     )
 
 
-def unpacked(output: jax.Array, cu_seqlens: jax.Array, tokens: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """The row's output [1, L, I] as outputs [1, T, I], 0 for tokens of no sequence, and final states [N, I, E]."""
+def from_row(record: Any, output: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The row's output [1, L, I] as that of the record.
+
+    Returns:
+        Outputs [1, T, I] in x's dtype, 0 for tokens of no sequence, and final states [N, I, E], or the slots.
+    """
+    cu_seqlens, tokens, size = record.cu_seqlens, record.x.shape[1], record.decay.shape[1]
     at, index = _layout(cu_seqlens, tokens, size), jnp.arange(tokens, dtype=jnp.int32)
     bounds = cu_seqlens.astype(jnp.int32)
     owner = jnp.searchsorted(bounds[1:], index, side="right").astype(jnp.int32)
-    place = index + owner * (1 + 2 * size) + 1 + size
-    in_sequence = (index < bounds[-1])[:, None]
-    read = jnp.where(in_sequence, output[0, jnp.minimum(place, output.shape[1] - 1)], 0)
+    place = index - bounds[0] + owner * (1 + 2 * size) + 1 + size
+    in_sequence = ((index >= bounds[0]) & (index < bounds[-1]))[:, None]
+    read = jnp.where(in_sequence, output[0, jnp.clip(place, 0, output.shape[1] - 1)], 0)
     first = at.begins + 1 + size + at.lengths
-    states = output[0, first[:, None] + jnp.arange(size, dtype=jnp.int32)]
-    return read[None], states.swapaxes(1, 2)
+    states = output[0, first[:, None] + jnp.arange(size, dtype=jnp.int32)].swapaxes(1, 2)
+    if record.state_slots is not None:
+        states = slots.write_slots(record.initial_state, record.state_slots, cu_seqlens, states)
+    return read[None].astype(record.x.dtype), states
