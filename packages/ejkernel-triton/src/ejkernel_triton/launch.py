@@ -22,7 +22,7 @@ from jax import custom_batching
 
 from ejkernel import _compat as core_compat
 from ejkernel.ops.device import current_device
-from ejkernel.planning.in_place import apart
+from ejkernel.planning.in_place import unfused
 from ejkernel_triton import _compat
 
 Shape = jax.ShapeDtypeStruct
@@ -196,7 +196,7 @@ def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
             )
         return tuple(made)
 
-    return functools.partial(apart, run) if call.aliases else run
+    return functools.partial(unfused, run) if call.aliases else run
 
 
 def _interpreted(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:

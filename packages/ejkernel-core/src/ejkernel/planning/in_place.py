@@ -1,4 +1,4 @@
-"""Arrays that a kernel changes in place, kept apart from slices on GPUs.
+"""Kernels that change arrays in place, which XLA must not fuse with slices on GPUs.
 
 XLA fuses a kernel on GPUs with the slices that it reads, and with the updates of slices that take its results:
 
@@ -16,6 +16,6 @@ import jax
 from jax import lax
 
 
-def apart(call: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def unfused(call: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The results of `call(*arrays)`, a kernel that changes some of the arrays in place."""
     return lax.optimization_barrier(tuple(call(*lax.optimization_barrier(arrays))))

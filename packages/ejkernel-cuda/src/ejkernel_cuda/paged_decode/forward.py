@@ -10,7 +10,7 @@ import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.planning import paged_cache
-from ejkernel.planning.in_place import apart
+from ejkernel.planning.in_place import unfused
 from ejkernel_cuda.dense_decode.forward import FAR
 from ejkernel_cuda.dense_decode.splits import HEADS_PER_BLOCK
 from ejkernel_cuda.library import registered
@@ -58,7 +58,7 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
         jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
         *(x.astype(record.key_pages.dtype) for x in tokens if x is not None),
     )
-    output, lse, *others = apart(call, *operands) if written else call(*operands)
+    output, lse, *others = unfused(call, *operands) if written else call(*operands)
     return (output, lse, *others[3:]), None
 
 

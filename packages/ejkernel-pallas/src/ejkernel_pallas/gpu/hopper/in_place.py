@@ -7,7 +7,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from ejkernel.planning.in_place import apart
+from ejkernel.planning.in_place import unfused
 
 
 def update(
@@ -48,4 +48,4 @@ def update(
         made = pl.run_state(run)(dict(zip(names, arrays, strict=True)))
         return tuple(made[name] for name in names)
 
-    return dict(zip(names, apart(call, *updated.values()), strict=True))
+    return dict(zip(names, unfused(call, *updated.values()), strict=True))

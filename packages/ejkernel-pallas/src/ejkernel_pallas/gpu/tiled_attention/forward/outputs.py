@@ -40,7 +40,7 @@ def _write_rows(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
     """Writes the rows of a tile that are its sequence's, straight from registers: the others are another tile's."""
     assert query_tile.paged is not None
     item, (*_, row, first, end) = query_tile.item, query_tile.paged
-    # Of a warpgroup without rows of the sequence `end` may be negative, which stores take for a large number.
+    # `end` may be negative where a warpgroup has no rows of the sequence, and stores take that for a large number.
     target, end = call.outputs[0].at[item.batch, :, item.head], jnp.maximum(end, 0)
     store_rows(target, output.astype(call.spec.dtype), row, I32(0), end, first)
     store_row_numbers(call.outputs[1].at[item.batch, item.head], lse, row, first, end)

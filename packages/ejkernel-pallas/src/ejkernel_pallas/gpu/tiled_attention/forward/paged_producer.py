@@ -22,7 +22,7 @@ from ejkernel_pallas.gpu.tiled_attention.forward.call import Call, PagedTile, ne
 from ejkernel_pallas.gpu.tiled_attention.forward.producer import fetch_next
 
 I32 = jnp.int32
-MOST_AHEAD = 4
+MAX_PREFETCHED = 4
 """Copies of a block up to which its pages are kept in registers: more of them would not fit beside the next block's."""
 
 
@@ -50,7 +50,7 @@ def produce(call: Call, carry: Any) -> Any:
         values(known[0] if known else find(index), index, count)
         return count + 1, *known[1:], *following
 
-    known = [first, find(jnp.minimum(start + 1, last))] if call.pages.copies <= MOST_AHEAD else []
+    known = [first, find(jnp.minimum(start + 1, last))] if call.pages.copies <= MAX_PREFETCHED else []
     count, *known = lax.fori_loop(start, last, pair, (step, *known))
     values(known[0] if known else find(last), last, count)
     return nth_tile + 1, count + 1, *after
