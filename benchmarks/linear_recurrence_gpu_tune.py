@@ -35,6 +35,10 @@ CALLS: dict[str, tuple[str, ...]] = {
     "recurrent_attention": (*QKV, "--shape", f"g={TOKENS}:float32"),
     "lightning_attention": (*QKV, "-o", "layer_idx=1", "-o", "num_layers=8"),
 }
+CALLS |= {
+    "kernel_delta_attention": (*QKV, "--shape", f"beta={TOKENS}", "--shape", f"decay={TOKENS},128:float32"),
+    "gated_delta_rule": (*QKV, "--shape", f"beta={TOKENS}", "--shape", f"decay={TOKENS}:float32"),
+}
 """Operation -> what follows it in `ejkernel tune`."""
 
 

@@ -87,6 +87,7 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=config.FACES,
                 heuristic=config.delta_heuristic,
                 candidates=config.delta_candidates,
+                kind=config.kind_of_large,
             ),
             tuned="ejkernel_triton:tuned",
         ),

@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.planning import scan_sequences
 from ejkernel_triton.requirements import triton_implementation, triton_requires
-from ejkernel_triton.selective_scan import config
+from ejkernel_triton.selective_scan import config, step
 
 GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
 DTYPES = ("float16", "bfloat16", "float32")
@@ -23,8 +23,30 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"dt of {record.step.dtype} is not among {', '.join(DTYPES)}"
 
 
+STEP = 8
+"""Most tokens a sequence of the decode step; of packed sequences, on average."""
+
+LONGEST = 256
+"""Most tokens of packed sequences beyond one each: one of them may have all, and they are worked on in order."""
+
+WIDEST = 256
+"""Most numbers of a channel's state that the decode step takes."""
+
+
+def _step_reasons(record: Any) -> Iterable[str]:
+    """What the decode step has against a record."""
+    tokens = record.x.shape[1]
+    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    if tokens > STEP * sequences:
+        yield f"x: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
+    if record.cu_seqlens is not None and tokens - sequences > LONGEST:
+        longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
+        yield f"x: {longest} of {tokens} tokens, which a step works on one after the other"
+    yield from _reasons(record)
+
+
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """The scan and its decode step; for the CPU too where Triton's interpreter is switched on."""
     return (
         triton_implementation(
             "selective_scan",
@@ -41,5 +63,24 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=scan_sequences.of_rows(config.heuristic),
                 candidates=scan_sequences.of_rows(config.candidates),
             ),
+        ),
+        triton_implementation(
+            "selective_scan",
+            name="triton_decode",
+            forward="selective_scan.step:forward",
+            requires=triton_requires(
+                head_dims=range(1, WIDEST + 1),
+                handles=scan_sequences.HANDLES | {"initial_state"},
+                extra=_step_reasons,
+            ),
+            config=ConfigSpace(
+                forward=step.StepTile,
+                faces=step.FACES,
+                heuristic=step.heuristic,
+                candidates=step.candidates,
+            ),
+            priority=5,
+            tuned="ejkernel_triton:tuned",
+            cases="ejkernel_triton.selective_scan.step_cases:step_cases",
         ),
     )

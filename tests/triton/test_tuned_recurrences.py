@@ -1,0 +1,90 @@
+"""The tables of measured tiles for linear recurrences that the Triton backend ships."""
+
+import importlib.resources
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from triton_chips import H200
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops import ConfigSelectorChain
+from ejkernel.ops.config.key import schema_hash
+from ejkernel.ops.config.selection import Request
+from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.device import target_device
+from ejkernel.ops.plugins import registry
+from ejkernel.ops.pullback import Pullback
+from ejkernel_triton import ahead, launch
+
+FILES = sorted(
+    file
+    for file in importlib.resources.files("ejkernel_triton").joinpath("tuned").glob("*/*.json")
+    if registry().ops[file.stem].family.name == "linear_recurrence"
+)
+SPILLED = {(3, 9): 160}
+"""Bytes a thread that kernels may spill by version of Triton; with the one that they were measured with, 3.6, nothing."""
+
+
+def record_of(tokens=8192):
+    """A call with a gate a channel, as the entry for such calls has it."""
+    tokens = jax.ShapeDtypeStruct((4, tokens, 16, 128), jnp.bfloat16)
+    gates = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    return LinearRecurrence(query=tokens, key=tokens, value=tokens, softmax_scale=0.1, decay=gates)
+
+
+def implementation(op, name):
+    return next(i for i in registry().implementations[op] if i.name == name)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name} {file.stem}")
+def test_entries_are_of_this_version(file):
+    entries = decode(file.read_bytes())
+    assert entries
+    for key, entry in entries.items():
+        op, name, direction, device, schema, _, core = key.split(" | ")
+        part = implementation(file.stem, name).config.forward
+        assert (op.partition("@")[0], direction, core) == (file.stem, "both", "shipped")
+        assert (device.replace(" ", "_"), schema) == (file.parent.name, schema_hash(part))
+        assert as_part(entry, part, key) is not None
+
+
+@pytest.mark.parametrize("op", ["gated_linear_attention", "recurrent_attention"])
+def test_calls_of_the_kind_find_the_entry(op):
+    """Operations of a family share it."""
+    request = Request(
+        op=registry().ops[op],
+        implementation=implementation(op, "triton"),
+        direction="both",
+        device=H200,
+        record=record_of(),
+    )
+    selection = ConfigSelectorChain().choose(request)
+    assert selection.trail[-1].startswith("persistent: shipped table")
+    assert (selection.part.gradient_block_k, selection.part.gradient_stages) == (32, 1)
+
+
+def test_the_kernels_fit_the_chip_and_spill_nothing():
+    kernels, record = implementation("gated_linear_attention", "triton"), record_of()
+    (file,) = (file for file in FILES if file.stem == "gated_linear_attention")
+    ((key, entry),) = decode(file.read_bytes()).items()
+    part = as_part(entry, kernels.config.forward, key)
+    wanted = frozenset({"query", "key", "value", "decay"})
+
+    def both(record):
+        output, residuals, pocket = kernels.function("forward")(record, part)
+        start = Pullback(
+            record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
+        )
+        return kernels.function("backward")(start, part)
+
+    with target_device(H200), launch.collected() as calls:
+        jax.eval_shape(both, record)
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    for call in calls:
+        took = ahead.compile_for(call, "sm_90")
+        assert took.spilled <= SPILLED.get(version, 0), (took.kernel, took.registers, took.spilled)
+        assert not ahead.mixed_lanes(took.assembly), took.kernel
