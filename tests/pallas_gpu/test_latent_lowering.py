@@ -18,8 +18,9 @@ from ejkernel.modules.operations.mla_decode import MLADecodeArguments
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
 from ejkernel.planning import latent_pages
+from ejkernel_pallas.gpu.hopper import wgmma
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
-from ejkernel_pallas.gpu.latent_attention import combine, implementations, plan, plan_kernel, run, spec
+from ejkernel_pallas.gpu.latent_attention import combine, implementations, kernel, plan, plan_kernel, run, spec
 
 SHAPE = jax.ShapeDtypeStruct
 PARAMS = spec.HopperLatent(num_programs=132)
@@ -70,6 +71,23 @@ def test_rows_of_no_head_need_not_be_stored(heads):
     assert params not in spec.candidates(make(heads=64), device, "forward")
 
 
+def test_every_piece_of_a_product_begins_with_queries_in_shared_memory():
+    assert spec.CHUNKS % spec.PIECES == 0
+    assert all(chunk % (spec.CHUNKS // spec.PIECES) or chunk == 2 * spec.CHUNKS for chunk in kernel.IN_REGISTERS)
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_values_in_chunks_are_multiplied_in_steps_of_sixteen_keys(in_registers):
+    chunk = 64 * 128 // 16 << 16
+    offsets = [chunk + step * 16 * 128 // 16 for step in range(4)]
+    code = wgmma._accumulating_code(256, "bf16", offsets, transposed=True, in_registers=in_registers)
+    # The place of B is the last operand, behind sums, the sums before, and four registers of A for each instruction.
+    place = 256 + (16 if in_registers else 1)
+    places = re.findall(r"add.u32 place, \$(\d+), (\d+); mov.b64 right", code)
+    assert places == [(str(place), str(offset)) for offset in offsets]
+    assert code.count("m64n256k16.f32.bf16.bf16") == 4
+
+
 def test_shared_memory_has_room_for_queries_and_two_blocks():
     tiles = 3 * spec.BLOCK_KV * (spec.LATENT + spec.ROTARY) * 2
     assert tiles + 2 * 2 * 64 * 4 + 1024 <= SHARED_MEMORY
@@ -105,6 +123,12 @@ def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
         pytest.skip("this JAX interprets no loads in a given layout")
     interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(plgpu, "kernel", interpreted)
+
+    def load(ref, size, layout):
+        """As the kernel's, which is not interpreted: the last element again for all behind it."""
+        return jnp.pad(ref[...], (0, size - ref.shape[0]), mode="edge")
+
+    monkeypatch.setattr(plan_kernel, "_load", load)
     lens = [300, 0, 64, 129, 1, 700, 128, 127, 520]
     starts = {"kv_starts": jnp.full(len(lens), fields["kv_starts"])} if "kv_starts" in fields else {}
     record = dataclasses.replace(make(rows=len(lens), lens=lens, page=128), **{**fields, **starts})

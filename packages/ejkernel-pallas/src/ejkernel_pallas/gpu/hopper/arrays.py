@@ -130,6 +130,49 @@ def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
     store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
+def store_wide(target: Any, tile: jax.Array) -> None:
+    """Stores a 16-bit tile [64, N], N a multiple of 32, in global memory, 16 bytes of a row a thread.
+
+    Of a row, four neighbouring threads have two columns of every eight: they exchange them, so that each has all of one
+    eight of four. A quarter of the stores is left, and none writes a part of what memory takes at a time.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
+    def store(_: Any, ref: Any, tile: Any) -> None:
+        lane = arith.remui(mgpu.utils.thread_idx(), constant(32))
+        warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
+        place, index = arith.remui(lane, constant(4)), ir.IndexType.get()
+        row = arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(4)))
+        kind = ir.VectorType.get((8,), ir.MemRefType(ref.type).element_type)
+        words = [scalar(vector.bitcast(ir.VectorType.get((1,), i32()), x)) for x in tile.registers.flat]
+        # Registers alternate between a thread's two rows, eight apart.
+        for half in (0, 1):
+            row_words, at = words[half::2], arith.index_cast(index, arith.addi(row, constant(8 * half)))
+            for first in range(0, len(row_words), 4):
+                four = vector.from_elements(
+                    ir.VectorType.get((4,), i32()), _transposed(row_words[first : first + 4], place)
+                )
+                column = arith.index_cast(index, arith.addi(arith.muli(place, constant(8)), constant(8 * first)))
+                vector.store(vector.bitcast(kind, four), ref, [at, column])
+
+    store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _transposed(words: list[Any], place: Any) -> list[Any]:
+    """Word n of four threads becomes word `place` of thread n: exchanges with the next, then with the one after it."""
+    for distance in (1, 2):
+        bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place, constant(distance)), constant(0))
+        for low in (0, 3 - distance):
+            words[low], words[low + distance] = _exchanged(words[low], words[low + distance], bit, distance)
+    return words
+
+
+def _exchanged(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, Any]:
+    """Threads with the bit keep their high word and give the low one, the others the other way round."""
+    got = mgpu.utils.shfl_bfly(arith.select(bit, low, high), distance)
+    return arith.select(bit, got, low), arith.select(bit, high, got)
+
+
 def _has_rows(rows: int) -> Any:
     """Whether this thread's warp has some of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
     warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))

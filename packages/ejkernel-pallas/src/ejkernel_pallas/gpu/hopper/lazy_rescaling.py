@@ -1,17 +1,71 @@
-"""Lazy rescaling of accumulators: only in warps where some row's maximum moved."""
+"""Lazy rescaling of accumulators: only in warps where some row's maximum moved, and it moves only where it has to."""
 
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, scalar, with_registers
 
 ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
 """PTX: whether a factor is below one in some thread of the warp; a vote, so that all threads take one branch."""
+
+
+ABOVE = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
+"""PTX: whether a number is above another in some thread of the warp."""
+
+
+def moved_lazily(row_max: jax.Array, scores: jax.Array, factor: float, slack: float) -> jax.Array:
+    """The running maximum of every row, which moves only where a score is more than `slack` above it.
+
+    Each thread looks at the columns that it has; only warps with such a score exchange maxima of rows.
+
+    Args:
+        row_max: Float32 [64].
+        scores: Float32 [64, N], N / 4 a power of two.
+        factor: Positive, on the scores.
+        slack: How far a score may be above the maximum.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW_LAYOUT, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(row_max.shape, jnp.float32, layout=ROW_LAYOUT),
+    )
+    def move(_: Any, rows: Any, tile: Any) -> Any:
+        before = [scalar(register) for register in rows.registers.flat]
+        # Registers alternate between a thread's two rows.
+        tops = [arith.mulf(_largest(list(tile.registers.flat)[row::2]), number(factor)) for row in (0, 1)]
+        above = arith.maximumf(*[arith.subf(top, old) for top, old in zip(tops, before, strict=True)])
+        some: Any = llvm.inline_asm(i32(), [above, number(slack)], ABOVE, "=r,f,f", has_side_effects=True)
+        some = arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
+        branch: Any = scf.IfOp(some, [ir.F32Type.get()] * 2, has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([_moved(top, old, slack) for top, old in zip(tops, before, strict=True)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(before)
+        return of_rows(rows, list(branch.results))
+
+    return move(row_max, scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _largest(registers: list[Any]) -> Any:
+    values = [value for register in registers for value in pair(register)]
+    while len(values) > 1:
+        values = [arith.maximumf(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def _moved(top: Any, before: Any, slack: float) -> Any:
+    # Four neighbouring threads have a row.
+    for distance in (1, 2):
+        top = arith.maximumf(top, mgpu.utils.shfl_bfly(top, distance))
+    above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(top, before), number(slack))
+    return arith.select(above, top, before)
 
 
 def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:

@@ -1,9 +1,15 @@
 """WGMMA for S = Q K^T without zeroing the accumulator: the first instruction has scale-d = 0 and ignores its content.
 
-    issue:  fence │ wgmma k=0 (scale-d 0) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
-    wait:   wait_group in_flight ─► registers valid
+    issue:       fence │ wgmma k=0 (scale-d 0) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
+    accumulate:  fence │ wgmma k=0 (scale-d 1) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
+    wait:        wait_group in_flight ─► registers valid
 
 Mosaic's own WGMMA accumulates on an array, whose zeros cost 32 instructions for 128 keys before any product can start.
+`accumulate` is for O = O + P V with values in chunks of 64 columns, each copied apart:
+
+    values [C, keys, 64]    chunk 0: all keys, columns 0 to 63 │ chunk 1: all keys, columns 64 to 127 │ ...
+
+A chunk is a tile of keys for S, too, so that scores begin when the first one is there.
 Source of descriptors and instructions: PTX ISA, asynchronous warpgroup-level matrix instructions.
 """
 
@@ -17,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, with_registers
+from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, scalar, with_registers
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 
 STEP = 32
@@ -33,17 +39,18 @@ BYTES = {"bf16": 2, "f16": 2, "e4m3": 1}
 """Bytes of an element of an operand."""
 
 
-def issue(queries: Any, keys: Any) -> jax.Array:
+def issue(queries: Any, keys: Any, *pairs: tuple[Any, Any]) -> jax.Array:
     """Issues a product; returns its accumulator registers, which only `wait` may read.
 
     Args:
         queries: Reference to bfloat16, float16 or float8_e4m3fn [64, D] in shared memory.
         keys: Reference to the same dtype, [keys, D].
+        pairs: References to further columns of both.
 
     Returns:
         Float32 [64, keys], not valid until `wait`.
     """
-    return _issued(None, [queries, keys])
+    return _issued(None, [queries, keys, *(ref for both in pairs for ref in both)])
 
 
 def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
@@ -76,7 +83,7 @@ def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
         sums, refs = operands[: len(given)], operands[len(given) :]
         # The low word of a descriptor: the address, in its units. The upper word is the same for all threads and
         # columns.
-        places = [arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT)) for ref in refs]
+        places = [_place(ref) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
         before = [score for tile in sums for register in tile.registers.flat for score in pair(register)]
         return _assembled(like, code, ["=f"] * count + tied + ["r"] * len(refs), [*before, *places])
@@ -84,8 +91,71 @@ def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
     return run(*given, *refs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
+def extend_from_registers(scores: jax.Array, queries: jax.Array, keys: Any) -> jax.Array:
+    """Issues a product with queries in registers, which shared memory need not deliver, added to what was issued.
+
+    Args:
+        scores: Accumulator registers of `issue`.
+        queries: 16-bit numbers [64, 64] in an accumulator's layout; they may not change before `wait`.
+        keys: Reference to [keys, 64] of the same dtype.
+
+    Returns:
+        The registers of `scores`, not valid until `wait`.
+    """
+    return _accumulated(scores, queries, keys, [step * STEP // UNIT for step in range(LINE // STEP)], transposed=False)
+
+
+def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
+    """Issues weights times values, added to an accumulator; returns its registers, which only `wait` may read.
+
+    Args:
+        acc: Float32 [64, C * 64].
+        weights: 16-bit numbers [64, keys], in an accumulator's layout or a reference to shared memory; at most 64 keys.
+        values: Reference to [C, keys, 64] of the same dtype.
+    """
+    keys = values.shape[1]
+    # A descriptor's low word has the stride of chunks, its upper one that of eight keys.
+    chunk = (keys * LINE // UNIT) << 16
+    offsets = [chunk + key * LINE // UNIT for key in range(0, keys, STEP // 2)]
+    return _accumulated(acc, weights, values, offsets, transposed=True)
+
+
+def _accumulated(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, transposed: bool) -> jax.Array:
+    """Issues an instruction for each offset, which is added to the low word of B's descriptor."""
+    shape, kind, in_registers = acc.shape, KINDS[jnp.dtype(b.dtype).name], isinstance(a, jax.Array)
+    count, ref = _registers(shape), plgpu.RefType(transforms())
+    code = _accumulating_code(shape[1], kind, offsets, transposed=transposed, in_registers=in_registers)
+    tied = [str(n) for n in range(count)]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA if in_registers else ref, ref),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def run(_: Any, acc: Any, a: Any, b: Any) -> Any:
+        before = [value for register in acc.registers.flat for value in pair(register)]
+        word = ir.VectorType.get((1,), i32())
+        given = [scalar(vector.bitcast(word, x)) for x in a.registers.flat] if in_registers else [_place(a)]
+        inputs = tied + ["r"] * (len(given) + 1)
+        return _assembled(acc, code, ["=f"] * count + inputs, [*before, *given, _place(b)])
+
+    return run(acc, a, b)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def fence_writes() -> None:
+    """Makes a thread's writes to shared memory visible to products, of warpgroups that learn of them by a barrier.
+
+    All threads that wrote have to arrive at that barrier after this.
+    """
+
+    @plgpu.inline_mgpu()
+    def run(_: Any) -> None:
+        llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "~{memory}", has_side_effects=True)
+
+    run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
 def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
-    """The scores of `issue`, once at most `in_flight` later groups of products are unfinished.
+    """The scores of `issue`, or another accumulator, once at most `in_flight` later groups of products are unfinished.
 
     Hazard: all registers are operands of the waiting instruction, so the compiler cannot move a read before it.
     """
@@ -101,6 +171,11 @@ def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
         return _assembled(scores, f"wgmma.wait_group.sync.aligned {in_flight};", tied, given)
 
     return run(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _place(ref: Any) -> Any:
+    """The address of shared memory, in units of a descriptor."""
+    return arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT))
 
 
 def _registers(shape: tuple[int, int]) -> int:
@@ -150,4 +225,32 @@ def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) ->
             # False for the very first product of a fresh accumulator alone, whose content is then ignored.
             lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not fresh)};"]
             lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1{orders};"]
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+
+
+def _accumulating_code(columns: int, kind: str, offsets: list[int], *, transposed: bool, in_registers: bool) -> str:
+    """PTX of `_accumulated`. Results are the first operands of the assembly, then the sums before, A, and B.
+
+    Args:
+        columns: N of the accumulator.
+        kind: PTX type of A and B.
+        offsets: Of each instruction, from B's place.
+        transposed: Whether columns of B lie together, and not its rows.
+        in_registers: Whether A is four registers an instruction, or one place.
+    """
+    count = _registers((WGMMA_M, columns))
+    first, sums = 2 * count, ", ".join(f"${n}" for n in range(count))
+    place = first + (4 * len(offsets) if in_registers else 1)
+    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{columns}k{STEP // 2}.f32.{kind}.{kind} {{{sums}}}"
+    lines = ["{ .reg .pred adds; .reg .b32 place, upper; .reg .b64 left, right; setp.ne.b32 adds, 1, 0;"]
+    # Eight rows of 128 bytes follow each other, in A and in B.
+    lines += [f"mov.b32 upper, {SWIZZLED | 8 * LINE // UNIT}; wgmma.fence.sync.aligned;"]
+    for number_of, offset in enumerate(offsets):
+        lines += [f"add.u32 place, ${place}, {offset}; mov.b64 right, {{place, upper}};"]
+        if in_registers:
+            a = ", ".join(f"${first + 4 * number_of + n}" for n in range(4))
+            lines += [f"{instruction}, {{{a}}}, right, adds, 1, 1, {int(transposed)};"]
+        else:
+            lines += [f"add.u32 place, ${first}, {number_of * STEP // UNIT}; mov.b64 left, {{place, upper}};"]
+            lines += [f"{instruction}, left, right, adds, 1, 1, 0, {int(transposed)};"]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])

@@ -17,20 +17,18 @@ class Shared:
     """Shared memory and barriers. Left and right are the halves of the latent vector; [2] is a block of keys each.
 
     Attributes:
-        q_left: [64, 256], the left half of the queries.
-        q_right: [64, 256], their right half.
-        q_rotary: [64, 64], their rotary columns.
-        left: [2, 64, 256], the left half of the keys, which are values, too.
-        right: [2, 64, 256], their right half.
+        query: [9, 64, 64], chunks of 64 columns of the queries, the rotary ones last.
+        left: [2, 4, 64, 64], chunks of the left half of the keys, which are values, too.
+        right: [2, 4, 64, 64], of their right half.
         rotary: [2, 64, 64] keys; after the product with them, weights of the block.
         row_max: [2, 64] running maxima after each block of a step.
         row_sum: [2, 64] sums of the two warpgroups at the end of an item.
         present: [2] int32, bit n: the page of rows 8 n to 8 n + 7 is there.
         q_full: Queries are there.
         q_free: No warpgroup reads them any more.
-        exclusive_full: [2] the left half of block 0, or the right half of block 1, is there: as values, only the
-            warpgroup that scores the block reads it.
-        shared_full: [2] the other half is there; both warpgroups read it.
+        exclusive_full: [2 * pieces] a piece of the left half of block 0, or of the right half of block 1, is there: as
+            values, only the warpgroup that scores the block reads it.
+        shared_full: [2 * pieces] a piece of the other half is there; both warpgroups read it.
         rotary_full: [2] the rotary columns and the bits in `present` are there.
         exclusive_free: [2] the products that read the exclusive half are done.
         shared_free: [2] the products that read the other half are done.
@@ -38,9 +36,7 @@ class Shared:
         sums_full: [2] sums of a warpgroup are there.
     """
 
-    q_left: Any
-    q_right: Any
-    q_rotary: Any
+    query: Any
     left: Any
     right: Any
     rotary: Any
@@ -119,10 +115,12 @@ def program_of(call: ScheduledCall) -> tuple[Any, Any]:
     return lax.div(block, I32(call.spec.tiles)), lax.rem(block, I32(call.spec.tiles))
 
 
-def every_item(call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any) -> Any:
-    """Carries a value through `work` for the items of the program of this block."""
+def every_item(
+    call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any, place: tuple[Any, Any] | None = None
+) -> Any:
+    """Carries a value through `work` for the items of the program of this block; `place` is its program and tile."""
     items, shares = call.operands["items"], call.operands["shares"]
-    program, tile = program_of(call)
+    program, tile = program_of(call) if place is None else place
     # Every warpgroup walks the list by itself: the tables are read from HBM, and no barrier hands an item on.
     begin, end = shares[program, 1], shares[program + 1, 1]
 

@@ -13,10 +13,15 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel_pallas.gpu.hopper import arrays
+from ejkernel_pallas.gpu.hopper.registers import constant, i32
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, make_extents
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
@@ -35,7 +40,6 @@ def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     # Where a sequence is a row, the kernel reads lengths, and XLA has nothing to compute.
     single = record.query_start is None and record.kv_starts is None
     operands = (record.kv_lens.astype(I32),) if single else make_extents(record, spec)
-    operands = [jnp.pad(x, (0, size - spec.rows)) for x in operands]
     memory = plgpu.SMEM((size,), I32)
     # The sums have zeros before them, so that those behind need not ask which exist.
     scratch = [memory, memory, memory, memory, memory, plgpu.SMEM((2 * size,), I32)]
@@ -56,7 +60,7 @@ def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest:
     # One element a thread and register: rows are read from places that are no multiples of two.
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     row = plgpu.broadcasted_iota(I32, (size,), 0, layout=layout)
-    loaded = [arrays.load_as(ref, layout) for ref in given]
+    loaded = [_load(ref, size, layout) for ref in given]
     if len(loaded) == 1:
         keys, low = limits(record, loaded[0], loaded[0] - 1, 0 * row)
         owner = row
@@ -75,6 +79,26 @@ def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest:
     # Blocks write interleaved rows.
     for first in range(0, spec.rows, spec.programs + 1):
         lax.cond(first + block < spec.rows, lambda row: _write(items, columns, row), lambda row: None, first + block)
+
+
+def _load(ref: Any, size: int, layout: Any) -> Any:
+    """An int32 vector from device memory, with its last element again for all that is behind it."""
+    count = ref.shape[0]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(()),), return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=layout)
+    )
+    def load(_: Any, ref: Any) -> Any:
+        index, kind = ir.IndexType.get(), ir.VectorType.get((1,), i32())
+        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        registers = np.empty((size // THREADS,), dtype=object)
+        for n in range(size // THREADS):
+            place = arith.minui(arith.addi(thread, constant(n * THREADS)), constant(count - 1))
+            registers[n] = vector.from_elements(kind, [memref.load(ref, [arith.index_cast(index, place)])])
+        strided = mgpu.WGStridedFragLayout((size,), 1)
+        return mgpu.FragmentedArray(_registers=registers, _layout=strided, _is_signed=True)
+
+    return load(ref)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _write(items: Any, columns: Any, row: Any) -> None:

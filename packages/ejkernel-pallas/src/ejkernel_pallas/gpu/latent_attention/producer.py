@@ -8,36 +8,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item, program_of
+from ejkernel_pallas.gpu.latent_attention.call import Call, Item, every_item
 from ejkernel_pallas.gpu.latent_attention.pages import Places, block_places
-from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, HALF, LATENT, ROTARY, UNIT
+from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, CHUNK, CHUNKS, PIECES, ROTARY, UNIT
 
 I32 = jnp.int32
 
 
-def produce(call: Call) -> None:
-    """Copies all that the program needs."""
+def produce(call: Call, place: tuple[Any, Any]) -> None:
+    """Copies all that the program needs, by one warp; `place` is the block's program and tile."""
 
     def one(item: Item, carry: Any) -> Any:
         count, number = carry
-        _copy_queries(call, item, number)
+        _copy_queries(call, item, number, place[1])
         count = lax.fori_loop(
             0, item.steps, lambda step, count: _copy_step(call, item, item.first + step, count), count
         )
         return count, number + 1
 
-    every_item(call, one, (I32(0), I32(0)))
+    every_item(call, one, (I32(0), I32(0)), place)
 
 
-def _copy_queries(call: Call, item: Item, number: Any) -> None:
+def _copy_queries(call: Call, item: Item, number: Any, tile: Any) -> None:
     shared, query = call.shared, call.operands["query"]
-    _, tile = program_of(call)
     # The first item's queries find their place free.
     pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
     rows = pl.ds(tile * WGMMA_M, WGMMA_M)
-    parts = ((shared.q_left, 0, HALF), (shared.q_right, HALF, HALF), (shared.q_rotary, LATENT, ROTARY))
-    for target, first, size in parts:
-        plgpu.copy_gmem_to_smem(query.at[item.row, rows, pl.ds(first, size)], target, shared.q_full)
+    for chunk in range(2 * CHUNKS + 1):
+        source = query.at[item.row, rows, pl.ds(chunk * CHUNK, CHUNK)]
+        plgpu.copy_gmem_to_smem(source, shared.query.at[chunk], shared.q_full)
 
 
 def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
@@ -58,7 +57,7 @@ def _copy_exclusive(call: Call, places: Places, count: Any, block: int) -> None:
     # The first step of the program finds all buffers free, without an arrival.
     pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.exclusive_free.at[block]))
     target = (shared.left, shared.right)[block].at[block]
-    _copy(call, places, "latent", pl.ds(block * HALF, HALF), target, shared.exclusive_full.at[block])
+    _copy_half(call, places, block, target, shared.exclusive_full, block)
 
 
 def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: int) -> None:
@@ -66,12 +65,20 @@ def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: in
     shared = call.shared
     pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.shared_free.at[block]))
     target = (shared.right, shared.left)[block].at[block]
-    _copy(call, places, "latent", pl.ds((1 - block) * HALF, HALF), target, shared.shared_full.at[block])
+    _copy_half(call, places, 1 - block, target, shared.shared_full, block)
     full = shared.rotary_full.at[block]
     # Behind the wait: the block before is masked with its bits until then.
     shared.present[block] = present
     _copy(call, places, "rotary", pl.ds(call.spec.start, ROTARY), shared.rotary.at[block], full)
     plgpu.barrier_arrive(full)  # after the bits
+
+
+def _copy_half(call: Call, places: Places, half: int, target: Any, full: Any, block: int) -> None:
+    """Copies the chunks of a half of a block, in the order in which the product with the queries takes them."""
+    for chunk in range(CHUNKS):
+        columns = pl.ds((half * CHUNKS + chunk) * CHUNK, CHUNK)
+        piece = block * PIECES + chunk * PIECES // CHUNKS
+        _copy(call, places, "latent", columns, target.at[chunk], full.at[piece])
 
 
 def _copy(call: Call, places: Places, name: str, columns: Any, target: Any, full: Any) -> None:

@@ -20,9 +20,11 @@ from ejkernel_pallas.gpu.latent_attention.plan import FEW_ITEMS, LatentSchedule,
 from ejkernel_pallas.gpu.latent_attention.plan_kernel import planned
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
-    HALF,
+    CHUNK,
+    CHUNKS,
     LATENT,
     LOWEST,
+    PIECES,
     ROTARY,
     WARPGROUPS,
     HopperLatent,
@@ -124,24 +126,23 @@ def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array
 def _scratch(spec: LatentSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `Shared`."""
     copies = BLOCK_KV // spec.copied
+    pieces, halves = 2 * PIECES, (2, CHUNKS, BLOCK_KV, CHUNK)
     barrier = plgpu.Barrier
     return {
-        "q_left": matrix((WGMMA_M, HALF), spec.dtype),
-        "q_right": matrix((WGMMA_M, HALF), spec.dtype),
-        "q_rotary": matrix((WGMMA_M, ROTARY), spec.dtype),
-        "left": matrix((2, BLOCK_KV, HALF), spec.dtype),
-        "right": matrix((2, BLOCK_KV, HALF), spec.dtype),
+        "query": matrix((2 * CHUNKS + 1, WGMMA_M, CHUNK), spec.dtype),
+        "left": matrix(halves, spec.dtype),
+        "right": matrix(halves, spec.dtype),
         # Queries and two blocks of keys take 216 KiB of 227: weights go where the rotary columns were.
         "rotary": matrix((2, BLOCK_KV, ROTARY), spec.dtype),
         "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "row_sum": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "present": plgpu.SMEM((2,), jnp.int32),
-        # Arrivals are counted by warpgroup and by copy: queries are three copies, and both consumers have to free them.
-        "q_full": barrier(num_arrivals=3),
+        # Arrivals are counted by warpgroup and by copy: of queries, a copy a chunk. Both consumers have to free them.
+        "q_full": barrier(num_arrivals=2 * CHUNKS + 1),
         "q_free": barrier(num_arrivals=WARPGROUPS),
-        # A copy a page; of the rotary columns, once more for the bits in `present`.
-        "exclusive_full": barrier(num_arrivals=copies, num_barriers=2),
-        "shared_full": barrier(num_arrivals=copies, num_barriers=2),
+        # A copy a page and chunk; of the rotary columns, once more for the bits in `present`.
+        "exclusive_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
+        "shared_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
         "rotary_full": barrier(num_arrivals=copies + 1, num_barriers=2),
         # One arrival: of either half, a single warpgroup is the last to read it.
         "exclusive_free": barrier(num_arrivals=1, num_barriers=2),

@@ -21,6 +21,12 @@ HALF = LATENT // 2
 """Columns of the output that one consumer warpgroup accumulates."""
 ROTARY = 64
 """Key columns beside it."""
+CHUNK = 64
+"""Columns that lie together in shared memory: one row of the 128-byte swizzle."""
+CHUNKS = HALF // CHUNK
+"""Chunks of a half."""
+PIECES = 2
+"""Parts of a half, of whole chunks, that are awaited apart: the product with a part runs while the next is copied."""
 BLOCK_KV = 64
 """Keys of a block: one consumer warpgroup multiplies the queries with them."""
 UNIT = 2 * BLOCK_KV
