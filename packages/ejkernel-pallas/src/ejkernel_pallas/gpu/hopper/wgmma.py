@@ -122,7 +122,7 @@ def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
 
 def _accumulated(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, transposed: bool) -> jax.Array:
     """Issues an instruction for each offset, which is added to the low word of B's descriptor."""
-    shape, kind, in_registers = acc.shape, KINDS[jnp.dtype(b.dtype).name], isinstance(a, jax.Array)
+    shape, kind, in_registers = (WGMMA_M, acc.shape[1]), KINDS[jnp.dtype(b.dtype).name], isinstance(a, jax.Array)
     count, ref = _registers(shape), plgpu.RefType(transforms())
     code = _accumulating_code(shape[1], kind, offsets, transposed=transposed, in_registers=in_registers)
     tied = [str(n) for n in range(count)]
