@@ -5,9 +5,9 @@
 
 Normal float8_e4m3fn arrays, matrices with their columns first, bfloat16 output; the rows of groups are drawn from a
 Dirichlet(2) distribution. Scales are one a row and one a column (`rows`), or one for 128 contracted elements of
-either (`blocks`). `quick` sums as the matrix unit does (`precision="default"`, PyTorch's `use_fast_accum`), `exact` in
-float32. A side's relative error against float32 is printed, of some rows. Sides are interleaved, and medians are
-printed. The rate counts 2 M K N products.
+either (`blocks`), or of a row and of 128 columns (`squares`). `quick` sums as the matrix unit does
+(`precision="default"`, PyTorch's `use_fast_accum`), `exact` in float32. A side's relative error against float32 is
+printed, of some rows. Sides are interleaved, and medians are printed. The rate counts 2 M K N products.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BLOCK = 128
 
 
 def inputs(cell: bench.Cell) -> tuple[jax.Array, ...]:
-    """lhs, rhs, sizes, scales of rows and columns, and those of blocks of both."""
+    """lhs, rhs, sizes, scales of rows and columns, those of blocks of both, and those of squares of 128 x 128."""
 
     def make(key: jax.Array) -> tuple[jax.Array, ...]:
         keys, eight = jax.random.split(key, 6), jnp.float8_e4m3fn
@@ -42,15 +42,20 @@ def inputs(cell: bench.Cell) -> tuple[jax.Array, ...]:
         rhs = jax.random.normal(keys[1], (cell.groups, cell.n, cell.k), jnp.bfloat16).astype(eight)
         shapes = (cell.m, 1), (cell.groups, 1, 1, cell.n), (cell.m, cell.k // BLOCK)
         shapes += ((cell.groups, cell.k // BLOCK, 1, cell.n),)
-        scales = (jax.random.uniform(k, s, jnp.float32, 0.5, 1) for k, s in zip(keys[2:], shapes, strict=True))
-        return lhs, rhs, jnp.asarray(cell.sizes), *scales
+        scales = [jax.random.uniform(k, s, jnp.float32, 0.5, 1) for k, s in zip(keys[2:], shapes, strict=True)]
+        squares = jnp.repeat(scales[3][..., ::BLOCK], BLOCK, axis=-1)[..., : cell.n]
+        return lhs, rhs, jnp.asarray(cell.sizes), *scales, squares
 
     return jax.jit(make)(jax.random.key(0))
 
 
-def scaled(lhs: Any, rhs: Any, sizes: Any, *scales: Any, blocks: bool, **options: Any) -> jax.Array:
+KINDS = {"rows": (0, 1), "blocks": (2, 3), "squares": (2, 4)}
+"""Which scales a side takes."""
+
+
+def scaled(lhs: Any, rhs: Any, sizes: Any, *scales: Any, kind: str, **options: Any) -> jax.Array:
     """Ours."""
-    of_rows, of_columns = scales[2:] if blocks else scales[:2]
+    of_rows, of_columns = (scales[n] for n in KINDS[kind])
     options |= {"transpose_rhs": True, "preferred_element_type": jnp.bfloat16}
     return grouped_matmul(lhs, rhs, sizes, lhs_scale=of_rows, rhs_scale=of_columns, **options)
 
@@ -119,12 +124,12 @@ def errors(cell: bench.Cell, arrays: tuple[jax.Array, ...], sides: dict[str, ben
         products = [jnp.matmul(x, y.T, precision="highest") for x, y in zip(left, right, strict=True)]
         return jnp.stack(products)
 
-    wants = {name: want(*pair) for name, pair in (("rows", scales[:2]), ("blocks", scales[2:]))}
+    wants = {name: want(*(scales[n] for n in pair)) for name, pair in KINDS.items()}
     found = {}
     for name, side in sides.items():
         made = side(*arrays)
         made = jnp.from_dlpack(made) if hasattr(made, "untyped_storage") else made
-        truth = wants["blocks" if "blocks" in name else "rows"]
+        truth = next(wants[kind] for kind in KINDS if kind in name)
         found[name] = float(jnp.linalg.norm(full(made[rows]) - truth) / jnp.linalg.norm(truth))
     return found
 
@@ -133,11 +138,10 @@ def measure(cell: bench.Cell, candidates: bool) -> None:
     """Prints the lines of a shape."""
     arrays = inputs(cell)
     kinds: dict[str, dict[str, Any]] = {
-        "triton rows quick": {"blocks": False, "platform": "triton", "precision": "default"},
-        "triton rows exact": {"blocks": False, "platform": "triton"},
-        "pallas rows exact": {"blocks": False, "platform": "pallas"},
-        "triton blocks": {"blocks": True, "platform": "triton"},
-        "pallas blocks": {"blocks": True, "platform": "pallas"},
+        f"{platform} {kind}{' quick' if quick else ''}": {"kind": kind, "platform": platform}
+        | ({"precision": "default"} if quick else {})
+        for kind, quick in (("rows", True), ("rows", False), ("squares", False), ("blocks", False))
+        for platform in ("triton", "pallas")
     }
     sides: dict[str, bench.Side] = {
         f"ejkernel {name}": bench.bound(functools.partial(scaled, **options), jax.eval_shape(lambda: inputs(cell)))

@@ -15,7 +15,7 @@ SHAPE = jax.ShapeDtypeStruct
 EIGHT = jnp.float8_e4m3fn
 
 
-def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=EIGHT):
+def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=EIGHT, precision=None):
     return GroupedMatmul(
         lhs=SHAPE((rows, depth), EIGHT),
         rhs=SHAPE((5, width, depth), dtype),
@@ -24,6 +24,7 @@ def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=
         lhs_scale=SHAPE((rows, blocks[0]), jnp.float32),
         rhs_scale=SHAPE((5, blocks[1], 1, width), jnp.bfloat16),
         transpose_rhs=True,
+        precision=precision,
     )
 
 
@@ -34,8 +35,9 @@ CANDIDATES = scaled_spec.candidates(make(width=256), None, "forward")
     ("params", "fields"),
     [
         (CANDIDATES[0], {}),
-        (dataclasses.replace(CANDIDATES[0], ping_pong=False), {"blocks": (1, 2)}),
+        (CANDIDATES[0], {"blocks": (1, 2)}),
         (dataclasses.replace(CANDIDATES[0], block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
+        (CANDIDATES[0], {"blocks": (1, 1), "precision": jax.lax.Precision.DEFAULT}),
     ],
     ids=str,
 )
@@ -44,6 +46,14 @@ def test_a_call_lowers(params, fields):
     traced = jax.jit(lambda record: forward_of_8_bits(record, params)[0]).trace(record)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
     assert (traced.out_info.shape, traced.out_info.dtype) == ((520, 320), record.out_dtype)
+
+
+def test_columns_share_scales_in_blocks_of_a_product():
+    blocks = jnp.repeat(jax.random.uniform(jax.random.key(0), (3, 2, 3), jnp.float32), 128, axis=2)[..., :320]
+    assert scaled_spec.share_scales(blocks, 128) == 1
+    assert scaled_spec.share_scales(blocks, 64) == 1
+    assert scaled_spec.share_scales(blocks.at[1, 1, 300].add(1), 128) == 0
+    assert scaled_spec.share_scales(blocks[..., 64:], 128) == 0
 
 
 @pytest.mark.parametrize("params", [*CANDIDATES, *scaled_spec.NARROW], ids=str)

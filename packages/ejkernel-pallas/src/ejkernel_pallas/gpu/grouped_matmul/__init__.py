@@ -47,7 +47,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.gpu.grouped_matmul.run:forward_of_8_bits",
             backward=None,
             requires=hopper_requires(
-                handles=HANDLES | {"lhs_scale", "rhs_scale"},
+                handles=HANDLES | {"lhs_scale", "rhs_scale", "precision"},
                 extra=scaled_spec.reasons,
                 dtypes=(scaled_spec.FLOAT8,),
             ),

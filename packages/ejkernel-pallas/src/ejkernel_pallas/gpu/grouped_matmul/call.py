@@ -20,6 +20,7 @@ class Call:
         operands: Arrays in device memory.
         output: The array in device memory that the kernel writes.
         shared: Shared memory and barriers: the `Shared` of the kernel's module.
+        same: Whether the columns of each product share their scales, of blocks of 8-bit matrices; else None.
     """
 
     spec: GroupedSpec
@@ -27,6 +28,7 @@ class Call:
     operands: dict[str, Any]
     output: Any
     shared: Any
+    same: Any = None
 
     @property
     def below(self) -> Any:

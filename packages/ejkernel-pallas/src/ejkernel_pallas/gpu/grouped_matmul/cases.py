@@ -50,10 +50,19 @@ def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **
     return {"lhs": lhs, "rhs": rhs, **scales, "transpose_rhs": True, **static}
 
 
+def _shared_scales(key: jax.Array) -> dict[str, Any]:
+    """Of scales of 128 x 128: a kernel need not load one a column."""
+    made = _eight_bits(key, EIGHT_PAIRS, (3, 3))
+    return {**made, "rhs_scale": jnp.repeat(made["rhs_scale"][..., ::128], 128, axis=-1)}
+
+
 def cases_of_8_bits() -> dict[str, tuple[Case, ...]]:
     """The conformance cases of each operation for operands of 8 bits, by its name."""
     scaled, some = ("lhs_scale", "rhs_scale"), {"group_offset": 1, "preferred_element_type": jnp.float32}
+    quick = {"precision": jax.lax.Precision.DEFAULT}
     rows: tuple[Row[GroupedSizes], ...] = (
+        ("8 bits in blocks of columns", EIGHT_PAIRS, _shared_scales, scaled, ()),
+        ("8 bits, quick sums", EIGHT, lambda key: _eight_bits(key, EIGHT, (1, 1), **quick), ("precision",), ()),
         ("8 bits in tiles", EIGHT, lambda key: _eight_bits(key, EIGHT, (2, 2)), scaled, ()),
         ("8 bits in pairs of tiles", EIGHT_PAIRS, lambda key: _eight_bits(key, EIGHT_PAIRS, (1, 3)), scaled, ()),
         (

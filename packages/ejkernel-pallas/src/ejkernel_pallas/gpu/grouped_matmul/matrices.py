@@ -105,19 +105,32 @@ def matrices_kernel(call: Call) -> None:
 
 
 def _tile(call: Call, number: Any) -> Tile:
-    """The tile that has a number: matrix after matrix, in each band after band, in a band column after column."""
+    """The tile that has a number: matrix after matrix, in each band after band, in a band column after column.
+
+    Matrices come in the order of their groups' rows, the most first. Each block has one tile of every `blocks`, in turn
+    from either end, so that two tiles in a row take as long for all blocks, whatever the sizes of groups are.
+    """
     spec = call.spec
+    number = _folded(call, number)
     per_matrix, per_band = spec.down * spec.across, spec.tile.band * spec.across
     matrix, place = lax.div(number, I32(per_matrix)), lax.rem(number, I32(per_matrix))
     band, place = lax.div(place, I32(per_band)), lax.rem(place, I32(per_band))
     height = jnp.minimum(spec.down - band * spec.tile.band, spec.tile.band)
     row = ((band * spec.tile.band + lax.rem(place, height)) * spec.tile.cluster_m + call.below) * BLOCK_M
     column = (lax.div(place, height) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
-    first, end = call.operands["bounds"][matrix, 0], call.operands["bounds"][matrix, 1]
+    first, end, matrix = (call.operands["bounds"][matrix, n] for n in range(3))
     # Copies go through a view of the array in tiles of eight rows, and begin at one of them.
     start = lax.div(first, I32(ALIGNED)) * ALIGNED
     steps = jnp.where(end > first, lax.div(end - start + (STEP - 1), I32(STEP)), 0)
     return Tile(matrix, row, column, first, end, start, steps)
+
+
+def _folded(call: Call, number: Any) -> Any:
+    """Number of the tile that a block has in a round: every second round of tiles is dealt from its end."""
+    round_, block = lax.div(number, I32(call.blocks)), lax.rem(number, I32(call.blocks))
+    # A last round that has fewer tiles than there are blocks is dealt from its beginning.
+    whole = (round_ + 1) * call.blocks <= call.spec.matrices * call.spec.down * call.spec.across
+    return jnp.where(whole & (lax.rem(round_, I32(2)) == 1), number - block + (call.blocks - 1 - block), number)
 
 
 def _fetch_tile(call: Call, carry: Any) -> Any:

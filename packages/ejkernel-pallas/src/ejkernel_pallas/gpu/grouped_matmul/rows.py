@@ -15,7 +15,7 @@ serve. Only groups of fewer than 64 rows store row by row.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -25,6 +25,7 @@ from jax import lax
 from ejkernel.planning.row_tiles import FIELDS
 from ejkernel_pallas.gpu.grouped_matmul import scaled
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
+from ejkernel_pallas.gpu.grouped_matmul.scaled import Part
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     FETCHING_REGISTERS,
     LEAD,
@@ -48,6 +49,7 @@ class Shared:
         a: Rows as products read them, [stages * warpgroups, 64, 64], or of 8 bits [..., 128].
         a_lines: The same memory as copies write it: row after row, so that they may begin anywhere.
         b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64], or of 8 bits [stages, BN, 128].
+        b_half: The same memory as half tiles, [2 * stages, 64, BN / 2] or the like; None where tiles are not split.
         out: Slots of the output as registers are written, [warpgroups * slots, 64, part].
         out_lines: The same memory, as copies read it.
         full: The operands of a stage are there.
@@ -62,6 +64,7 @@ class Shared:
     out_lines: Any
     full: Any
     free: Any
+    b_half: Any = None
     columns: Any = None
 
 
@@ -76,6 +79,7 @@ class Tile:
         begin: First row of the group.
         end: The row after the group's last.
         column: First column.
+        half: Which half of the columns the block has; below zero for all of them.
     """
 
     matrix: Any
@@ -84,6 +88,7 @@ class Tile:
     begin: Any
     end: Any
     column: Any
+    half: Any = None
 
     def first(self, warpgroup: Any) -> Any:
         """First row of a warpgroup's 64, which end with the group if they would not end before it."""
@@ -95,11 +100,15 @@ def rows_kernel(call: Call) -> None:
     warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
     # Tiles of rows of no group, of groups, and all: counted on the device, as sizes of groups may be traced.
     before, count, total = (table[spec.entries, n] for n in range(3))
+    if "same" in call.operands:
+        call = dataclasses.replace(call, same=call.operands["same"][0] != 0)
     first = lax.axis_index("block")
 
     def every(work: Any, tiles: Any, *state: Any) -> Any:
         # Every `blocks`-th tile, without a work queue: all tiles of the products have the same number of steps.
         limit = _cluster_tiles(spec, tiles) * spec.across
+        if work.func in (_fetch_tile, _multiply_tile):
+            limit = limit + _split(call, tiles)
         return lax.while_loop(lambda carry: carry[0] < limit, work, (first, I32(0), *state))[2:]
 
     @pl.when(warpgroup < WARPGROUPS)
@@ -113,8 +122,6 @@ def rows_kernel(call: Call) -> None:
             last = every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing)
             _write(call, [last[0]], *last[1:])
         else:
-            if spec.scaling:
-                scaled.begin(spec.scaling, warpgroup)
             every(functools.partial(_multiply_tile, call, before, count), count)
         # The block's shared memory has to last as long as the copies that read it.
         plgpu.wait_smem_to_gmem(0)
@@ -133,22 +140,52 @@ def _cluster_tiles(spec: GroupedSpec, tiles: Any) -> Any:
     return lax.div(tiles + (spec.tile.cluster_m - 1), I32(spec.tile.cluster_m))
 
 
-def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
-    """The tile of the output that has a number: bands of tiles of rows, in a band column after column."""
-    spec, table = call.spec, call.operands["tiles"]
-    members, per_band = spec.tile.cluster_m, spec.tile.band * spec.across
+def _split(call: Call, tiles: Any) -> Any:
+    """How many tiles, the last ones, are two work items each.
+
+    They would be a round in which at most half of the blocks have a tile: two blocks take half the time.
+    """
+    if not call.spec.splits:
+        return I32(0)
+    rest = lax.rem(tiles * call.spec.across, I32(call.blocks))
+    return jnp.where(2 * rest <= call.blocks, rest, 0)
+
+
+class Place(NamedTuple):
+    """Where a tile of the output is: tile of rows, first column, and which half of the columns, below zero for both."""
+
+    tile_row: Any
+    column: Any
+    half: Any
+
+
+def _place(call: Call, count: Any, number: Any) -> Place:
+    """Where the tile that has a number is: bands of tiles of rows, in a band column after column."""
+    spec = call.spec
+    half: Any = I32(-1)
+    if spec.splits:
+        whole = count * spec.across - _split(call, count)
+        half = jnp.where(number < whole, -1, lax.rem(number - whole, I32(2)))
+        number = jnp.where(number < whole, number, whole + lax.div(number - whole, I32(2)))
+    per_band = spec.tile.band * spec.across
     # Blocks that run at the same time have the tiles of a band: few rows and few columns, which stay in L2.
     band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
     start = band * spec.tile.band
     height = jnp.minimum(_cluster_tiles(spec, count) - start, spec.tile.band)
     tile_row, column = start + lax.rem(place, height), lax.div(place, height) * spec.tile.cluster_n + call.beside
+    return Place(tile_row, column * spec.tile.block_n, half)
+
+
+def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
+    """The tile of the output that has a number."""
+    place, members, table = _place(call, count, number), call.spec.tile.cluster_m, call.operands["tiles"]
     # Where the last member has no tile, it has the one before too: both store the same bits.
     entry, other = (
-        before + jnp.minimum(tile_row * members + n, count - 1) for n in (call.below, members - 1 - call.below)
+        before + jnp.minimum(place.tile_row * members + n, count - 1) for n in (call.below, members - 1 - call.below)
     )
     matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
     shared = table[other, 0] == matrix if members > 1 else jnp.bool_(False)
-    return Tile(matrix, shared, row, begin, end, column * spec.tile.block_n)
+    return Tile(matrix, shared, row, begin, end, place.column, place.half)
 
 
 def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
@@ -172,7 +209,15 @@ def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
             plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, WGMMA_M), inner], target, full, collective_axes=axes)
         part = (across, inner) if spec.transposed else (inner, across)
         copy = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b.at[slot], full)
-        if spec.tile.cluster_m > 1:
+        if spec.splits:
+            across = pl.ds(tile.column + tile.half * (size // 2), size // 2)
+            part = (across, inner) if spec.transposed else (inner, across)
+            half = functools.partial(
+                plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b_half.at[2 * slot], full
+            )
+            pl.when(tile.half < 0)(copy)
+            pl.when(tile.half >= 0)(half)
+        elif spec.tile.cluster_m > 1:
             # Tiles of one group: each member copies half of the matrix for both. At the seam of two groups each has its
             # own.
             pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.AXIS))
@@ -194,17 +239,21 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
 
     def scaled_product(scaling: Scaling, part: Part) -> None:
         row = tile.first(part.rows)
-        _write(call, scaled.sums(call, scaling, row, done, part.size), row, tile.column, tile.end)
+        made = scaled.sums(call, scaling, scaled.Rows(row, done), part)
+        _write(call, made, row, tile.column + part.start, tile.end)
 
     def product(part: Part) -> None:
-        if spec.scaling:
+        if spec.scaling and not spec.scaling.quick:
             return scaled_product(spec.scaling, part)
         made = pl.run_scoped(
             functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
         )
         # The stage of the last product, which no later step of this tile frees.
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
-        _write(call, [made], tile.first(part.rows), tile.column + part.start, tile.end)
+        row = tile.first(part.rows)
+        if spec.scaling:
+            (made,) = scaled.scaled_tiles(call, spec.scaling, [made], scaled.Rows(row, done), part.start)
+        _write(call, [made], row, tile.column + part.start, tile.end)
 
     size, half = spec.tile.block_n, spec.tile.block_n // 2
     # N of a product is a constant of its code, so a tile has up to three versions; both warpgroups choose the same.
@@ -216,6 +265,9 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         few = tile.end - tile.row <= WGMMA_M
         pl.when(few)(lambda: product(Part(I32(0), warpgroup * half, half)))
         others.append(~few)
+    if spec.splits:
+        pl.when(tile.half >= 0)(lambda: product(Part(warpgroup, tile.half * half, half, split=True)))
+        others.append(tile.half < 0)
     if spec.tail:
         # Columns that the output does not have are not multiplied.
         some = tile.column + size > spec.columns
@@ -226,21 +278,6 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     else:
         product(whole)
     return number + call.blocks, done + spec.steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What a warpgroup has of a tile.
-
-    Attributes:
-        rows: Which of the parts of 64 rows.
-        start: First column.
-        size: Columns.
-    """
-
-    rows: Any
-    start: Any
-    size: int
 
 
 def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:
@@ -292,7 +329,7 @@ def _multiply(call: Call, done: Any, part: Part, acc: Any) -> None:
     slot = lax.rem(done, I32(spec.tile.stages))
     plgpu.barrier_wait(shared.full.at[slot])
     half = columns if spec.transposed or not columns else (slice(None), *columns)
-    matrix = shared.b.at[slot, *half]
+    matrix = shared.b_half.at[2 * slot] if part.split else shared.b.at[slot, *half]
     # A view: descriptors of 16-bit operands say which axis is contiguous, so nothing is moved.
     matrix = matrix.transpose((1, 0)) if spec.transposed else matrix
     plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
@@ -332,19 +369,30 @@ def _copy_out(call: Call, row: Any, column: Any, tiles: list[Any]) -> None:
     spec, shared, slots = call.spec, call.shared, call.spec.tile.slots
     first, width = lax.axis_index("warpgroup") * slots, spec.part
     parts = [made[:, n : n + width] for made in tiles for n in range(0, made.shape[1], width)]
-    for number, made in enumerate(parts):
-        start = number * width
+    # All at once, if there are slots for all: two barriers in place of two a part.
+    together = len(parts) if len(parts) <= slots else 1
 
-        def part(number: int = number, start: int = start, made: Any = made) -> None:
-            slot = first + number % slots
-            # The copies that had the slot have read it: those of the last tile, and all but the last few of this one.
-            plgpu.wait_smem_to_gmem(min(number, slots - 1), wait_read_only=True)
-            shared.out[slot] = made
-            # Fence: the copy reads by the asynchronous proxy what all threads of the warpgroup wrote by the generic
-            # one.
-            plgpu.commit_smem()
-            target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column + start, width)]
-            plgpu.copy_smem_to_gmem(shared.out_lines.at[slot], target)
+    def group(begin: int) -> None:
+        # The copies that had the slots have read them: those of the last tile, and all but the last few of this one.
+        plgpu.wait_smem_to_gmem(min(begin, slots - together), wait_read_only=True)
+        for number in range(begin, begin + together):
+            shared.out[first + number % slots] = parts[number]
+        # Fence: copies read by the asynchronous proxy what all threads of the warpgroup wrote by the generic one.
+        plgpu.commit_smem()
+        for number in range(begin, begin + together):
+            # Columns of the last tile that the output does not have need no copy.
+            whole = spec.even or together == 1
+            copy = functools.partial(_copy_part, call, first + number % slots, row, column + number * width)
+            copy() if whole else pl.when(column + number * width < spec.columns)(copy)
 
-        # Columns of the last tile that the output does not have need no copy.
-        part() if spec.even else pl.when(column + start < spec.columns)(part)
+    for begin in range(0, len(parts), together):
+        # A part without a copy must not write its slot, either: waits count the copies.
+        whole = spec.even or together > 1
+        write = functools.partial(group, begin)
+        write() if whole else pl.when(column + begin * width < spec.columns)(write)
+
+
+def _copy_part(call: Call, slot: Any, row: Any, column: Any) -> None:
+    """Begins to copy a slot to the output."""
+    target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column, call.spec.part)]
+    plgpu.copy_smem_to_gmem(call.shared.out_lines.at[slot], target)

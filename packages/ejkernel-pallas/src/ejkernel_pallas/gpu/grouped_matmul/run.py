@@ -13,7 +13,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.row_tiles import find_row_tiles
 from ejkernel_pallas.gpu.grouped_matmul import matrices, rows
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
-from ejkernel_pallas.gpu.grouped_matmul.scaled_spec import make_scaled_spec
+from ejkernel_pallas.gpu.grouped_matmul.scaled_spec import make_scaled_spec, share_scales
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     STEP,
@@ -29,7 +29,7 @@ from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
 
-SCALES = ("lhs_scale", "rhs_scale")
+SCALES = ("lhs_scale", "rhs_scale", "same")
 
 
 def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tuple[()]]:
@@ -66,6 +66,8 @@ def forward_of_8_bits(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.
     assert record.rhs_scale is not None
     spec = make_scaled_spec(record, params)
     scales = record.lhs_scale.astype(jnp.float32), record.rhs_scale[:, :, 0].astype(jnp.float32)
+    if scales[1].shape[1] > 1:
+        scales += (share_scales(scales[1], params.product_n),)
     return _times_matrices(spec, record.lhs, record, *scales), ()
 
 
@@ -99,7 +101,7 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
 
 
 def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array) -> jax.Array:
-    """Rows [M, contracted] times the matrices of their groups; of 8 bits with their scales, of rows and matrices."""
+    """Rows [M, contracted] times the matrices of their groups; of 8 bits with the first of `SCALES`."""
     blocks = multiprocessors() // spec.members
 
     @sequential_vmap
@@ -108,6 +110,8 @@ def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul
             a, a_lines = buffers["a"]
             out, out_lines = buffers["out"]
             names = {"a": a, "a_lines": a_lines, "out": out, "out_lines": out_lines}
+            if spec.splits:
+                names["b"], names["b_half"] = buffers["b"]
             shared = rows.Shared(**{**buffers, **names})
             rows.rows_kernel(Call(spec, blocks, given, made[0], shared))
 
@@ -120,7 +124,6 @@ def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul
 
 def _matrix_sums(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
     """Sums of left_i^T right_i over the rows of each group."""
-    first, end = group_rows(record)
     blocks = multiprocessors() // spec.members
 
     @sequential_vmap
@@ -132,7 +135,17 @@ def _matrix_sums(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: G
         operands = {"left": left, "right": right, "bounds": bounds}
         return launch(body, operands, [shape], _matrices_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
 
-    return run(left, right, jnp.stack((first, end), axis=1))
+    return run(left, right, _longest_first(*group_rows(record)))
+
+
+def _longest_first(first: jax.Array, end: jax.Array) -> jax.Array:
+    """First row, the row after the last, and number of every matrix, those of the most rows first: int32 [E, 3]."""
+    rows, matrix = end - first, jnp.arange(first.shape[0], dtype=jnp.int32)
+    # Counting, not sorting: sums over so few are small kernels, a sort is a slow one.
+    before = (rows > rows[:, None]) | ((rows == rows[:, None]) & (matrix < matrix[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    fields = jnp.stack((first, end, matrix), axis=1)
+    return jnp.sum(jnp.where((place == matrix[:, None])[..., None], fields, 0), axis=1, dtype=jnp.int32)
 
 
 def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
@@ -159,6 +172,13 @@ def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),)))
 
 
+def _halves(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
+    """Shared memory in two views: tiles of matrices, and, of each, two of half the columns."""
+    stages, *part = shape
+    part[0 if spec.transposed else 1] //= 2
+    return plgpu.RefUnion(matrix(shape, spec.dtype), matrix((2 * stages, *part), spec.dtype))
+
+
 def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `rows.Shared`."""
     tile = spec.tile
@@ -168,7 +188,7 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
         scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
     return {
         "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
-        "b": matrix((tile.stages, *part), spec.dtype),
+        "b": _halves((tile.stages, *part), spec) if spec.splits else matrix((tile.stages, *part), spec.dtype),
         "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
         **scales,
         # Copies of a stage: rows of each warpgroup, the part of a matrix that both read, and its columns' scales.

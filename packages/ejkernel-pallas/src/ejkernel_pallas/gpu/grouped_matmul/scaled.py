@@ -6,7 +6,11 @@
 
 The tensor cores sum 8-bit products at about 14 bits, and scales of a block multiply its product alone. So a warpgroup's
 64 rows have two accumulators: the tile's sums, and the product of a step with a part of the columns. While one
-warpgroup scales its product, the other's runs: `ping_pong` passes the tensor cores back and forth.
+warpgroup scales its product, the other's runs.
+
+What a step costs beside its products: an addition an element where all blocks share a scale; a fused multiply-add where
+the columns of a product share theirs; else a multiplication more, and loads of all columns' scales from the shared
+memory that tensor cores read operands from.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +24,7 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
-from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_scales
+from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_scalar, load_scales
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 I32 = jnp.int32
@@ -36,10 +39,27 @@ class Place(NamedTuple):
     done: Any
 
 
-def begin(scaling: Scaling, warpgroup: Any) -> None:
-    """The last warpgroup lets the first one begin."""
-    if scaling.ping_pong:
-        pl.when(warpgroup == WARPGROUPS - 1)(lambda: ping_pong_pass(WARPGROUPS))
+class Rows(NamedTuple):
+    """A warpgroup's rows: the first of the 64, and steps of all tiles before this one."""
+
+    first: Any
+    done: Any
+
+
+class Part(NamedTuple):
+    """What a warpgroup has of a tile.
+
+    Attributes:
+        rows: Which of the parts of 64 rows.
+        start: First column.
+        size: Columns.
+        split: Whether the block has these columns alone.
+    """
+
+    rows: Any
+    start: Any
+    size: int
+    split: bool = False
 
 
 def fetch_scales(call: Call, scaling: Scaling, place: Place) -> None:
@@ -50,45 +70,74 @@ def fetch_scales(call: Call, scaling: Scaling, place: Place) -> None:
     plgpu.copy_gmem_to_smem(call.operands["rhs_scale"].at[place.matrix, block, columns], target, full)
 
 
-def sums(call: Call, scaling: Scaling, row: Any, done: Any, width: int) -> list[jax.Array]:
-    """Sums of a warpgroup's rows over all steps, for each part of the columns [64, product_n].
+def sums(call: Call, scaling: Scaling, rows: Rows, part: Part) -> list[jax.Array]:
+    """Sums of a warpgroup's rows over all steps, for each part of the columns [64, product_n]."""
+    if scaling.rhs_blocks == 1:
+        made = _walk(call, scaling, rows, part, same=False)
+    else:
+        # Two loops, as the fast one has no registers to spare for what it would choose a step.
+        walks = [lambda same=same: tuple(_walk(call, scaling, rows, part, same=same)) for same in (True, False)]
+        made = lax.cond(call.same, *walks)
+    return scaled_tiles(call, scaling, list(made), rows, part.start)
 
-    Args:
-        call: What the kernel is given.
-        scaling: Of the operands.
-        row: The first of the 64 rows.
-        done: Steps before the tile.
-        width: How many of the tile's columns the output has.
-    """
-    spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    size = scaling.product_n
 
-    def load(index: Any) -> jax.Array:
-        return load_scales(call.operands["lhs_scale"], row, _block(call, scaling.lhs_blocks, index))
+def _walk(call: Call, scaling: Scaling, rows: Rows, part: Part, *, same: bool) -> list[jax.Array]:
+    """Sums without the scales that all blocks share; `same`: the columns of a product share theirs."""
+    spec, shared, size = call.spec, call.shared, scaling.product_n
+
+    def load(step: Any) -> tuple[jax.Array, ...]:
+        if scaling.lhs_blocks == 1:
+            return ()
+        step = jnp.minimum(step, spec.steps - 1)
+        return (load_scales(call.operands["lhs_scale"], rows.first, _block(call, scaling.lhs_blocks, step)),)
 
     def step(index: Any, carry: Any) -> Any:
-        *before, rows, done = carry
+        before, of_rows = carry
+        done = rows.done + index
         slot, scales = lax.rem(done, I32(spec.tile.stages)), _slot(call, done)
         # Prefetched: a load takes as long as a product, as copies keep the memory busy and the L1 cache is small.
-        next_rows = load(jnp.minimum(index + 1, spec.steps - 1))
+        later = load(index + 1)
         plgpu.barrier_wait(shared.full.at[slot])
         after: list[jax.Array] = []
-        for part, acc in enumerate(before):
-            columns = pl.ds(part * size, size)
-            if scaling.ping_pong:
-                ping_pong_wait(WARPGROUPS)
-            made = wgmma.issue(shared.a.at[slot * WARPGROUPS + warpgroup], shared.b.at[slot, columns])
-            if scaling.ping_pong:
-                # Issued, not finished: the other warpgroup's product queues up behind it.
-                ping_pong_pass(WARPGROUPS)
+        for number, acc in enumerate(before):
+            a = shared.a.at[slot * WARPGROUPS + lax.axis_index("warpgroup")]
+            made = wgmma.issue(a, _matrix(call, part, slot, pl.ds(number * size, size)))
+            factors, columns = list(of_rows), None
+            if scaling.rhs_blocks > 1:
+                columns = shared.columns.at[scales, pl.ds(part.start + number * size, size)]
+            if same:
+                factors, columns = [*factors, load_scalar(columns)], None
+            factor = factors[0] * factors[1] if len(factors) > 1 else next(iter(factors), None)
             made = wgmma.wait(made, in_flight=0)
-            if part == len(before) - 1:
+            if number == len(before) - 1:
                 plgpu.barrier_arrive(shared.free.at[slot])
-            after.append(add_scaled(acc, made, rows, shared.columns.at[scales, columns]))
-        return (*after, next_rows, done + 1)
+            after.append(add_scaled(acc, made, factor, columns))
+        return tuple(after), later
 
-    zeros = [arrays.full_tile((WGMMA_M, size)) for _ in range(-(-width // size))]
-    return list(lax.fori_loop(0, spec.steps, step, (*zeros, load(I32(0)), done))[:-2])
+    zeros = tuple(arrays.full_tile((WGMMA_M, size)) for _ in range(-(-part.size // size)))
+    return list(lax.fori_loop(0, spec.steps, step, (zeros, load(I32(0))))[0])
+
+
+def _matrix(call: Call, part: Part, slot: Any, columns: Any) -> Any:
+    """The operand of some of a part's columns."""
+    if part.split:
+        return call.shared.b_half.at[2 * slot, columns]
+    return call.shared.b.at[slot, pl.ds(part.start + columns.start, columns.size)]
+
+
+def scaled_tiles(call: Call, scaling: Scaling, accs: list[jax.Array], rows: Rows, start: Any) -> list[jax.Array]:
+    """Sums times the scales that all steps of a tile share; those of columns are where the last step has left them."""
+    if scaling.lhs_blocks > 1 and scaling.rhs_blocks > 1:
+        return accs
+    last = rows.done + (call.spec.steps - 1)
+    of_rows = load_scales(call.operands["lhs_scale"], rows.first, I32(0)) if scaling.lhs_blocks == 1 else None
+    made: list[jax.Array] = []
+    for number, acc in enumerate(accs):
+        columns, size = None, acc.shape[1]
+        if scaling.rhs_blocks == 1:
+            columns = call.shared.columns.at[_slot(call, last), pl.ds(start + number * size, size)]
+        made.append(add_scaled(None, acc, of_rows, columns))
+    return made
 
 
 def _slot(call: Call, done: Any) -> Any:

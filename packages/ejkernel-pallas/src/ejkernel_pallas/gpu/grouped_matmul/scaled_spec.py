@@ -1,6 +1,8 @@
 """Tiles of the kernel for operands of 8 bits with scales, and what it takes."""
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.config.params import Direction, given_values
@@ -27,24 +29,21 @@ FACES = {"block_n": "block_n", "num_stages": "stages"}
 """Public configuration field -> field of `HopperScaled`."""
 
 
-def _tile(n: int, product: int, stages: int, slots: int, band: int = 16, ping_pong: bool = True) -> HopperScaled:
-    return HopperScaled(block_n=n, product_n=product, stages=stages, slots=slots, band=band, ping_pong=ping_pong)
+def _tile(n: int, product: int, stages: int, slots: int, band: int = 16) -> HopperScaled:
+    return HopperScaled(block_n=n, product_n=product, stages=stages, slots=slots, band=band)
 
 
-WIDE = (
-    _tile(256, 128, 3, 4, ping_pong=False),
-    _tile(256, 128, 3, 4, band=8),
-    _tile(256, 128, 3, 4),
-    _tile(256, 128, 4, 1),
-    _tile(128, 128, 5, 2, ping_pong=False),
-    _tile(128, 128, 5, 2),
-)
+WIDE = (_tile(256, 128, 3, 4), _tile(256, 128, 3, 4, band=8), _tile(256, 128, 4, 1), _tile(128, 128, 5, 2))
 """Tiles, the best first.
 
-On an H200, M65536 K2048 N1536 G128 with scales of every 128 elements: 691, 682, 665, 654, 615 and 611 TFLOP/s.
+On an H200, M65536 K2048 N1536 G128, scales of every 128 elements, one a column: 691, 682, 654 and 615 TFLOP/s.
 """
-NARROW = (_tile(128, 128, 5, 2), _tile(128, 128, 5, 2, ping_pong=False))
+NARROW = (_tile(128, 128, 5, 2),)
 """Where the last tile of 256 columns would have half of them."""
+
+
+QUICK = (_tile(256, 128, 3, 4), _tile(256, 128, 4, 1))
+"""Where tensor cores sum over all contracted elements."""
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperScaled:
@@ -54,6 +53,8 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperScaled, ...]:
     """The configurations worth measuring, the best first."""
+    if quick(record):
+        return QUICK
     narrow = 0 < columns(record) % 256 <= 128
     return tuple(dict.fromkeys((*NARROW, *WIDE) if narrow else WIDE))
 
@@ -100,9 +101,31 @@ def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec
             lhs_blocks=record.lhs_scale.shape[1],
             rhs_blocks=record.rhs_scale.shape[1],
             product_n=product,
-            ping_pong=params.ping_pong,
+            quick=quick(record),
         ),
     )
+
+
+def quick(record: GroupedMatmul) -> bool:
+    """Whether tensor cores may sum over all contracted elements: scales do not change on the way, nor has the caller
+    asked for more digits than they have."""
+    assert record.lhs_scale is not None  # the kernel's requirements
+    assert record.rhs_scale is not None
+    one = record.lhs_scale.shape[1] == record.rhs_scale.shape[1] == 1
+    return one and record.precision == lax.Precision.DEFAULT
+
+
+def share_scales(scales: jax.Array, product_n: int) -> jax.Array:
+    """Whether all columns of every product share their scale, int32 [1]: where matrices have scales of 128 x 128.
+
+    Args:
+        scales: Float32 [E, blocks, N].
+        product_n: Columns of a product.
+    """
+    size = scales.shape[2]
+    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -size % product_n)), mode="edge")
+    products = scales.reshape(*scales.shape[:2], -1, product_n)
+    return jnp.all(products == products[..., :1]).astype(jnp.int32)[None]
 
 
 def shared_bytes(params: HopperScaled) -> int:

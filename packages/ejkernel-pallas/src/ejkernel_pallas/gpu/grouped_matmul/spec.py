@@ -88,7 +88,6 @@ class HopperScaled:
         stages: Pipeline stages: steps whose operands are in shared memory.
         slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
         band: Tiles of rows that are gone down before the next column.
-        ping_pong: Whether the two warpgroups issue their products alternately (ping-pong scheduling).
     """
 
     block_n: int
@@ -96,7 +95,6 @@ class HopperScaled:
     stages: int
     slots: int
     band: int
-    ping_pong: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,13 +105,13 @@ class Scaling:
         lhs_blocks: Blocks of contracted elements in which a row has a scale each.
         rhs_blocks: Likewise of a column.
         product_n: Columns of a product.
-        ping_pong: Whether the two warpgroups issue their products alternately (ping-pong scheduling).
+        quick: Whether tensor cores sum over all steps.
     """
 
     lhs_blocks: int
     rhs_blocks: int
     product_n: int
-    ping_pong: bool
+    quick: bool
 
 
 OF_ROWS_ALONE = ("overlap", "halves")
@@ -164,7 +162,7 @@ OF_MATRICES = (
     Tile(256, 4, 2, 8, 1, 2),
     Tile(256, 4, 2, 8, 2, 1),
 )
-"""Tiles of matrices.py. The same shape: 488, 497, 476 and 485 TFLOP/s."""
+"""Tiles of matrices.py. The same shape: 571 TFLOP/s with the first on an H200. Clusters bring nothing."""
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
@@ -242,6 +240,13 @@ class GroupedSpec:
     def overlapped(self) -> bool:
         """Whether tiles are written while the first products of the next one run."""
         return self.tile.overlap and self.out.itemsize == 2
+
+    @property
+    def splits(self) -> bool:
+        """Whether the last tiles may be divided among two blocks each, by columns."""
+        product = self.scaling.product_n if self.scaling and not self.scaling.quick else SWIZZLE_COLUMNS
+        whole = self.tile.block_n % (2 * product) == 0
+        return whole and not (self.tile.overlap or self.tile.halves or self.tail or self.members > 1)
 
     @property
     def even(self) -> bool:

@@ -20,6 +20,8 @@ from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
 
 LANES = 32
 """Threads of a warp."""
+ROWS = 2
+"""Rows that a thread has."""
 QUAD = 4
 """Lanes that have the columns of a row."""
 COLUMN_BYTES = 8 * 4
@@ -58,41 +60,74 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
     return load(scales, row, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def add_scaled(acc: jax.Array, product: jax.Array, rows: jax.Array, columns: Any) -> jax.Array:
+def load_scalar(scales: Any) -> jax.Array:
+    """The first element of a float32 vector in shared memory, for all rows of a warpgroup: float32 [64]."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
+    )
+    def load(_: Any, scales: Any) -> Any:
+        value = _pair_at(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales)), 0)[0]
+        return mgpu.FragmentedArray.splat(value, (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
+
+    return load(scales)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None, columns: Any) -> jax.Array:
     """acc + product * rows * columns.
 
     Args:
-        acc: Float32 [64, N] in an accumulator's layout.
+        acc: Float32 [64, N] in an accumulator's layout, or None for zeros.
         product: Likewise.
-        rows: Float32 [64], a value for every row.
-        columns: Reference to float32 [N] in shared memory, a value for every column.
+        rows: Float32 [64], a value for every row, or None for ones.
+        columns: Reference to float32 [N] in shared memory, a value for every column, or None for ones.
     """
+    given = [x for x in (product, acc, rows, columns) if x is not None]
+    layouts = {"acc": plgpu.Layout.WGMMA, "rows": ROW_LAYOUT, "columns": plgpu.RefType()}
+    others = [name for name, x in (("acc", acc), ("rows", rows), ("columns", columns)) if x is not None]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, ROW_LAYOUT, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        arg_types=(plgpu.Layout.WGMMA, *(layouts[name] for name in others)),
+        return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def add(_: Any, acc: Any, product: Any, rows: Any, columns: Any) -> Any:
-        of_row = [scalar(register) for register in rows.registers.flat]
-        lane = arith.remui(mgpu.utils.thread_idx(), constant(QUAD))
-        base = arith.addi(
-            llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(columns)), arith.muli(lane, constant(COLUMN_BYTES // QUAD))
-        )
+    def add(_: Any, product: Any, *arrays: Any) -> Any:
+        named, new = dict(zip(others, arrays, strict=True)), list(product.registers.flat)
+        before = list(named["acc"].registers.flat) if "acc" in named else []
+        of_row = [scalar(x) for x in named["rows"].registers.flat] if "rows" in named else [None] * ROWS
+        base = _thread_columns(named["columns"]) if "columns" in named else None
         made: list[Any] = []
-        before, new = list(acc.registers.flat), list(product.registers.flat)
         # Registers of a thread: its first row's pair of columns, its second row's, and the next pair of columns.
-        for place in range(0, len(new), len(of_row)):
-            factors = _column_pair(base, place // len(of_row) * COLUMN_BYTES)
+        for place in range(0, len(new), ROWS):
+            factors = (None, None) if base is None else _pair_at(base, place // ROWS * COLUMN_BYTES)
             for row, factor_of_row in enumerate(of_row):
-                triples = zip(pair(new[place + row]), factors, pair(before[place + row]), strict=True)
-                values = [math.fma(arith.mulf(x, factor), factor_of_row, total) for x, factor, total in triples]
-                made.append(vector.from_elements(before[place + row].type, values))
-        return with_registers(acc, made)
+                totals = pair(before[place + row]) if before else (None, None)
+                triples = zip(pair(new[place + row]), factors, totals, strict=True)
+                values = [_sum(x, (factor, factor_of_row), total) for x, factor, total in triples]
+                made.append(vector.from_elements(new[place + row].type, values))
+        return with_registers(product, made)
 
-    return add(acc, product, rows, columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return add(*given)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _column_pair(base: Any, offset: int) -> list[Any]:
+def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
+    """x times the factors that are there, plus a total if there is one: the last two in one instruction."""
+    *rest, last = [factor for factor in factors if factor is not None] or [None]
+    for factor in rest:
+        x = arith.mulf(x, factor)
+    if total is None:
+        return x if last is None else arith.mulf(x, last)
+    return arith.addf(x, total) if last is None else math.fma(x, last, total)
+
+
+def _thread_columns(columns: Any) -> Any:
+    """Address of the thread's first pair of columns."""
+    lane = arith.remui(mgpu.utils.thread_idx(), constant(QUAD))
+    address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(columns))
+    return arith.addi(address, arith.muli(lane, constant(COLUMN_BYTES // QUAD)))
+
+
+def _pair_at(base: Any, offset: int) -> list[Any]:
     """Two neighbours in shared memory.
 
     Side effects keep LLVM from loading all columns before the product is waited for: there are no registers for them.
