@@ -51,15 +51,19 @@ __device__ __forceinline__ float* accs_of(unsigned char* shared, int warp) {
   return reinterpret_cast<float*>(shared + warp * S::kWarpBytes + (S::kStages - 1) * 2 * S::kTileBytes);
 }
 
+// Where a number of a head's row of them lies. Neighbouring heads are a multiple of 128 bytes apart; without the XOR, which
+// moves groups of eight columns, lanes that have eight heads would write into the same few banks.
+__device__ __forceinline__ int acc_place(int size, int head, int column) { return head * size + (column ^ head % 4 * 8); }
+
 template <int Size, typename C>
 __device__ __forceinline__ float* statistics_of() {
   __shared__ float statistics[kHeads * Shape<Size, C>::kWarps * 2];  // [heads][warps][2]
   return statistics;
 }
 
-// Leaves a warp's softmax to the merge. The warp has read its last stage, and no copy into it is under way.
+// Leaves a warp's softmax of `heads` heads to the merge. The warp has read its last stage, and no copy into it is under way.
 template <int Size, typename C>
-__device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, unsigned char* shared) {
+__device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads, unsigned char* shared) {
   constexpr int kWarps = Shape<Size, C>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* accs = accs_of<Size, C>(shared, warp);
@@ -69,14 +73,18 @@ __device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, unsigned c
     const int head = lane / 4 + part * 8;
     softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 1);
     softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 2);
-    if (lane % 4 == 0) {
-      statistics[(head * kWarps + warp) * 2] = softmax.row_max[part];
-      statistics[(head * kWarps + warp) * 2 + 1] = softmax.row_sum[part];
-    }
+    if (head < heads) {  // nothing is written that nobody reads: copies wait for it, or, behind the last tile, the launch
+      if (lane % 4 == 0) {
+        statistics[(head * kWarps + warp) * 2] = softmax.row_max[part];
+        statistics[(head * kWarps + warp) * 2 + 1] = softmax.row_sum[part];
+      }
 #pragma unroll
-    for (int index = 0; index < Size / 8; ++index) {
-      accs[head * Size + column_of<C>(index, 0)] = softmax.acc[index][part * 2];
-      accs[head * Size + column_of<C>(index, 1)] = softmax.acc[index][part * 2 + 1];
+      for (int index = 0; index < Size / 8; ++index) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          accs[acc_place(Size, head, column_of<C>(index, n))] = softmax.acc[index][part * 2 + n];
+        }
+      }
     }
   }
 }
@@ -105,7 +113,9 @@ __device__ __forceinline__ void merge_warps(const Decode& call, const Segment& s
     for (int column = lane; column < call.value_size; column += 32) {
       float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += alphas[w] * accs_of<Size, C>(shared, w)[head * Size + column];
+      for (int w = 0; w < kWarps; ++w) {
+        sum += alphas[w] * accs_of<Size, C>(shared, w)[acc_place(Size, head, column)];
+      }
       if (whole) {
         store_output(call, place * call.value_size + column, sum * finish.factor);
       } else {
@@ -233,7 +243,7 @@ __device__ __forceinline__ void attend_alone(const Decode& call, const Segment& 
   load_query<Size, C>(query.parts, query.factors, call, segment);
   Softmax<Size> softmax;
   attend(softmax, call, copies, query, segment.count);
-  leave_softmax<Size, C>(softmax, shared);
+  leave_softmax<Size, C>(softmax, segment.count, shared);
   __syncthreads();
   merge_warps<Size, C>(call, segment, shared);
 }

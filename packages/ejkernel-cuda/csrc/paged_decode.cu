@@ -1,5 +1,7 @@
 // The XLA FFI handler of the paged decoding kernels.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <string>
 
 #include "paged_write.cuh"
@@ -17,17 +19,16 @@ ffi::Error failed(const char* what, cudaError_t error) {
 template <typename C>
 ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blocks) {
   const PagedDecode& call = write.call;
-  const bool written = write.parts[0].tokens != nullptr;
-  cudaError_t error = written ? launch_write(stream, write) : cudaSuccess;
+  cudaError_t error = call.written ? launch_write(stream, write) : cudaSuccess;
   if (error != cudaSuccess) return failed("write", error);
   // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
   const int size = std::max(call.size, call.value_size);
   if (size <= 64) {
-    error = launch_paged<64, C>(stream, call, blocks, written);
+    error = launch_paged<64, C>(stream, call, blocks);
   } else if (size <= 128) {
-    error = launch_paged<128, C>(stream, call, blocks, written);
+    error = launch_paged<128, C>(stream, call, blocks);
   } else {
-    error = launch_paged<256, C>(stream, call, blocks, written);
+    error = launch_paged<256, C>(stream, call, blocks);
   }
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
@@ -38,7 +39,7 @@ struct Arguments {
   ffi::Buffer<ffi::F32> sinks;
   ffi::AnyBuffer output;
   ffi::Buffer<ffi::F32> lse, partial, statistics;
-  ffi::Buffer<ffi::S32> cuts;
+  ffi::Buffer<ffi::S32> flags;
   ffi::Span<const int64_t> strides;
   int32_t kv_heads, pages, page_size, lines, left, right;
   float scale, cap, value_scale;
@@ -49,6 +50,13 @@ const int* given(const ffi::Buffer<ffi::S32>& buffer) {
 }
 
 const ffi::AnyBuffer& values_of(const Arguments& a) { return a.values.element_count() == 0 ? a.keys : a.values; }
+
+// A number that no other launch of this process has, and that memory does not hold by chance.
+uint64_t next_ticket() {
+  static std::atomic<uint64_t> next{
+      uint64_t(std::chrono::steady_clock::now().time_since_epoch().count()) * 0x9e3779b97f4a7c15};
+  return next.fetch_add(1, std::memory_order_relaxed) | 1ull << 63;
+}
 
 // The record of a call. Absent arrays have no elements.
 PagedDecode paged_call(const Arguments& a) {
@@ -63,13 +71,15 @@ PagedDecode paged_call(const Arguments& a) {
   call.lengths = a.lengths.typed_data();
   call.starts = given(a.starts);
   call.query_start = given(a.query_start);
-  call.live = given(a.live);
+  // The last entry: the operation that has an array of counts passes it whole.
+  call.live = a.live.element_count() == 0 ? nullptr : a.live.typed_data() + a.live.element_count() - 1;
   call.sinks = a.sinks.element_count() == 0 ? nullptr : a.sinks.typed_data();
   call.output = a.output.untyped_data();
   call.lse = a.lse.typed_data();
   call.partial = a.partial.typed_data();
   call.statistics = a.statistics.typed_data();
-  call.cuts = a.cuts.typed_data();
+  call.flags = reinterpret_cast<uint64_t*>(a.flags.typed_data());
+  call.ticket = next_ticket();
   const auto pieces = [&](int first) {
     const int64_t bytes = ffi::ByteWidth(a.keys.element_type());
     return Strides{
@@ -118,16 +128,17 @@ bool consistent(const Arguments& a, const PagedDecode& call, int64_t blocks) {
   if (call.kv_heads < 1 || call.heads % call.kv_heads != 0 || call.lines < 1 || blocks < 1) return false;
   const int items = call.kv_heads * ((call.heads / call.kv_heads + kHeads - 1) / kHeads);
   return call.size % 8 == 0 && std::max(call.size, call.value_size) <= kMostValues && items % call.lines == 0 &&
-         blocks % call.lines == 0 && call.pages >= 1 && call.page_size >= 1 && call.columns >= 1 &&
+         blocks % call.lines == 0 && blocks / call.lines <= kMostBlocks && call.pages >= 1 && call.page_size >= 1 &&
+         call.columns >= 1 &&
          (call.query_start != nullptr || call.rows == call.sequences) &&
          (call.tables != nullptr || call.pages >= call.sequences) &&
          int64_t(a.query.element_count()) == heads * call.size && or_none(a.starts, call.sequences) &&
-         or_none(a.query_start, call.sequences + 1) && or_none(a.sinks, call.heads) && or_none(a.live, 1) &&
+         or_none(a.query_start, call.sequences + 1) && or_none(a.sinks, call.heads) &&
          holds(call, a.keys, a.strides, 0, call.size) && holds(call, values_of(a), a.strides, 3, call.value_size) &&
          int64_t(a.lse.element_count()) == heads &&
          int64_t(a.partial.element_count()) == blocks * 2 * kHeads * call.value_size &&
          int64_t(a.statistics.element_count()) == blocks * 2 * kHeads * 2 &&
-         int64_t(a.cuts.element_count()) == blocks * 4;
+         int64_t(a.flags.element_count()) == blocks * 4;
 }
 
 ffi::Error wrong(const char* what) {
@@ -162,7 +173,7 @@ ffi::Error prepare(const Arguments& a, PagedDecode& call) {
   }
   if (a.values.element_type() != a.keys.element_type()) return wrong("keys and values differ in dtype");
   call = paged_call(a);
-  const bool fits = consistent(a, call, a.cuts.element_count() / 4);
+  const bool fits = consistent(a, call, a.flags.element_count() / 4);
   return fits ? ffi::Error::Success() : wrong("the shapes of the arrays do not belong together");
 }
 
@@ -197,6 +208,7 @@ ffi::Error add_tokens(
         int(row * bytes / 16)};
   }
   write.heads = cache_heads;
+  write.call.written = true;
   return ffi::Error::Success();
 }
 
@@ -207,12 +219,12 @@ ffi::Error paged_decode(
     ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> sinks,
     ffi::RemainingArgs tokens, ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
     ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> statistics,
-    ffi::Result<ffi::Buffer<ffi::S32>> cuts, ffi::RemainingRets written, ffi::Span<const int64_t> strides,
+    ffi::Result<ffi::Buffer<ffi::S32>> flags, ffi::RemainingRets written, ffi::Span<const int64_t> strides,
     int32_t kv_heads, int32_t cache_heads, int32_t pages, int32_t page_size, int32_t lines, int32_t left, int32_t right,
     float scale, float cap, float value_scale) {
   if (output->element_count() == 0) return ffi::Error::Success();
   Arguments arguments{query,   keys,     values,    tables, lengths, starts, query_start, live,  sinks,
-                      *output, *lse,     *partial,  *statistics, *cuts, strides, kv_heads, pages, page_size,
+                      *output, *lse,     *partial,  *statistics, *flags, strides, kv_heads, pages, page_size,
                       lines,   left,     right,     scale,  cap,     value_scale};
   PagedWrite write{};
   ffi::AnyBuffer* const caches[2] = {&arguments.keys, &arguments.values};
@@ -236,7 +248,7 @@ ffi::Error paged_decode(
         write, arguments, {*tokens.get<ffi::AnyBuffer>(0), *tokens.get<ffi::AnyBuffer>(1)}, cache_heads);
     if (error.failure()) return error;
   }
-  return launch_for_cache(stream, arguments, write, cuts->element_count() / 4);
+  return launch_for_cache(stream, arguments, write, flags->element_count() / 4);
 }
 
 }  // namespace

@@ -6,11 +6,10 @@
 // Heads have as many lines as `lines` says, so that neighbouring blocks, which run at the same time, read heads of the
 // same keys, which are neighbours in memory too. A block attends to the segments of its share one after the other. At
 // most its first segment continues what the block before began, and at most its last one is continued: two partial
-// results a block, which the combine kernel merges.
+// results a block. The block that ends an item merges it, after its own share, when all others have flagged their parts.
 //
-// A block finds its share by itself, from the lengths of all rows: no other launch has to run first. Rows of one length
-// get shares of whole items, or items a whole number of shares, where that makes shares little larger. The combine kernel
-// is launched early, waits for the blocks to end, and leaves at once where nothing was cut.
+// A block finds its share by itself, from the lengths of all rows: no other launch has to run first, and none behind.
+// Rows of one length get shares of whole items, or items a whole number of shares, where that makes shares little larger.
 //
 // Source: Osama et al. 2023, arXiv:2301.03598 (Stream-K: equal shares of a line of tiles).
 #pragma once
@@ -24,43 +23,56 @@ namespace ejkernel {
 
 constexpr int kFewestKeys = 256;  // of a share, so that starting and merging a block stays cheap
 constexpr int kShareGrowth = 2;   // rounds by which shares may grow, for items that stay whole
-constexpr int kCombineWarps = 4;
+constexpr int kPrefetched = 1 << 16;  // page numbers at most
+constexpr int kCombineLoads = 16;     // pieces whose numbers a thread has in registers
 constexpr int kMostValues = 256;
+constexpr int kMostBlocks = 65535;  // of a line: along y a grid has no more
 
 struct PagedDecode : Decode {
   const int* starts;       // [sequences], first key; null for 0
   const int* lengths;      // [sequences], tokens, queries included
   const int* query_start;  // [sequences + 1], first query row of each sequence; null for one row each
-  const int* live;         // [1], sequences that count; null for all
-  int* cuts;               // [blocks, 4], what the combine kernel merges: row, first head, heads, pieces
+  const int* live;         // sequences that count; null for all
+  uint64_t* flags;         // [blocks, 2], of the partial results: `ticket` where one is complete
+  // A number that no other launch has, so that flags need not be zeros at the start: memory that holds it by chance is
+  // one case in 2^64. A launch of a CUDA graph has it each time, so the flags are cleared where they are read.
+  uint64_t ticket;
   int sequences, lines;
+  int group, parts, items; // query heads of a KV head, blocks' worth of those, and such in a line; `launch_paged` sets them
+  bool written;            // a kernel of the same call runs before, and what ran before that one is complete
   int left, right;         // window around the query's own position; 2^30 for no end
 };
 
-// The sequence of a row, and the row's position in it.
+// Blocks of a line follow each other along y, so that no block has to divide.
+__device__ __forceinline__ int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
+
+// The sequence of a row, its tokens, and the row's position in it.
 struct Place {
   int sequence, position;  // `sequence` is negative where the row belongs to none
+  int length = 0;
 };
 
 __device__ inline Place place_of_row(const PagedDecode& call, int row) {
-  if (call.query_start == nullptr) return {row, call.lengths[row] - 1};
-  const int first = row < call.sequences ? call.lengths[row] : 0;  // read beside the starts, where it is the one needed
+  // All loads at once, needed or not: a block starts with them, and nothing hides their latency.
+  const bool in_range = row < call.sequences;
+  int length = in_range ? call.lengths[row] : 0;
+  if (call.query_start == nullptr) return {row, length - 1, length};
   const int* starts = call.query_start;
+  int first = in_range ? starts[row] : 0, next = in_range ? starts[row + 1] : 0;
   const int live = call.live == nullptr ? call.sequences : min(*call.live, call.sequences);
-  int sequence = row;
   // Decoding: row n is the first query row of sequence n. Otherwise the last sequence that begins at the row or before,
   // which passes over sequences without queries.
-  if (!(row < live && starts[row] == row && starts[row + 1] > row)) {
+  if (!(row < live && first == row && next > row)) {
     int low = -1, high = live;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       (starts[middle] <= row ? low : high) = middle;
     }
-    sequence = low;
+    if (low < 0 || row >= starts[low + 1]) return {-1, -1};
+    length = call.lengths[low];
+    return {low, length - (starts[low + 1] - row), length};
   }
-  if (sequence < 0 || row >= starts[sequence + 1]) return {-1, -1};
-  const int length = sequence == row ? first : call.lengths[sequence];
-  return {sequence, length - (starts[sequence + 1] - row)};
+  return {row, length - (next - row), length};
 }
 
 // The sequence of a row and the keys it attends to.
@@ -70,9 +82,9 @@ struct RowKeys {
 };
 
 __device__ inline RowKeys keys_of_row(const PagedDecode& call, int row) {
-  const auto [sequence, position] = place_of_row(call, row);
+  const auto [sequence, position, tokens] = place_of_row(call, row);
   if (sequence < 0) return {-1, 0, 0};
-  const int length = min(call.lengths[sequence], call.columns * call.page_size);
+  const int length = min(tokens, call.columns * call.page_size);
   const int start = max(call.starts == nullptr ? 0 : max(call.starts[sequence], 0), position - call.left);
   return {sequence, start, min(length, position + call.right + 1)};
 }
@@ -111,7 +123,8 @@ __device__ inline long long share_size(long long total, int blocks, int keys, in
 }
 
 template <int Threads>
-__device__ __forceinline__ const Share& find_share(const PagedDecode& call, int block, int blocks, int items, int keys) {
+__device__ __forceinline__ const Share& find_share(const PagedDecode& call, int keys) {
+  const int block = blockIdx.y, blocks = gridDim.y, items = call.items;
   __shared__ long long sums[Threads / 32];
   __shared__ int least[Threads / 32], most[Threads / 32];
   __shared__ Share share;  // in shared memory it costs no registers
@@ -169,48 +182,77 @@ __device__ __forceinline__ const Share& find_share(const PagedDecode& call, int 
   return share;
 }
 
+// An item that a block ends and others began, and its pieces, the block's own among them.
+struct Cut {
+  int row, first_head, heads, pieces;
+};
+
 // A block's way through the items of its share.
 struct Items {
   const Share& share;
+  Cut& cut;
   RowKeys keys;         // of `row`
   int row;
   long long row_begin;  // the row's first round
   long long at;         // where the next segment begins
-  int items, line, parts;
+  uint64_t* flag;       // of the segment; null where no other block waits for it
 
-  // The next segment, if there is one. Of an item that the block before has begun, the second block notes what is to be
-  // merged.
+  // The next segment, if there is one. One that ends an item of other blocks is noted, to be merged.
   __device__ __forceinline__ bool next(Segment& segment, const PagedDecode& call, int round) {
     if (at >= share.end) return false;
     int rounds = keys.rounds(round);
-    if (at == row_begin + (long long)items * rounds) {
+    if (at == row_begin + (long long)call.items * rounds) {
       row_begin = at;
       keys = keys_of_row(call, ++row);
       rounds = keys.rounds(round);
     }
-    const int group = call.heads / call.kv_heads, number = int(Share::quotient(at - row_begin, rounds));
-    const int item = number * call.lines + line;
+    const int number = int(Share::quotient(at - row_begin, rounds)), item = number * call.lines + blockIdx.x;
     const long long item_begin = row_begin + (long long)number * rounds, item_end = item_begin + rounds;
     const long long end = min(share.end, item_end);
     segment.row = row;
     segment.sequence = keys.sequence;
-    segment.kv_head = item / parts;
-    segment.first_head = segment.kv_head * group + item % parts * kHeads;
-    segment.count = min(kHeads, group - item % parts * kHeads);
+    segment.kv_head = item / call.parts;
+    const int skipped = (item - segment.kv_head * call.parts) * kHeads;
+    segment.first_head = segment.kv_head * call.group + skipped;
+    segment.count = min(kHeads, call.group - skipped);
     segment.first = keys.start + int(at - item_begin) * round;
     segment.limit = min(keys.start + int(end - item_begin) * round, keys.end);
     // The first of a block's two slots is for an item that the block before began, the other for one that it begins.
-    const size_t slot = (size_t(blockIdx.x) * 2 + (at == item_begin)) * kHeads;
-    segment.partial = at == item_begin && end == item_end ? nullptr : call.partial + slot * call.value_size;
-    segment.statistics = call.statistics + slot * 2;
-    if (at > item_begin && threadIdx.x == 0 && share.block_of(item_begin) == share.block_of(at) - 1) {
-      const int pieces = share.block_of(item_end - 1) - share.block_of(item_begin) + 1;
-      reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = {row, segment.first_head, segment.count, pieces};
+    const size_t slot = size_t(block_number()) * 2 + (at == item_begin);
+    segment.partial = at == item_begin && end == item_end ? nullptr : call.partial + slot * kHeads * call.value_size;
+    segment.statistics = call.statistics + slot * kHeads * 2;
+    flag = end < item_end ? call.flags + slot : nullptr;
+    if (at > item_begin && end == item_end && threadIdx.x == 0) {
+      cut = {row, segment.first_head, segment.count, share.block_of(item_end - 1) - share.block_of(item_begin) + 1};
     }
     at = end;
     return true;
   }
 };
+
+// Says that a partial result is complete: all threads have stored their parts, and a barrier has passed.
+__device__ __forceinline__ void raise(uint64_t* flag, uint64_t ticket) {
+  if (flag == nullptr || threadIdx.x != 0) return;
+  __threadfence();
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(ticket) : "memory");
+}
+
+// Waits for a flag, and clears it: the launch's memory may be that of the same launch of a graph the next time.
+__device__ __forceinline__ void await(uint64_t* flag, uint64_t ticket) {
+  uint64_t found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");
+  } while (found != ticket);
+  *flag = 0;
+}
+
+// Brings page numbers into L2 while lengths, which say which of them are needed, are read. L2 is coherent: it may be done
+// before what ran before is complete.
+__device__ __forceinline__ void prefetch_tables(const PagedDecode& call) {
+  const int at = (block_number() * blockDim.x + threadIdx.x) * 32;  // 128 bytes a thread
+  if (call.tables == nullptr || at >= min(call.sequences * call.columns, kPrefetched)) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(call.tables + at));
+}
 
 // Attends to the segments of a share. The first copies and the queries of the next one are under way while one is merged.
 // Without them a block reads nothing meanwhile; and where all rows have one length, no block does.
@@ -230,9 +272,10 @@ __device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& wal
     Softmax<Size> softmax;
     attend(softmax, call, copies, query, segment.count);
     const Segment done = segment;
+    uint64_t* const flag = walk.flag;
     more = walk.next(segment, call, kRound);
     if (more) copies.begin(segment);
-    leave_softmax<Size, C>(softmax, shared);  // while the first pages are looked up
+    leave_softmax<Size, C>(softmax, done.count, shared);  // while the first pages are looked up
     if (more) {
       copies.fetch_first();
       load_query<Size, C>(query.parts, query.factors, call, segment);
@@ -240,6 +283,70 @@ __device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& wal
     __syncthreads();
     merge_warps<Size, C>(call, done, shared);
     __syncthreads();  // hazard: the main loop refills the stages that the merge reads
+    raise(flag, call.ticket);
+  }
+}
+
+// The combine: merges the pieces of an item that the block has ended, a warp for each head.
+template <int Warps>
+__device__ void combine(const PagedDecode& call, const Cut& cut) {
+  const int lane = threadIdx.x % 32;
+  // The block has the last piece, piece 0 is in the second slot of its block, the others in the first of theirs.
+  const auto slot = [&](int piece) {
+    return (size_t(block_number()) - (cut.pieces - 1 - piece) * call.lines) * 2 + (piece == 0);
+  };
+  // Forward progress: blocks start in the order of their numbers, and these have lower ones; so they run, or have ended.
+  for (int piece = threadIdx.x; piece < cut.pieces - 1; piece += Warps * 32) await(call.flags + slot(piece), call.ticket);
+  __syncthreads();
+  for (int head = threadIdx.x / 32; head < cut.heads; head += Warps) {
+    const auto place_of = [&](int piece) { return slot(min(piece, cut.pieces - 1)) * kHeads + head; };
+    const size_t place = size_t(cut.row) * call.heads + cut.first_head + head;
+    for (int column = 0; column < call.value_size; column += 128) {
+      // Four columns a lane; those behind the last one are read for nothing, from the first.
+      const int own = column + lane * 4, from = own < call.value_size ? own : 0;
+      // Many loads are under way together, the first beside those of the weights: the others have nothing left to do.
+      float4 parts[kCombineLoads];
+      const auto load = [&](int first) {
+#pragma unroll
+        for (int n = 0; n < kCombineLoads; ++n) {
+          parts[n] = *reinterpret_cast<const float4*>(call.partial + place_of(first + n) * call.value_size + from);
+        }
+      };
+      load(0);
+      float row_max = -INFINITY, row_sum = 0.f;
+      for (int piece = lane; piece < cut.pieces; piece += 32) {
+        row_max = fmaxf(row_max, call.statistics[place_of(piece) * 2]);
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, step));
+      const float shift = row_max == -INFINITY ? 0.f : row_max;
+      const auto weight = [&](int piece) {
+        return piece < cut.pieces ? exp2f(call.statistics[place_of(piece) * 2] - shift) : 0.f;
+      };
+      for (int piece = lane; piece < cut.pieces; piece += 32) {
+        row_sum += weight(piece) * call.statistics[place_of(piece) * 2 + 1];
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, step);
+      // In the order of pieces, so two runs give the same bits.
+      float sum[4] = {0.f, 0.f, 0.f, 0.f};
+      for (int first = 0; first < cut.pieces; first += kCombineLoads) {
+        if (first > 0) load(first);
+        const float weights = weight(first + lane);
+#pragma unroll
+        for (int n = 0; n < kCombineLoads; ++n) {
+          const float w = __shfl_sync(~0u, weights, n);
+          const float numbers[4] = {parts[n].x, parts[n].y, parts[n].z, parts[n].w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[i] += w * numbers[i];
+        }
+      }
+      const Finish finish(call, cut.row, cut.first_head + head, row_max, row_sum);
+      if (lane == 0) call.lse[place] = finish.lse;
+      if (own >= call.value_size) continue;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) store_output(call, place * call.value_size + own + n, sum[n] * finish.factor);
+    }
   }
 }
 
@@ -248,14 +355,15 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
     paged_kernel(const __grid_constant__ PagedDecode call) {
   using S = Shape<Size, C>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
-  const int line = blockIdx.x % call.lines, items = call.kv_heads * parts / call.lines;
+  __shared__ Cut cut;
+  if (threadIdx.x == 0) cut.pieces = 0;
   start_next_launch();
-  const Share& share =
-      find_share<S::kWarps * 32>(call, blockIdx.x / call.lines, gridDim.x / call.lines, items, S::kRound);
-  wait_for_previous_launch();  // new tokens are in the cache from here on
-  Items walk{share, share.keys, share.row, share.row_begin, share.begin, items, line, parts};
-  if (threadIdx.x == 0) reinterpret_cast<int4*>(call.cuts)[blockIdx.x] = {0, 0, 0, 0};
+  prefetch_tables(call);
+  // Lengths, which blocks find their shares by, are of launches before; new tokens are in the cache from the wait on.
+  if (!call.written) wait_for_previous_launch();
+  const Share& share = find_share<S::kWarps * 32>(call, S::kRound);
+  if (call.written) wait_for_previous_launch();
+  Items walk{share, cut, share.keys, share.row, share.row_begin, share.begin};
   if constexpr (S::kAhead) {
     attend_ahead<Size, C>(call, walk, shared);
   } else {
@@ -263,77 +371,26 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
     while (walk.next(segment, call, S::kRound)) {
       attend_alone<Size, C>(call, segment, shared);
       __syncthreads();  // hazard: the next segment's copies overwrite what the merge reads
+      raise(walk.flag, call.ticket);
     }
   }
+  if (cut.pieces > 0) combine<S::kWarps>(call, cut);
 }
 
-// The combine: a block for each item that was cut, and a warp for each of its heads.
-static __global__ void __launch_bounds__(kCombineWarps * 32)
-    combine_kernel(const __grid_constant__ PagedDecode call) {
-  wait_for_previous_launch();
-  const int4 cut = reinterpret_cast<const int4*>(call.cuts)[blockIdx.x];
-  const int row = cut.x, heads = cut.z, pieces = cut.w, lane = threadIdx.x % 32;
-  if (pieces == 0) return;
-  for (int head = threadIdx.x / 32; head < heads; head += kCombineWarps) {
-    // Piece 0 is in the second slot of the block before.
-    const auto slot = [&](int piece) {
-      return ((size_t(blockIdx.x) + (piece - 1) * call.lines) * 2 + (piece == 0)) * kHeads + head;
-    };
-    float row_max = -INFINITY, row_sum = 0.f;
-    for (int piece = lane; piece < pieces; piece += 32) row_max = fmaxf(row_max, call.statistics[slot(piece) * 2]);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, step));
-    const float shift = row_max == -INFINITY ? 0.f : row_max;
-    const auto weight = [&](int piece) {
-      return piece < pieces ? exp2f(call.statistics[slot(piece) * 2] - shift) : 0.f;
-    };
-    for (int piece = lane; piece < pieces; piece += 32) row_sum += weight(piece) * call.statistics[slot(piece) * 2 + 1];
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, step);
-    const Finish finish(call, row, cut.y + head, row_max, row_sum);
-    const size_t place = size_t(row) * call.heads + cut.y + head;
-    if (lane == 0) call.lse[place] = finish.lse;
-    for (int column = 0; column < call.value_size; column += 128) {
-      // Four columns a lane; those behind the last one are read for nothing, from the first. In the order of pieces, so
-      // two runs give the same bits.
-      const int own = column + lane * 4, from = own < call.value_size ? own : 0;
-      float4 sum = {0.f, 0.f, 0.f, 0.f};
-      for (int first = 0; first < pieces; first += 32) {
-        const float weights = weight(first + lane);
-        // Unrolled, so that several loads are under way.
-#pragma unroll 8
-        for (int n = 0; n < min(32, pieces - first); ++n) {
-          const float w = __shfl_sync(~0u, weights, n);
-          const float4 x = *reinterpret_cast<const float4*>(call.partial + slot(first + n) * call.value_size + from);
-          sum = {sum.x + w * x.x, sum.y + w * x.y, sum.z + w * x.z, sum.w + w * x.w};
-        }
-      }
-      if (own >= call.value_size) continue;
-      const float numbers[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-      for (int n = 0; n < 4; ++n) store_output(call, place * call.value_size + own + n, numbers[n] * finish.factor);
-    }
-  }
-}
-
-// Launches both kernels, after one that writes new tokens into the cache if `written`.
+// Launches the kernel, which waits for what ran before by itself.
 template <int Size, typename C>
-cudaError_t launch_paged(cudaStream_t stream, const PagedDecode& call, int blocks, bool written) {
+cudaError_t launch_paged(cudaStream_t stream, const PagedDecode& call, int blocks) {
   using S = Shape<Size, C>;
   // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
-  cudaError_t error =
+  const cudaError_t error =
       cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   if (error != cudaSuccess) return error;
-  if (written) {
-    error = launch_early(paged_kernel<Size, C>, blocks, S::kWarps * 32, S::kBytes, stream, call);
-  } else {
-    // What ran before is not ours, and may have written lengths, which blocks read before they wait.
-    paged_kernel<Size, C><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
-    error = cudaGetLastError();
-  }
-  if (error != cudaSuccess) return error;
-  // Which items were cut follows from lengths: a block for each that can be.
-  return launch_early(combine_kernel, blocks, kCombineWarps * 32, 0, stream, call);
+  PagedDecode made = call;
+  made.group = call.heads / call.kv_heads;
+  made.parts = (made.group + kHeads - 1) / kHeads;
+  made.items = call.kv_heads * made.parts / call.lines;
+  const dim3 grid(call.lines, blocks / call.lines);
+  return launch_early(paged_kernel<Size, C>, grid, S::kWarps * 32, S::kBytes, stream, made);
 }
 
 }  // namespace ejkernel

@@ -27,6 +27,8 @@ struct PagedWrite {
 
 // A grid of pieces by two, keys and values.
 static __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_constant__ PagedWrite write) {
+  // The next launch reads lengths before it waits: it must find complete what ran before this one.
+  wait_for_previous_launch();
   start_next_launch();
   const PagedDecode& call = write.call;
   const NewTokens& part = write.parts[blockIdx.y];
@@ -54,8 +56,8 @@ static __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __gri
 inline cudaError_t launch_write(cudaStream_t stream, const PagedWrite& write) {
   const long long pieces =
       (long long)write.call.rows * write.heads * max(write.parts[0].row_size, write.parts[1].row_size);
-  write_kernel<<<dim3((pieces + kWriteThreads - 1) / kWriteThreads, 2), kWriteThreads, 0, stream>>>(write);
-  return cudaGetLastError();
+  return launch_early(
+      write_kernel, dim3((pieces + kWriteThreads - 1) / kWriteThreads, 2), kWriteThreads, 0, stream, write);
 }
 
 }  // namespace ejkernel

@@ -55,7 +55,8 @@ class PagedAttention:
         kv_layout: One of `paged_cache.LAYOUTS`.
         kv_heads: Hk, where the cache has more heads, as padding.
         kv_starts: [N] int, first key of each sequence; None for 0.
-        num_seqs: int scalar, how many of the N sequences are live; None for all.
+        num_seqs: int, how many of the N sequences are live: a scalar, or the last entry of an array, which is not
+            sliced, since that would be a launch of its own in front of a kernel; None for all.
         softmax_aux: [H] float32, one sink logit a head.
         alibi_slopes: [H] float32.
         qq_bias: [Q, Q] floating; pairs outside have none.
@@ -214,7 +215,7 @@ def axes(record: PagedAttention) -> dict[str, Any]:
         "kv_lens": "r",
         "query_start": "n",
         "kv_starts": "r",
-        "num_seqs": "",
+        "num_seqs": "counts" if record.num_seqs is not None and record.num_seqs.ndim else "",
         "shared_prefix": "",
         "softmax_aux": "h",
         "alibi_slopes": "h",

@@ -63,6 +63,12 @@ def capacity(record: "PagedAttention") -> int:
     return entries * page_size(record)
 
 
+def live_sequences(record: "PagedAttention") -> jax.Array | None:
+    """How many of the sequences are live, a scalar; None for all."""
+    counts = record.num_seqs
+    return counts[-1] if counts is not None and counts.ndim else counts
+
+
 def query_ranges(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
     """First row and number of rows of every sequence's queries, [N] int32; 0 rows from `num_seqs` on."""
     sequences = record.kv_lens.shape[0]
@@ -70,8 +76,9 @@ def query_ranges(record: "PagedAttention") -> tuple[jax.Array, jax.Array]:
         return jnp.arange(sequences, dtype=jnp.int32), jnp.ones(sequences, jnp.int32)
     starts = record.query_start.astype(jnp.int32)
     lengths = jnp.maximum(jnp.diff(starts), 0)
-    if record.num_seqs is not None:
-        lengths = jnp.where(jnp.arange(sequences) < record.num_seqs, lengths, 0)
+    live = live_sequences(record)
+    if live is not None:
+        lengths = jnp.where(jnp.arange(sequences) < live, lengths, 0)
     return starts[:-1], lengths
 
 

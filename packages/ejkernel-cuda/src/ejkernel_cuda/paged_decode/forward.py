@@ -20,9 +20,9 @@ from ejkernel_cuda.paged_decode.blocks import PagedBlocks, launched
 def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Array, ...], None]:
     """Output [T, H, Dv], lse [T, H] and the pages that were written, if any.
 
-    New tokens are written into their slots by the first of the call's launches. The blocks leave partial results of the
-    items that several of them share in further outputs of the call, so that XLA owns all of its memory: two a block,
-    whatever the lengths.
+    New tokens are written into their slots by a launch before the other one. Of items that several blocks share,
+    they leave partial results, and flags that those are complete, in further outputs of the call, so that XLA owns all
+    of its memory: two a block, whatever the lengths.
     """
     (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
     blocks, lines = launched(record, config)
@@ -36,7 +36,7 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
         jax.ShapeDtypeStruct((rows, heads), jnp.float32),
         jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, size), jnp.float32),
         jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, 2), jnp.float32),
-        jax.ShapeDtypeStruct((blocks, 4), jnp.int32),
+        jax.ShapeDtypeStruct((2 * blocks, 2), jnp.int32),
     )
     call = functools.partial(
         jax.ffi.ffi_call(
@@ -54,7 +54,7 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
         # Without elements where the array of keys has the values, too.
         jnp.zeros(0, record.key_pages.dtype) if record.value_pages is None else record.value_pages,
         *(_integers(x) for x in (record.block_tables, record.kv_lens, record.kv_starts)),
-        *(_integers(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs[None])),
+        *(_integers(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs.reshape(-1))),
         jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
         *(x.astype(record.key_pages.dtype) for x in tokens if x is not None),
     )

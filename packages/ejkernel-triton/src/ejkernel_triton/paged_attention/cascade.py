@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning import paged_cache
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.paged_attention.config import SCORE_ROWS, PagedForward
 from ejkernel_triton.paged_attention.groups import group_of
@@ -23,7 +24,7 @@ def split(record: PagedAttention) -> tuple[PagedAttention, PagedAttention]:
     assert record.block_tables is not None
     assert record.query_start is not None
     sequences = record.kv_lens.shape[0]
-    live = sequences if record.num_seqs is None else record.num_seqs
+    live = sequences if record.num_seqs is None else paged_cache.live_sequences(record)
     prefix = dataclasses.replace(
         record,
         block_tables=record.block_tables[:1],

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.planning import paged_cache
 from ejkernel.planning.latent_pages import Rotary, rotary_of
 from ejkernel.planning.paged_work import Deal, Work, deal, find_work
 from ejkernel_triton.launch import Shape, launch
@@ -69,7 +70,7 @@ def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.
     if record.query_start is None:
         return output, lse
     # Rows of sequences follow each other.
-    live = record.kv_lens.shape[0] if record.num_seqs is None else record.num_seqs
+    live = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
     in_sequence = (token >= record.query_start[0]) & (token < record.query_start[live])
     return jnp.where(in_sequence[:, None, None], output, 0), jnp.where(in_sequence[:, None], lse, -jnp.inf)
@@ -83,7 +84,7 @@ def _plan(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tupl
         return _entries(work, schedule), _shares(schedule)
     from ejkernel_triton.paged_attention.plan_kernel import plan_kernel
 
-    given = (record.kv_lens, record.query_start, record.kv_starts, record.num_seqs)
+    given = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.live_sequences(record))
     ints = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in given]
     shapes = (Shape((1, spec.ENTRIES, FIELDS), jnp.int32), Shape((1, spec.PROGRAMS + 1, 2), jnp.int32))
     blocks = {"SEQUENCE_BLOCK": spec.SEQUENCES, "ENTRY_BLOCK": spec.ENTRIES, "PROGRAM_BLOCK": spec.PROGRAMS}
