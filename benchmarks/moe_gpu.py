@@ -3,8 +3,9 @@
     python benchmarks/moe_gpu.py            # one device, and all of them where there are several
 
 bfloat16, tokens and weights normal. `products` are the grouped products of the same groups alone, `mlp` has the
-activation between them too. The rate counts the three products of M rows, three times with gradients; `share` is the
-products' time in that of a side. Parts of the layer are timed alone, forward.
+activation between them too, as a call of its own, where the layer gathers and gates in its first product, forward. The
+rate counts the three products of M rows, three times with gradients; `share` is the products' time in that of a side.
+Parts of the layer are timed alone, forward; dispatch and activation are parts of it with gradients alone.
 """
 
 import concurrent.futures
@@ -54,19 +55,16 @@ def graded(call: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def parts_of(layer: Any, x: jax.Array, rows: jax.Array) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What is not a grouped product, by name: calls and their arguments."""
-    experts, weights = moe.route(layer, x)
-    order, inverse, _ = moe.sort_by(experts.reshape(-1), layer.gate_up.shape[0])
-    pairs = inverse.reshape(experts.shape)
+    """What is not a grouped product alone, by name: calls and their arguments."""
+    to = moe.route(layer, x)
+    places = (to.order, to.places)
+    inner = jax.random.normal(jax.random.key(4), (rows.shape[0], layer.gate_up.shape[2]), x.dtype)
     return {
         "routing": (moe.route, (layer, x)),
-        "sorting": (lambda chosen: moe.sort_by(chosen.reshape(-1), layer.gate_up.shape[0]), (experts,)),
-        "dispatch": (moe.dispatch, (x, order, pairs)),
-        "activation": (
-            moe.gated,
-            (jax.random.normal(jax.random.key(4), (rows.shape[0], layer.gate_up.shape[2]), x.dtype),),
-        ),
-        "combine": (moe.combine, (rows, weights, order, pairs)),
+        "first product, gathered and gated": (moe.hidden, (layer, x, *places, to.sizes)),
+        "dispatch": (moe.dispatch, (x, *places)),
+        "activation": (moe.gated, (inner,)),
+        "combine": (moe.combine, (rows, to.weights, *places)),
     }
 
 
@@ -74,8 +72,7 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> Non
     """Prints the lines of one layer."""
     layer = moe.init(jax.random.key(0), experts, size, inner, top_k, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (tokens, size), jnp.bfloat16)
-    chosen = moe.route(layer, x)[0].reshape(-1)
-    sizes = jnp.bincount(chosen, length=experts).astype(jnp.int32)
+    sizes = moe.route(layer, x).sizes
     rows, inner_rows = (
         jax.random.normal(jax.random.key(n), (tokens * top_k, width), jnp.bfloat16)
         for n, width in ((2, size), (3, inner))

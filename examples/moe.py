@@ -5,6 +5,8 @@
     tokens -> top-k experts and weights -> rows sorted by expert -> two grouped products
            -> weighted sum of the k rows of each token, wherever they are
 
+On a GPU the first product gathers its rows and gates its results, so that neither rows nor products are in memory.
+
 Over a mesh axis every device has a share of the tokens and of the experts. Rows go to the devices of their experts by
 one all-to-all, and come back by another. Where a token has as many experts as there are devices, or more, nearly every
 device needs it: then tokens are gathered, and every device adds up what its experts make.
@@ -20,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.modules import gather_reduce, grouped_matmul
+from ejkernel.modules import expert_routing, gated_grouped_matmul, gather_reduce, grouped_matmul
 
 
 @functools.partial(
@@ -53,11 +55,32 @@ def init(key: jax.Array, experts: int, size: int, inner: int, top_k: int, dtype:
     return Experts(*made, top_k=top_k)
 
 
-def route(layer: Experts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The experts of every token, [T, k] int32, and their weights, which sum to 1."""
-    scores = jax.nn.softmax((tokens @ layer.router).astype(jnp.float32))
-    weights, experts = lax.top_k(scores, layer.top_k)
-    return experts, weights / jnp.sum(weights, axis=-1, keepdims=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where the rows of T tokens with k experts each go; R = T k pairs of a token and one of its experts.
+
+    Attributes:
+        weights: [T, k], which sum to 1.
+        experts: [T, k] int32.
+        places: [T, k] int32, the row of each pair.
+        order: [R] int32, the pair of each row.
+        sizes: [E] int32, how many rows each expert has.
+    """
+
+    weights: jax.Array
+    experts: jax.Array
+    places: jax.Array
+    order: jax.Array
+    sizes: jax.Array
+
+
+def route(layer: Experts, tokens: jax.Array) -> Routing:
+    """Every token to the experts with its largest logits, by the softmax of these."""
+    logits = tokens @ layer.router
+    experts, places, order, sizes = expert_routing(logits, layer.top_k)
+    weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=1).astype(jnp.float32))
+    return Routing(weights, experts, places, order, sizes)
 
 
 def permute(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -79,10 +102,14 @@ def sort_by(key: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array]
     return order, inverse, sizes
 
 
+def multiplied(layer: Experts, rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Rows that are sorted by expert, each times its expert's matrix."""
+    return grouped_matmul(rows, matrices, sizes, preferred_element_type=rows.dtype, platform=layer.platform)
+
+
 def mlp(layer: Experts, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """The experts' gated MLP of rows that are sorted by expert."""
-    product = functools.partial(grouped_matmul, preferred_element_type=rows.dtype, platform=layer.platform)
-    return product(gated(product(rows, layer.gate_up, sizes)), layer.down, sizes)
+    return multiplied(layer, gated(multiplied(layer, rows, layer.gate_up, sizes)), layer.down, sizes)
 
 
 def gated(rows: jax.Array) -> jax.Array:
@@ -93,10 +120,41 @@ def gated(rows: jax.Array) -> jax.Array:
 
 def moe(layer: Experts, tokens: jax.Array) -> jax.Array:
     """The layer on one device, [T, D]."""
-    experts, weights = route(layer, tokens)
-    order, inverse, sizes = sort_by(experts.reshape(-1), layer.gate_up.shape[0])
-    inverse = inverse.reshape(experts.shape)
-    return combine(mlp(layer, dispatch(tokens, order, inverse), sizes), weights, order, inverse)
+    to = route(layer, tokens)
+    rows = rows_of(layer, tokens, to.order, to.places, to.sizes)
+    return combine(rows, to.weights, to.order, to.places)
+
+
+def rows_of(layer: Experts, tokens: jax.Array, order: jax.Array, places: jax.Array, sizes: jax.Array) -> jax.Array:
+    """What the experts make of the tokens, [R, D]; of arguments as `dispatch` and `mlp` take them."""
+    if not gathers(layer):
+        return mlp(layer, dispatch(tokens, order, places), sizes)
+    return multiplied(layer, hidden(layer, tokens, order, places, sizes), layer.down, sizes)
+
+
+def gathers(layer: Experts) -> bool:
+    """Whether the first product gathers its rows and gates its results: GPUs have a kernel that does both."""
+    return layer.platform is None and jax.default_backend() == "gpu"
+
+
+@jax.custom_vjp
+def hidden(layer: Experts, tokens: jax.Array, order: jax.Array, places: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The inner rows, [R, F], in one call. A gradient needs what that call leaves out, so there are three then."""
+    return gated_grouped_matmul(tokens, layer.gate_up, sizes, order // places.shape[1])
+
+
+def _hidden_forward(layer: Experts, tokens: jax.Array, order: jax.Array, places: jax.Array, sizes: jax.Array) -> Any:
+    def apart(layer: Experts, tokens: jax.Array) -> jax.Array:
+        return gated(multiplied(layer, dispatch(tokens, order, places), layer.gate_up, sizes))
+
+    return jax.vjp(apart, layer, tokens)
+
+
+def _hidden_backward(pullback: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    return (*pullback(cotangent), None, None, None)
+
+
+hidden.defvjp(_hidden_forward, _hidden_backward)
 
 
 def dispatch(tokens: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -136,16 +194,16 @@ def tokens_travel(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
     sums of every token's rows            reduce-scatter: added up over devices, each keeps its own tokens
     """
     own = layer.gate_up.shape[0]
-    experts, weights = route(layer, tokens)
+    to = route(layer, tokens)
     everyone = functools.partial(lax.all_gather, axis_name=axis, tiled=True)
-    tokens, experts, weights = everyone(tokens), everyone(experts), everyone(weights)
+    tokens, experts, weights = everyone(tokens), everyone(to.experts), everyone(to.weights)
     local = experts - lax.axis_index(axis) * own
     here = (local >= 0) & (local < own)
     order, inverse, sizes = sort_by(jnp.where(here, local, own).reshape(-1), own)
     pairs = order.shape[0]
     inverse = jnp.where(here, inverse.reshape(experts.shape), pairs)
     order = jnp.where(jnp.arange(pairs) < jnp.sum(sizes), order, pairs)  # the others' rows are no pair's
-    made = combine(mlp(layer, dispatch(tokens, order, inverse), sizes), weights, order, inverse)
+    made = combine(rows_of(layer, tokens, order, inverse, sizes), weights, order, inverse)
     return lax.psum_scatter(made, axis, tiled=True)
 
 
@@ -161,19 +219,17 @@ def rows_travel(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
         sorted by expert, multiplied, back the same way
     """
     devices, own = lax.axis_size(axis), layer.gate_up.shape[0]
-    experts, weights = route(layer, tokens)
-    order, inverse, sizes = sort_by(experts.reshape(-1), devices * own)
-    pairs = inverse.reshape(experts.shape)
-    slots = order.shape[0]
-    per_device = jnp.sum(sizes.reshape(devices, own), axis=1)
+    to = route(layer, tokens)
+    slots = to.order.shape[0]
+    per_device = jnp.sum(to.sizes.reshape(devices, own), axis=1)
     place, back = _places(per_device, slots)
-    received = _exchange(permute(dispatch(tokens, order, pairs), place, back), axis, devices)
-    counts = _exchange(sizes, axis, devices).reshape(devices, own)
+    received = _exchange(permute(dispatch(tokens, to.order, to.places), place, back), axis, devices)
+    counts = _exchange(to.sizes, axis, devices).reshape(devices, own)
     key = _expert_of_place(counts, slots)
     order_here, inverse_here, _ = sort_by(key, own)
     made = mlp(layer, permute(received, order_here, inverse_here), jnp.sum(counts, axis=0))
     made = _exchange(permute(made, inverse_here, order_here), axis, devices)
-    return combine(permute(made, back, place), weights, order, pairs)
+    return combine(permute(made, back, place), to.weights, to.order, to.places)
 
 
 def _exchange(x: jax.Array, axis: str, devices: int) -> jax.Array:

@@ -31,19 +31,20 @@ def inputs(moe):
 
 
 def dense(moe, layer, tokens):
-    experts, weights = moe.route(layer, tokens)
+    to = moe.route(layer, tokens)
     gate, up = jnp.split(jnp.einsum("td,edf->tef", tokens, layer.gate_up), 2, axis=-1)
     made = jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, layer.down)
-    chosen = jnp.take_along_axis(made, experts[..., None], axis=1)
-    return jnp.einsum("tkd,tk->td", chosen, weights)
+    chosen = jnp.take_along_axis(made, to.experts[..., None], axis=1)
+    return jnp.einsum("tkd,tk->td", chosen, to.weights)
 
 
 def passes(call, layer, tokens):
     return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(call(*x) ** 3), argnums=(0, 1)))(layer, tokens)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_output_and_gradients_are_those_of_the_dense_layer(moe, inputs, devices):
+@pytest.mark.parametrize(("devices", "gathers"), [(1, False), (1, True), (2, True), (4, False)])
+def test_output_and_gradients_are_those_of_the_dense_layer(moe, inputs, devices, gathers, monkeypatch):
+    monkeypatch.setattr(moe, "gathers", lambda layer: gathers)
     if devices > jax.device_count():
         pytest.skip(f"{devices} devices are more than there are")
     call = moe.moe
@@ -52,6 +53,7 @@ def test_output_and_gradients_are_those_of_the_dense_layer(moe, inputs, devices)
         call = lambda *x: moe.sharded(mesh, "experts", *x)  # noqa: E731
     want = passes(lambda *x: dense(moe, *x), *inputs)
     got = passes(call, *inputs)
+    np.testing.assert_allclose(jax.jit(call)(*inputs), dense(moe, *inputs), rtol=1e-4, atol=1e-4)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 

@@ -39,9 +39,14 @@ def with_gradients(function: Callable[[Any], Any], names: tuple[str, ...]) -> Ca
             return function(jax.tree.unflatten(structure, list((leaves | some).values())))
 
         output, pull = jax.vjp(moved, {name: leaves[name] for name in names})
-        return output, pull(cotangent)[0]
+        return output, pull(jax.tree.map(_tangent_like, output, cotangent))[0]
 
     return both
+
+
+def _tangent_like(x: jax.Array, cotangent: jax.Array) -> Any:
+    """The cotangent; of integers the one that JAX has for them."""
+    return cotangent if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:

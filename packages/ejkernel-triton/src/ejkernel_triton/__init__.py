@@ -11,6 +11,8 @@ from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_triton import (
     causal_convolution,
+    expert_routing,
+    gated_grouped_matmul,
     gather_reduce,
     grouped_matmul,
     linear_recurrence,
@@ -39,4 +41,6 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *causal_convolution.implementations(),
         *segment_pooling.implementations(),
         *gather_reduce.implementations(),
+        *expert_routing.implementations(),
+        *gated_grouped_matmul.implementations(),
     )

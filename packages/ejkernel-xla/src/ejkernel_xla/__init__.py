@@ -4,6 +4,8 @@ from ejkernel.ops import Implementation, hookimpl
 from ejkernel_xla import (
     attention_weights,
     causal_convolution,
+    expert_routing,
+    gated_grouped_matmul,
     gather_reduce,
     grouped_matmul,
     linear_recurrence,
@@ -31,6 +33,8 @@ FAMILIES = (
     recurrent_network,
     causal_convolution,
     gather_reduce,
+    expert_routing,
+    gated_grouped_matmul,
 )
 
 

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
         CausalConv1dConfig,
         ChunkedPrefillPagedDecodeConfig,
         DecodeAttentionConfig,
+        ExpertRoutingConfig,
         FlashAttentionConfig,
         FlashMLAConfig,
         FwdParams,
         GatedDeltaRuleConfig,
+        GatedGroupedMatmulConfig,
         GatherReduceConfig,
         GLAttentionConfig,
         GroupedMatmulConfig,
@@ -56,9 +58,11 @@ if TYPE_CHECKING:
         UnifiedAttentionConfig,
     )
     from ejkernel.modules.operations.decode_attention import DecodeAttention, decode_attention
+    from ejkernel.modules.operations.expert_routing import ExpertRouting, expert_routing
     from ejkernel.modules.operations.flash_attention import FlashAttention, flash_attention
     from ejkernel.modules.operations.flash_mla import FlashMLA, flash_mla, mla_attention
     from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRule, gated_delta_rule, gdr_attention
+    from ejkernel.modules.operations.gated_grouped_matmul import GatedGroupedMatmul, gated_grouped_matmul
     from ejkernel.modules.operations.gated_linear_attention import (
         GLAttention,
         gated_linear_attention,
@@ -126,6 +130,8 @@ __all__ = [
     "ChunkedPrefillPagedDecodeConfig",
     "DecodeAttention",
     "DecodeAttentionConfig",
+    "ExpertRouting",
+    "ExpertRoutingConfig",
     "FlashAttention",
     "FlashAttentionConfig",
     "FlashMLA",
@@ -136,6 +142,8 @@ __all__ = [
     "GRUConfig",
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
+    "GatedGroupedMatmul",
+    "GatedGroupedMatmulConfig",
     "GatherReduce",
     "GatherReduceConfig",
     "GroupedMatmul",
@@ -189,10 +197,12 @@ __all__ = [
     "chunked_prefill_paged_decode",
     "create_default_executor",
     "decode_attention",
+    "expert_routing",
     "flash_attention",
     "flash_mla",
     "flash_mla_decode",
     "gated_delta_rule",
+    "gated_grouped_matmul",
     "gated_linear_attention",
     "gather_reduce",
     "gdr_attention",

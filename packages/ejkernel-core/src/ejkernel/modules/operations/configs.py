@@ -37,6 +37,8 @@ from ejkernel.modules.operations.configuration.recurrence import (
 )
 from ejkernel.modules.operations.configuration.sequence import (
     CausalConv1dConfig,
+    ExpertRoutingConfig,
+    GatedGroupedMatmulConfig,
     GatherReduceConfig,
     GroupedMatmulConfig,
     GRUConfig,
@@ -56,12 +58,14 @@ __all__ = [
     "CausalConv1dConfig",
     "ChunkedPrefillPagedDecodeConfig",
     "DecodeAttentionConfig",
+    "ExpertRoutingConfig",
     "FlashAttentionConfig",
     "FlashMLAConfig",
     "FwdParams",
     "GLAttentionConfig",
     "GRUConfig",
     "GatedDeltaRuleConfig",
+    "GatedGroupedMatmulConfig",
     "GatherReduceConfig",
     "GroupedMatmulConfig",
     "KernelDeltaAttentionConfig",

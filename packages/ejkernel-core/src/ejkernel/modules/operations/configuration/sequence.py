@@ -97,6 +97,38 @@ class GatherReduceConfig(_SequenceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedGroupedMatmulConfig(_SequenceConfig):
+    """Tiles of `gated_grouped_matmul`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_m: Rows a tile.
+        block_n: Columns of the output a tile.
+        block_k: Contracted elements a step.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages.
+    """
+
+    block_m: int | None = None
+    block_n: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertRoutingConfig(_SequenceConfig):
+    """Tiles of `expert_routing`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_t: Tokens a block.
+        num_warps: Warps a program.
+    """
+
+    block_t: int | None = None
+    num_warps: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class CausalConv1dConfig(_SequenceConfig):
     """Blocks of `causal_conv1d`. `None` lets the heuristics decide.
 

@@ -1,0 +1,37 @@
+"""Expert routing in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.expert_routing import config
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+MOST_EXPERTS = 1024
+"""Experts whose logits of a token are in one program's registers."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    tokens, experts = record.logits.shape
+    if not tokens:
+        yield "an array is empty"
+    if experts > MOST_EXPERTS:
+        yield f"{experts} experts, more than {MOST_EXPERTS}"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    return (
+        triton_implementation(
+            "expert_routing",
+            forward="expert_routing.passes:forward",
+            requires=triton_requires(handles=(), extra=_reasons),
+            config=ConfigSpace(
+                forward=config.RoutingTiles,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+        ),
+    )

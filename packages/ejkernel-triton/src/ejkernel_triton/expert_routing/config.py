@@ -1,0 +1,50 @@
+"""Configuration of the routing kernels."""
+
+import dataclasses
+
+from ejkernel.families.expert_routing import ExpertRouting
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import padded
+
+THREAD_LOGITS = 32
+"""Logits of a thread: with 64 the kernel spills on an H200."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingTiles:
+    """Configuration of the kernels.
+
+    Attributes:
+        block_t: Tokens of a program; a power of two.
+        num_warps: Warps a program.
+    """
+
+    block_t: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_t", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name}: got {value}, wants a power of two")
+
+
+FACES = {"block_t": "block_t", "num_warps": "num_warps"}
+"""Fields of the public configuration and what they set here."""
+
+
+def heuristic(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> RoutingTiles:
+    """Tiles for a record on a device, by rule: as many tokens as registers hold the logits of."""
+    if interpreting():
+        return RoutingTiles(block_t=16, num_warps=1)
+    warps, lanes = 4, 64 if device.vendor == "amd" else 32
+    block_t = warps * lanes * THREAD_LOGITS // padded(record.logits.shape[1])
+    return RoutingTiles(block_t=max(1, min(64, block_t, padded(record.logits.shape[0]))), num_warps=warps)
+
+
+def candidates(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> tuple[RoutingTiles, ...]:
+    """Tiles worth measuring for a record on a device."""
+    first = heuristic(record, device, direction)
+    return first, dataclasses.replace(first, block_t=max(1, first.block_t // 2))

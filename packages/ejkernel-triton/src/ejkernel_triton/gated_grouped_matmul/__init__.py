@@ -1,0 +1,35 @@
+"""The gated grouped matmul in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.gated_grouped_matmul import config
+from ejkernel_triton.grouped_matmul import LARGEST
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    rows = record.lhs if record.indices is None else record.indices
+    if not (record.lhs.size and rows.shape[0]):
+        yield "an array is empty"
+    if record.rhs.shape[1] * record.rhs.shape[2] > LARGEST:
+        yield f"matrices of {record.rhs.shape[1]} by {record.rhs.shape[2]} have more than {LARGEST} elements"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    return (
+        triton_implementation(
+            "gated_grouped_matmul",
+            forward="gated_grouped_matmul.passes:forward",
+            requires=triton_requires(handles=("indices", "activation", "precision"), extra=_reasons),
+            config=ConfigSpace(
+                forward=config.GatedTiles,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+        ),
+    )

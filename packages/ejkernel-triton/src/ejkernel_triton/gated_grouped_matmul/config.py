@@ -1,0 +1,112 @@
+"""Tile sizes and launch parameters of the gated grouped matmul."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning.grouped_kinds import average_rows
+from ejkernel_triton.chips import KIBI, Chip, chip_of
+from ejkernel_triton.grouped_matmul.config import TileChoice
+from ejkernel_triton.launch import Shape, interpreting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedTiles:
+    """Configuration of `gated_kernel`.
+
+    Attributes:
+        block_m: Rows of a tile.
+        block_n: Columns of a tile of the output; as many of the gate and of the others are multiplied.
+        block_k: Contracted elements a step.
+        halves: Whether tiles with few rows, the last of most groups, are half as high.
+        band: Tiles of rows that run before the next column of tiles.
+        num_programs: Programs that share the tiles.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages of the copies of operands.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    halves: bool
+    band: int
+    num_programs: int
+    num_warps: int
+    num_stages: int
+
+
+FACES = {name: name for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages")}
+"""Fields of the public configuration and what they set here."""
+
+BAND = 4
+"""Tiles of rows that run before the next column of tiles; on an H200 8 and 16 are 1 % and 2 % slower."""
+LARGE_TILES = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 128, 64, 8, 4), TileChoice(128, 64, 64, 4, 3))
+"""Tiles where groups have many rows, on Hopper and Blackwell; the best first."""
+AMPERE_TILES = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
+"""The same on other chips, whose tensor cores read operands from registers."""
+SMALL_TILES = {
+    64: (TileChoice(64, 64, 64, 4, 4), TileChoice(64, 128, 64, 8, 3)),
+    32: (TileChoice(32, 64, 64, 4, 4), TileChoice(32, 64, 128, 4, 3)),
+    16: (TileChoice(16, 64, 128, 4, 4), TileChoice(16, 64, 64, 4, 5)),
+}
+"""Tiles by their rows, where groups have few rows: reading the matrices from HBM then bounds the time."""
+WIDE_TILES = (TileChoice(64, 32, 32, 4, 3), TileChoice(32, 32, 32, 4, 3))
+"""Tiles of float32 operands."""
+
+
+def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> GatedTiles:
+    """Tiles for a record on a device, by rule."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GatedTiles, ...]:
+    """Tiles worth measuring for a record on a device, the best first."""
+    if interpreting():
+        return (_configured(TileChoice(32, 32, 32, 4, 1), chip_of(device), halves=True),)
+    chip, few = chip_of(device), average_rows(product_record(record, rows_shape(record), record.lhs.dtype))
+    height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
+    if record.lhs.dtype.itemsize > 2:
+        tiles = WIDE_TILES
+    elif height < 128:
+        tiles = SMALL_TILES[height]
+    else:
+        tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else AMPERE_TILES
+    found = [_configured(_shrunk(tile, record, chip), chip, halves=tiles is LARGE_TILES) for tile in tiles]
+    found += [dataclasses.replace(found[0], halves=False)]
+    return tuple(dict.fromkeys(found))
+
+
+def rows_shape(record: GatedGroupedMatmul) -> Any:
+    """Shape and dtype of the rows, which are nowhere in memory."""
+    rows = (record.lhs if record.indices is None else record.indices).shape[0]
+    return Shape((rows, record.lhs.shape[1]), record.lhs.dtype)
+
+
+def _stage_bytes(tile: TileChoice, size: int) -> int:
+    return (tile.m + 2 * tile.n) * tile.k * size
+
+
+def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Chip) -> TileChoice:
+    """A tile with as few stages as the chip's shared memory holds; AMD's have two."""
+    stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
+    while stages > 1 and stages * _stage_bytes(tile, record.lhs.dtype.itemsize) > chip.shared_memory - 2 * KIBI:
+        stages -= 1
+    return tile._replace(stages=stages)
+
+
+def _configured(tile: TileChoice, chip: Chip, halves: bool = False) -> GatedTiles:
+    # Programs of a multiprocessor that shared memory holds, and at most 16 warps.
+    held = chip.shared_memory // (tile.stages * _stage_bytes(tile, 2))
+    resident = max(1, min(held, 16 // tile.warps))
+    return GatedTiles(
+        block_m=tile.m,
+        block_n=tile.n,
+        block_k=tile.k,
+        halves=halves,
+        band=BAND,
+        num_programs=3 if interpreting() else resident * chip.multiprocessors,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,98 @@
+"""The gated grouped matmul in Triton."""
+
+import dataclasses
+
+import jax
+
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.planning.row_tiles import find_row_tiles, most_tiles
+from ejkernel_triton.gated_grouped_matmul.config import GatedTiles, rows_shape
+from ejkernel_triton.grouped_matmul.spec import dot_precision, widens
+from ejkernel_triton.launch import Shape, launch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedSpec:
+    """Constants of `gated_kernel`: T tokens, C contracted elements, M rows, F columns.
+
+    Attributes:
+        TOKENS: T.
+        CONTRACTED: C.
+        ROWS: M.
+        COLUMNS: F; a matrix has twice as many.
+        MATRICES: E.
+        GATHERS: Whether rows name tokens; otherwise row m is token m.
+        ACTIVATION: Of the gate.
+        BLOCK_M: Rows of a tile.
+        HALVES: Whether tiles with as few rows are half as high: the last of most groups.
+        BLOCK_N: Columns of a tile of the output.
+        BLOCK_K: Contracted elements a step.
+        ENTRIES: Entries of the tile list.
+        PROGRAMS: Programs that share the tiles.
+        BAND: Tiles of rows that run before the next column of tiles.
+        PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
+        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+    """
+
+    TOKENS: int
+    CONTRACTED: int
+    ROWS: int
+    COLUMNS: int
+    MATRICES: int
+    GATHERS: bool
+    ACTIVATION: str
+    BLOCK_M: int
+    HALVES: bool
+    BLOCK_N: int
+    BLOCK_K: int
+    ENTRIES: int
+    PROGRAMS: int
+    BAND: int
+    PRECISION: str
+    WIDEN: bool
+
+
+def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tiles, programs, warps and stages.
+
+    Returns:
+        [M, F] in lhs's dtype. There are no residuals.
+    """
+    from ejkernel_triton.gated_grouped_matmul.gated_kernel import gated_kernel
+
+    product = product_record(record, rows_shape(record), record.lhs.dtype)
+    (rows, contracted), (matrices, _, columns) = product.lhs.shape, record.rhs.shape
+    spec = GatedSpec(
+        TOKENS=record.lhs.shape[0],
+        CONTRACTED=contracted,
+        ROWS=rows,
+        COLUMNS=columns // 2,
+        MATRICES=matrices,
+        GATHERS=record.indices is not None,
+        ACTIVATION=record.activation,
+        BLOCK_M=config.block_m,
+        HALVES=config.halves,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        ENTRIES=most_tiles(rows, matrices, config.block_m),
+        PROGRAMS=config.num_programs,
+        BAND=config.band,
+        PRECISION=dot_precision(product),
+        WIDEN=widens(record.lhs.dtype),
+    )
+    tiles = find_row_tiles(product, config.block_m)
+    (output,) = launch(
+        gated_kernel,
+        (record.lhs[None], record.rhs[None], None if record.indices is None else record.indices[None], tiles[None]),
+        (Shape((1, rows, spec.COLUMNS), record.lhs.dtype),),
+        batch=1,
+        grid=spec.PROGRAMS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )
+    return output[0], ()
