@@ -18,6 +18,7 @@ from ejkernel.modules import quantized_matmul
 from ejkernel.modules.operations.cases.quantized_matmul import MatmulSizes, inputs
 from ejkernel.modules.operations.quantized_matmul import OP, QuantizedMatmulArguments
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.plugins import registry
 from ejkernel_cuda import library
 from ejkernel_cuda import quantized_matmul as cuda
 from ejkernel_cuda.quantized_matmul import cases, splits
@@ -71,14 +72,14 @@ def sizes(m=16, k=4096, n=14336, dtype=jnp.bfloat16, transpose=False, **form):
     return jax.eval_shape(lambda: QuantizedMatmulArguments(**inputs(jax.random.key(0), made)))
 
 
-def refusals(device=H200, **changes):
-    """What the implementation has against a call."""
+def refusals(device=H200, name="cuda", **changes):
+    """What an implementation has against a call."""
     with target_device(device):
         args = sizes(**changes)
         arrays = {name: getattr(args, name) for name in ("x", "w", "scales", "zeros")}
         options = {name: getattr(args, name) for name in ("transpose", "group_size", "bits", "mode")}
         decision = explain(quantized_matmul, **arrays, **options)
-    [verdict] = [v for v in decision.forward.verdicts if v.implementation.name == "cuda"]
+    [verdict] = [v for v in decision.forward.verdicts if v.implementation.name == name]
     return [reason for reason in verdict.reasons if library.MODULE not in reason]
 
 
@@ -133,6 +134,14 @@ def test_it_refuses_by_name(changes, sentence):
 
 def test_it_serves_what_it_is_made_for():
     assert refusals() == refusals(m=64, transpose=True, group_size=128) == []
+
+
+@pytest.mark.parametrize("changes", [{"m": 64}, {"k": 14336, "n": 4096}])
+def test_what_triton_does_faster_is_behind_it(changes):
+    assert any("Triton's tiles are faster" in reason for reason in refusals(**changes))
+    assert refusals(name="cuda_behind_triton", **changes) == refusals(transpose=True, **changes) == []
+    ranks = {i.name: i.priority for i in registry().implementations[OP.name]}
+    assert ranks["cuda"] > ranks["triton"] > ranks["cuda_behind_triton"] > ranks["xla"]
 
 
 @pytest.mark.parametrize("capability", [8.0, 10.0, 12.0])

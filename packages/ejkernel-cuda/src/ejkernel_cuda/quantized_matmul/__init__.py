@@ -1,8 +1,9 @@
 """The quantised matmul of few rows in CUDA C++: decoding, where reading the weights takes the time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from ejkernel.families.quantized_matmul import columns
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
 from ejkernel_cuda import library
@@ -15,6 +16,9 @@ SMALLEST_GROUP = 64
 warp's columns."""
 LARGEST = 2**31 - 1
 """Most elements of an array: indices of rows and tiles have 32 bits."""
+FIRST_ROWS, FIRST_COLUMNS = 32, 8192
+"""Rows at most, and columns at least, for which the kernels come before Triton's without `transpose`: more rows are two
+tiles, and fewer columns leave half of an H200 without a block."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -51,10 +55,19 @@ def _layout_reasons(record: Any) -> Iterable[str]:
         yield f"rows of {groups} scales are not multiples of 4 bytes"
 
 
-IMPLEMENTATIONS = (
-    Implementation(
+def _first_reasons(record: Any) -> Iterable[str]:
+    """What is served as well, but behind Triton, where that is faster (docs/lab/quantized_matmul_gpu.md)."""
+    yield from _reasons(record)
+    rows, width = record.x.shape[0], columns(record)
+    if not record.transpose and (rows > FIRST_ROWS or width < FIRST_COLUMNS):
+        yield f"{rows} rows and {width} columns without transpose: Triton's tiles are faster"
+
+
+def _implementation(name: str, priority: int, extra: Callable[[Any], Iterable[str]]) -> Implementation:
+    """The kernels with what they are refused for."""
+    return Implementation(
         family="quantized_matmul",
-        name="cuda",
+        name=name,
         platform="cuda",
         backend="gpu",
         forward="ejkernel_cuda.quantized_matmul.forward:forward",
@@ -64,7 +77,7 @@ IMPLEMENTATIONS = (
             min_compute_capability=9.0,
             dtypes=frozenset({"bfloat16"}),
             handles=frozenset({"zeros", "transpose", "precision"}),
-            extra=_reasons,
+            extra=extra,
         ),
         config=ConfigSpace(
             heuristic=splits.heuristic,
@@ -72,9 +85,12 @@ IMPLEMENTATIONS = (
             forward=splits.QuantizedSplits,
             faces=splits.FACES,
         ),
-        # Behind XLA, so only where `platform=` asks: an H200 has confirmed its numbers and times, but the conformance
-        # suite has not run to its end on one (docs/lab/quantized_matmul_gpu.md).
-        priority=-10,
+        priority=priority,
         cases="ejkernel_cuda.quantized_matmul.cases:cases",
-    ),
+    )
+
+
+IMPLEMENTATIONS = (
+    _implementation("cuda", 20, _first_reasons),
+    _implementation("cuda_behind_triton", 5, _reasons),
 )
