@@ -23,19 +23,15 @@ class StepTile:
 
     Attributes:
         block_e: Channels of a program; a power of two.
-        sequences: Sequences of a program, one after the other.
         num_warps: Warps a program.
     """
 
     block_e: int
-    sequences: int
     num_warps: int
 
     def __post_init__(self) -> None:
         if self.block_e < 1 or self.block_e & (self.block_e - 1):
             raise ValueError(f"block_e: got {self.block_e}, wants a power of two")
-        if self.sequences < 1:
-            raise ValueError(f"sequences: got {self.sequences}, wants 1 or more")
 
 
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
@@ -53,9 +49,7 @@ class StepSpec:
         N: Numbers of a channel's state.
         BLOCK_E: Channels of a program.
         BLOCK_N: N, padded to a power of two.
-        TILES: Tiles of a sequence's channels.
-        LOOP: Sequences of a program.
-        GROUPS: Programs that share the sequences of a row.
+        TILES: Programs of a sequence.
         PACKED: Whether sequences are packed.
         STATE: Whether there are states to begin with.
         SLOTS: How many slots hold them; 0 where they are in no slots.
@@ -69,8 +63,6 @@ class StepSpec:
     BLOCK_E: int
     BLOCK_N: int
     TILES: int
-    LOOP: int
-    GROUPS: int
     PACKED: bool
     STATE: bool
     SLOTS: int
@@ -81,18 +73,15 @@ def make_spec(record: SelectiveScan, config: StepTile) -> StepSpec:
     """The constants of a record's kernel."""
     (_, tokens, channels), size, states = record.x.shape, record.decay.shape[1], record.initial_state
     packed = record.cu_seqlens is not None
-    count = sequences(record) if packed else 1
     slots = 0 if states is None or record.state_slots is None else states.shape[0]
     return StepSpec(
         T=tokens,
-        SEQUENCES=count,
+        SEQUENCES=sequences(record) if packed else 1,
         E=channels,
         N=size,
         BLOCK_E=config.block_e,
         BLOCK_N=padded(size),
         TILES=-(-channels // config.block_e),
-        LOOP=min(config.sequences, count),
-        GROUPS=-(-count // config.sequences),
         PACKED=packed,
         STATE=states is not None,
         SLOTS=slots,
@@ -108,7 +97,7 @@ def sequences(record: SelectiveScan) -> int:
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> StepTile:
     """The tile for a record on a device, not measured."""
     if interpreting():
-        return StepTile(block_e=16, sequences=3, num_warps=1)
+        return StepTile(block_e=16, num_warps=1)
     lanes, numbers = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
     block, programs = max(1, 4 * HELD * lanes // numbers), sequences(record)
     block = min(block, padded(record.x.shape[2]))
@@ -119,19 +108,17 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
 
 
 def _sized(block: int, numbers: int, lanes: int) -> StepTile:
-    return StepTile(block_e=block, sequences=1, num_warps=max(1, min(8, block * numbers // (HELD * lanes))))
+    return StepTile(block_e=block, num_warps=max(1, min(8, block * numbers // (HELD * lanes))))
 
 
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[StepTile, ...]:
     """Tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     if interpreting():
-        return (first, StepTile(block_e=4, sequences=1, num_warps=1))
+        return (first, StepTile(block_e=4, num_warps=1))
     sizes = [max(1, first.block_e * n // 4) for n in (1, 2, 4, 8)]
-    made = [StepTile(block_e=n, sequences=1, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]
+    made = [StepTile(block_e=n, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]
     made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made if x.num_warps < 8]
-    if record.cu_seqlens is not None:
-        made += [dataclasses.replace(first, sequences=n) for n in (2, 4, 8)]
     return tuple(dict.fromkeys((first, *made)))
 
 
@@ -167,7 +154,7 @@ def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, j
             len(inputs) - 1 if spec.IN_PLACE else Shape((rows, *states), jnp.float32),
         ),
         batch=rows,
-        grid=rows * spec.GROUPS * spec.TILES,
+        grid=rows * spec.SEQUENCES * spec.TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},
