@@ -31,7 +31,7 @@ def test_matrices_of_many_rows_come_first():
 
 
 @pytest.mark.parametrize("columns", [256, 1280])
-def test_every_second_round_is_dealt_from_its_end(columns):
+def test_every_second_round_begins_at_its_end(columns):
     call = make_call(columns)
     count = call.spec.matrices * call.spec.down * call.spec.across
     numbers = jax.vmap(lambda n: matrices._folded(call, n))(jnp.arange(count))

@@ -51,7 +51,7 @@ def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **
 
 
 def _shared_scales(key: jax.Array) -> dict[str, Any]:
-    """Of scales of 128 x 128: a kernel need not load one a column."""
+    """Operands with scales of 128 x 128: a kernel need not load one a column."""
     made = _eight_bits(key, EIGHT_PAIRS, (3, 3))
     return {**made, "rhs_scale": jnp.repeat(made["rhs_scale"][..., ::128], 128, axis=-1)}
 

@@ -126,9 +126,9 @@ def _tile(call: Call, number: Any) -> Tile:
 
 
 def _folded(call: Call, number: Any) -> Any:
-    """Number of the tile that a block has in a round: every second round of tiles is dealt from its end."""
+    """Number of the tile that a block has in a round: blocks take every second round of tiles from its end."""
     round_, block = lax.div(number, I32(call.blocks)), lax.rem(number, I32(call.blocks))
-    # A last round that has fewer tiles than there are blocks is dealt from its beginning.
+    # A last round that has fewer tiles than there are blocks begins with the first block.
     whole = (round_ + 1) * call.blocks <= call.spec.matrices * call.spec.down * call.spec.across
     return jnp.where(whole & (lax.rem(round_, I32(2)) == 1), number - block + (call.blocks - 1 - block), number)
 
