@@ -27,10 +27,11 @@ def rates() -> dict[str, dict[str, dict[str, float]]]:
 
 def panel(axes: object, shapes: dict[str, dict[str, float]], title: str) -> None:
     """One pass."""
+    sides = [side for side in SIDES if any(side[0] in measured for measured in shapes.values())]
     for i, measured in enumerate(shapes.values()):
-        for place, (side, color, label) in enumerate(SIDES):
+        for place, (side, color, label) in enumerate(sides):
             if side in measured:
-                at, rate = i + (place - 1) * 0.27, measured[side]
+                at, rate = i + (place - (len(sides) - 1) / 2) * 0.27, measured[side]
                 axes.barh(at, rate, 0.25, color=color, label=None if i else label)
                 ink = "white" if color == BLUE else "black"
                 axes.text(rate - 8, at, f"{rate:.0f}", va="center", ha="right", fontsize=7.5, color=ink)
