@@ -8,8 +8,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import toy
 
+from ejkernel.ops.pullback import is_differentiated
+
 POCKETS: list[tuple[str, Any]] = []
 """(implementation, pocket) of every backward trace."""
+
+DIFFERENTIATED: list[bool] = []
+"""Whether a backward pass follows, as every forward trace is told."""
 
 
 class Pocket(NamedTuple):
@@ -21,6 +26,7 @@ class Pocket(NamedTuple):
 
 def forward(record: Any, config: Any) -> tuple[Any, Any, Pocket]:
     """Leaves a pocket whose shapes depend on the configuration."""
+    DIFFERENTIATED.append(is_differentiated())
     output, residuals = toy.forward("pocket", record, config)
     rows = config.q_blocksize
     chunks = jnp.pad(record.x, ((0, -len(record.x) % rows), (0, 0))).reshape(-1, rows, record.x.shape[1]).sum(1)

@@ -29,6 +29,7 @@ from ejkernel.ops.execution.tuner import tune_call
 def notes():
     toy.SEEN.clear()
     pocketed.POCKETS.clear()
+    pocketed.DIFFERENTIATED.clear()
 
 
 def ran() -> list[tuple[str, str]]:
@@ -60,6 +61,15 @@ def test_it_serves_both_passes_with_one_configuration(use, x):
 
     assert compiled(gradient, x, x) == both("pocket")
     assert toy.SEEN[-2][2] is toy.SEEN[-1][2]
+
+
+def test_its_forward_pass_knows_whether_a_backward_pass_follows(use, x):
+    use(toy.plugin(pocketed.implementation(paired=True, priority=1)))
+
+    compiled(value, x, x)
+    compiled(gradient, x, x)
+    assert pocketed.DIFFERENTIATED[0] is False
+    assert pocketed.DIFFERENTIATED[-1] is True
 
 
 def test_where_its_backward_refuses_another_serves_both(use, x):

@@ -21,7 +21,7 @@ from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, taking, together
 from ejkernel.ops.model import Op
-from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.ops.pullback import Pullback, Results, differentiating
 from ejkernel.ops.second import backward_pass, forward_pass, refusing
 
 
@@ -153,7 +153,8 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     if backward.implementation is None:
         raise NoImplementationError(backward)
     forward = plan.configured(forward, record)
-    output, residuals, pocket = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
+    with differentiating():
+        output, residuals, pocket = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
     assert forward.implementation is not None  # it has run
     if backward.implementation is not forward.implementation:
         pocket = None  # no other kernel's backward may read it, so it is not kept either

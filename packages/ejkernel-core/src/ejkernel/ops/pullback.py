@@ -1,7 +1,9 @@
 """What passes from a forward pass to the backward pass."""
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from ejkernel.ops.arguments import arguments, static
@@ -48,6 +50,24 @@ class Pullback:
     lse_cotangent: Any = None
 
 
+_differentiating: contextvars.ContextVar[bool] = contextvars.ContextVar("differentiating", default=False)
+
+
+@contextlib.contextmanager
+def differentiating() -> Generator[None]:
+    """Tells the forward implementations that are traced in the block that a backward pass follows."""
+    token = _differentiating.set(True)
+    try:
+        yield
+    finally:
+        _differentiating.reset(token)
+
+
+def is_differentiated() -> bool:
+    """Whether a backward pass follows the forward pass that is traced: what it is given need not be made again."""
+    return _differentiating.get()
+
+
 def both_passes(
     forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any], start: Pullback, config: Any
 ) -> Any:
@@ -59,8 +79,9 @@ def both_passes(
         start: Record, cotangent and wanted fields. Where no field is wanted, the forward pass runs alone.
         config: The configuration of both.
     """
-    made = Results(*forward(start.record, config))
     if not start.wanted:
-        return made.output
+        return Results(*forward(start.record, config)).output
+    with differentiating():
+        made = Results(*forward(start.record, config))
     found = backward(dataclasses.replace(start, **made._asdict()), config)
     return made.output, {name: found[name] for name in start.wanted}
