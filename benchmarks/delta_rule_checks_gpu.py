@@ -136,7 +136,7 @@ def steps(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, Cal
     inside = jax.jit(corrected)
     made, arrays = inside()
     call = delta.with_arrays(raw, arrays)
-    segments = jax.jit(lambda: delta.find_segments(record, call, made))
+    segments = jax.jit(lambda: delta.find_segments(record, call, made, keep=True))
     starts = segments()
     states = jax.jit(lambda: delta.chunk_states(record, call, made, starts))
     before, final, value = states()

@@ -151,14 +151,15 @@ def kernel(name: str, config: Any) -> Callable[[LinearRecurrence], Any]:
 
 
 def _differentiable(forward: Any, backward: Any, config: Any) -> Callable[[LinearRecurrence], Any]:
-    from ejkernel.ops.pullback import Pullback, Results
+    from ejkernel.ops.pullback import Pullback, Results, differentiating
 
     @jax.custom_vjp
     def run(record: LinearRecurrence) -> Any:
         return Results(*forward(record, config)).output
 
     def saved(record: LinearRecurrence) -> Any:
-        made = Results(*forward(record, config))
+        with differentiating():
+            made = Results(*forward(record, config))
         return made.output, Pullback(record=record, cotangent=None, wanted=_floats(record), **made._asdict())
 
     def pull(start: Any, cotangent: Any) -> Any:

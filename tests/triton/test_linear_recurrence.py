@@ -15,7 +15,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.pullback import Pullback, differentiating
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence import config, delta
 from ejkernel_triton.linear_recurrence.backward import backward
@@ -67,13 +67,18 @@ def record_of(gates, dtype):
 
 def launches(device, gates, dtype=jnp.bfloat16):
     """What both passes launch for such a call."""
-    record = record_of(gates, dtype)
+    return launches_of(record_of(gates, dtype), device)
+
+
+def launches_of(record, device):
+    """What both passes of a record launch."""
     names = ("query", "key", "value", "decay", "dt", "skip")
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
     chosen = config.heuristic(record, device, "forward")
 
     def run(record):
-        output, residuals, pocket = forward(record, chosen)
+        with differentiating():
+            output, residuals, pocket = forward(record, chosen)
         start = Pullback(
             record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
         )
@@ -146,7 +151,7 @@ def test_packed_walks_fit_the_chip_and_spill_nothing(gates):
     assert chosen.walk
     assert chosen.walk_block_v == 64
     made = {call.kernel.__name__: call for call in delta_launches(record, "sm_90", chosen)}
-    assert_fits_and_spills_nothing([made["walk_kernel"], made["tail_kernel"]], "sm_90")
+    assert_fits_and_spills_nothing([made[name] for name in ("spans_kernel", "walk_kernel", "tail_kernel")], "sm_90")
 
 
 def delta_launches(record, chip, chosen):
@@ -206,6 +211,10 @@ def test_keys_that_repeat_are_solved_without_loss():
     run_interpreted("delta_process.py")
 
 
+def test_tables_of_packed_sequences_are_those_of_xla():
+    run_interpreted("spans_process.py")
+
+
 def test_float32_fits_the_chip():
     assert_fits(launches(H200, "channels", jnp.float32), "sm_90")
 
@@ -230,8 +239,27 @@ def test_few_rows_and_heads_are_walked_in_segments():
 
 def test_segments_of_the_delta_rule_fit_the_chip_and_spill_nothing():
     record = one_row(delta_record("channels"), 65536)
-    calls = delta_launches(record, "sm_90", config.delta_heuristic(record, H200, "both"))
+    with differentiating():
+        calls = delta_launches(record, "sm_90", config.delta_heuristic(record, H200, "both"))
     states = [call for call in calls if call.kernel.__name__ == "states_kernel"]
-    # Ends and transitions of segments forwards, and the states for the backward pass.
-    assert [call.constants["IDENTITY"] for call in states] == [False, True, False]
-    assert_fits_and_spills_nothing(states, "sm_90")
+    # Ends and transitions of segments, then the states, which the backward pass reads too.
+    assert [call.constants["TRANSITIONS"] for call in states] == [True, False]
+    starts = [call for call in calls if call.kernel.__name__ == "delta_starts_kernel"]
+    assert [call.constants["REVERSE"] for call in starts] == [False, True]
+    assert_fits_and_spills_nothing([*states, *starts], "sm_90")
+
+
+def test_segments_of_a_walk_start_in_one_launch():
+    record = one_row(record_of("heads", jnp.bfloat16), 65536)
+    made = {call.kernel.__name__: call for call in launches_of(record, H200)}
+    assert_fits_and_spills_nothing([made["decayed_starts_kernel"]], "sm_90")
+
+
+def test_a_delta_rule_that_is_differentiated_stores_what_its_gradients_read():
+    record = delta_record("channels")
+    chosen = config.delta_heuristic(record, H200, "both")
+    assert chosen.walk
+    with differentiating():
+        made = [call.kernel.__name__ for call in delta_launches(record, "sm_90", chosen)]
+    assert "walk_kernel" not in made
+    assert made.count("states_kernel") == 1

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.recurrent_states import with_plain_state_gradients
-from ejkernel_triton.linear_recurrence import stages
+from ejkernel_triton.linear_recurrence import segments, stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.forward import boundaries, segment_starts, zero_outside
+from ejkernel_triton.linear_recurrence.forward import boundaries, zero_outside
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, canonical, state_dtype
 
 Gradients = dict[str, jax.Array]
@@ -46,7 +46,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         made = stages.value_gradients(call, cotangent, dstates)
         gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
     if wanted & OF_KEYS:
-        states = boundaries(record, call)[0] if pocket.states is None else pocket.states
+        states = boundaries(record, call, pocket.starts) if pocket.states is None else pocket.states
         made = stages.key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, wanted))
         gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
     if record.cu_seqlens is not None:
@@ -61,7 +61,7 @@ def _state_gradients(
     packed = record.cu_seqlens is not None
     initial = final[None] if packed else final[:, None]
     if not packed and call.spec.SEQUENCES > 1:
-        initial = segment_starts(call, record.query, cotangent, initial, reverse=True)
+        initial = segments.decayed_starts(call, record.query, cotangent, initial, reverse=True)
     dstates, first, _ = stages.pass_states(
         call, record.query, cotangent, initial, dtype=state_dtype(record), reverse=True
     )

@@ -43,7 +43,7 @@ class ChunkPasses:
         gradient_warps: Warps of it.
         gradient_stages: Its pipeline stages.
         walk: Whether one kernel makes states and outputs forwards, with no state in memory; else `output_*` count, and
-            `state_*` do for more than segments. The backward pass then makes the states again.
+            `state_*` do for more than segments. With gradients and `keep_states` two kernels do.
         walk_block_v: Value channels of a program that walks; it has all key channels.
         walk_warps: Warps of it.
         walk_stages: Its pipeline stages.
@@ -122,10 +122,6 @@ FACES = {
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
     """Chunks and tiles for a record on a device, not measured."""
     default = RecurrencePasses(**_fields(sized(record, device, 64)))
-    # With dt and skip the walk spills up to 56 bytes a thread, though it is faster forwards: 1.09 ms instead of 1.55
-    # for Mamba-2.
-    if record.dt is not None or record.skip is not None:
-        return default
     # A walk waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
     if not interpreting() and 4 * _walks(record, default) < 3 * chip_of(device).multiprocessors:
         return default
@@ -158,7 +154,11 @@ def _walking(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePa
     # 0.634 ms for 65536 tokens, 3 stages 0.724; but packed sequences, of which the longest decide, 0.340 and 0.301
     # (docs/lab/linear_recurrence_gpu.md).
     many = record.cu_seqlens is None and _walks(record, default) > chip_of(device).multiprocessors
-    return dataclasses.replace(default, walk=True, walk_stages=2 if many else 3)
+    if record.dt is not None or record.skip is not None:
+        # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes a thread spill; with gradients two kernels.
+        return dataclasses.replace(default, walk=True, walk_stages=2)
+    # Without states kept, since they are most of what a call with gradients would keep: 1.27 ms instead of 1.24.
+    return dataclasses.replace(default, walk=True, walk_stages=2 if many else 3, keep_states=False)
 
 
 def _fits_walk(record: LinearRecurrence, device: DeviceInfo) -> bool:
@@ -300,8 +300,10 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     }
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
         # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
-        # channels, 0.57 instead of 0.60.
-        fields |= {"correction_block_k": min(keys, 128), "correction_block_v": min(values, 128)}
+        # channels, 0.57 instead of 0.60. Masks of packed sequences take registers: 64 leave room for a third program,
+        # 0.731 ms forward instead of 0.753.
+        wide = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
+        fields |= {"correction_block_k": min(keys, wide), "correction_block_v": min(values, wide)}
         fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
     return DeltaPasses(**fields, reverse_block_v=block, reverse_warps=4, reverse_stages=1 if small else 2)
 
@@ -354,8 +356,7 @@ def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k:
     if walks >= multiprocessors:
         return 1
     # Segments cost a second walk over the keys and values; none gets shorter than 16 chunks.
-    wanted = (2 if by_channel(record) else 4) * multiprocessors
-    return max(1, min(wanted // walks, tokens // (16 * chunk)))
+    return max(1, min(2 * multiprocessors // walks, tokens // (16 * chunk)))
 
 
 def by_channel(record: LinearRecurrence) -> bool:

@@ -1,19 +1,17 @@
 """Both passes of the delta rule in Triton: corrections of all chunks, the states between them, then their outputs."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.ops.pullback import Pullback
+from ejkernel.ops.pullback import Pullback, is_differentiated
 from ejkernel.planning.recurrent_states import with_plain_state_gradients, with_plain_states
 from ejkernel_triton.launch import Shape, interpreting, launch
-from ejkernel_triton.linear_recurrence import delta_gradients, stages
+from ejkernel_triton.linear_recurrence import delta_gradients, segments, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses, by_channel
 from ejkernel_triton.linear_recurrence.forward import initial_states, zero_outside
@@ -43,12 +41,12 @@ class Segments(NamedTuple):
 
     Attributes:
         starts: [B, SEQUENCES, H, K, V]; None is zeros.
-        transitions: [B, SEQUENCES, H, K, K] float32: S behind a segment is that of a start of zeros plus this times the
-            start. None where rows are whole.
+        ends: [B, WALKED, H, K, V + K] float32, where walks from zeros end, and what a segment makes of the identity: S
+            behind it is the former plus the latter times its start. None where rows are whole.
     """
 
     starts: jax.Array | None
-    transitions: jax.Array | None
+    ends: jax.Array | None
 
 
 class DeltaPocket(NamedTuple):
@@ -85,19 +83,25 @@ def forward(
     """
     kept = config.keep_states and config.backward_chunk == config.chunk
     inside, call = inside_chunks(record, config, config.chunk, keep=kept)
-    segments, states, value = find_segments(record, call, inside), None, None
-    if config.walk:
+    # What the backward pass needs of a walk it would have to make again, so with gradients two kernels store it: 4.67
+    # ms instead of 4.75 with gates of channels (docs/lab/linear_recurrence_gpu.md).
+    stored = kept and is_differentiated()
+    begin, states, value = find_segments(record, call, inside, keep=stored), None, None
+    walks = config.walk and not stored
+    if walks:
         walked = dataclasses.replace(call, value=inside.written)
-        output, final = stages.walk(walked, segments.starts, correction=inside.correction)
+        output, final = stages.walk(walked, begin.starts, correction=inside.correction)
     else:
-        states, final, value = chunk_states(record, call, inside, segments)
+        states, final, value = chunk_states(record, call, inside, begin)
         # What tokens write takes the place of their values: behind that, outputs are those of a plain recurrence.
         output = stages.make_outputs(dataclasses.replace(call, value=value), states)
-    pocket = DeltaPocket(inside, arrays_of(call), segments, states, value) if kept else DeltaPocket()
+    pocket = DeltaPocket()
+    if kept:
+        pocket = DeltaPocket(inside, arrays_of(call), begin if stored else None, states, value)
     if record.cu_seqlens is None:
         return (output, final[:, -1]), (), pocket
-    # No chunk has the tokens of no sequence, so no program writes their outputs.
-    return (zero_outside(output, call.spans), final[0]), (), pocket
+    # No chunk has the tokens of no sequence, so no program of two kernels writes their outputs.
+    return (output if walks else zero_outside(output, call.spans), final[0]), (), pocket
 
 
 @with_plain_state_gradients
@@ -120,7 +124,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
         call = stages.make_call(record, config, tokens_of_chunk(record, config.backward_chunk), cumulative=False)
         call = with_arrays(call, pocket.arrays)
     if pocket.segments is None:
-        pocket = pocket._replace(segments=find_segments(record, call, pocket.inside))
+        pocket = pocket._replace(segments=find_segments(record, call, pocket.inside, keep=True))
     if pocket.states is None:
         states, _, value = chunk_states(record, call, pocket.inside, pocket.segments)
         pocket = pocket._replace(states=states, value=value)
@@ -175,14 +179,18 @@ def _state_gradients(
     assert made.inside is not None  # the caller saw to both
     assert made.segments is not None
     within = delta_gradients.intra_chunk(call, cotangent)
-    reverse = functools.partial(
-        delta_gradients.pass_state_gradients, call, made.inside.correction, cotangent, within, dtype=state_dtype(record)
-    )
+
+    def reverse(call: RecurrenceCall, final: jax.Array | None, dtype: Any) -> delta_gradients.StateGradients:
+        correction = cast(Corrections, made.inside).correction
+        return delta_gradients.pass_state_gradients(call, correction, cotangent, within, final, dtype)
+
     last = final[None] if record.cu_seqlens is not None else final[:, None]
-    if made.segments.transitions is not None:
-        zeros = jnp.zeros((*last.shape[:1], call.spec.SEQUENCES, *last.shape[2:]), jnp.float32)
-        last = _chained(reverse(zeros, dtype=None).first, made.segments.transitions, last[:, 0], reverse=True)
-    return reverse(last)
+    if made.segments.ends is not None:
+        walked = segments.parts_of(call.spec, reverse=True, no_start=False)
+        spec = dataclasses.replace(call.spec, SEQUENCES=walked.walks, PER_SEQUENCE=walked.chunks)
+        ends = reverse(dataclasses.replace(call, spec=spec), None, None).first
+        last = segments.delta_starts(call.spec, walked, ends, made.segments.ends, final)
+    return reverse(call, last, state_dtype(record))
 
 
 def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
@@ -227,53 +235,36 @@ def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
     return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
 
 
-def find_segments(record: LinearRecurrence, call: RecurrenceCall, inside: Corrections) -> Segments:
+def find_segments(record: LinearRecurrence, call: RecurrenceCall, inside: Corrections, *, keep: bool) -> Segments:
     """Where the walks of a call begin.
 
-    Each segment of a row is walked twice before, at the same time as the others: from zeros, which gives N, and with
-    nothing to write from the identity, which gives M. The state S behind a segment is N + M S, with S the one before.
+    Each segment of a row is walked before, at the same time as the others: from zeros, which gives N, and with nothing
+    to write from the identity, which gives M. The state S behind a segment is N + M S, with S the one before.
+
+    Args:
+        record: The canonical arguments.
+        call: What the stages share.
+        inside: The delta rule inside of chunks.
+        keep: Whether the backward pass reads the transitions: it wants that of the last segment too.
     """
     initial = initial_states(record)
     if record.cu_seqlens is not None or call.spec.SEQUENCES < 2:
         return Segments(initial, None)
-    # Where the last segment ends no other begins.
-    fewer = dataclasses.replace(call, spec=dataclasses.replace(call.spec, SEQUENCES=call.spec.SEQUENCES - 1))
-    _, ends, _ = stages.pass_states(fewer, call.key, inside.written, None, correction=inside.correction)
-    square = dataclasses.replace(call, spec=dataclasses.replace(call.spec, V=call.spec.K))
-    _, transitions, _ = stages.pass_states(square, call.key, None, None, correction=inside.correction)
-    first = jnp.zeros_like(ends[:, 0]) if initial is None else initial[:, 0]
-    return Segments(_chained(ends, transitions, first), transitions)
-
-
-def _chained(ends: jax.Array, transitions: jax.Array, first: jax.Array, *, reverse: bool = False) -> jax.Array:
-    """Where the walks through segments begin, [B, SEQUENCES, H, K, V] float32.
-
-    Args:
-        ends: [B, SEQUENCES, H, K, V], where walks from zeros end; forwards of all but the last.
-        transitions: [B, SEQUENCES, H, K, K].
-        first: [B, H, K, V], where the row begins; or in reverse the gradient of where it ends.
-        reverse: Whether gradients are passed, from the last segment to the first, by the transposes.
-    """
-    count, state = transitions.shape[1], first.astype(jnp.float32)
-    starts, product = [state] * count, "bhij,bhiv->bhjv" if reverse else "bhij,bhjv->bhiv"
-    # Unrolled: a few segments, each a product of whole states. Float32, since an error would reach all later segments.
-    for n in range(count)[:: -1 if reverse else 1]:
-        starts[n] = state
-        if n == ends.shape[1]:
-            break
-        state = ends[:, n] + jnp.einsum(product, transitions[:, n], state, precision=lax.Precision.HIGHEST)
-    return jnp.stack(starts, axis=1)
+    walked = segments.parts_of(call.spec, reverse=False, no_start=initial is None, every=keep)
+    ends = segments.end_states(call, call.key, inside.written, walked, correction=inside.correction)
+    first = None if initial is None else initial[:, 0]
+    return Segments(segments.delta_starts(call.spec, walked, ends, ends, first), ends if keep else None)
 
 
 def chunk_states(
-    record: LinearRecurrence, call: RecurrenceCall, inside: Corrections, segments: Segments
+    record: LinearRecurrence, call: RecurrenceCall, inside: Corrections, begin: Segments
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """States before the chunks, final ones, and what tokens write."""
     return stages.pass_states(
         call,
         call.key,
         inside.written,
-        segments.starts,
+        begin.starts,
         dtype=state_dtype(record),
         correction=inside.correction,
     )

@@ -1,5 +1,6 @@
 """The stages of the delta rule's backward pass, each one launch; see `delta_gradients_kernels`."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +48,12 @@ def intra_chunk(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
 
 
 def pass_state_gradients(
-    call: RecurrenceCall, correction: jax.Array, cotangent: jax.Array, within: jax.Array, final: jax.Array, dtype: Any
+    call: RecurrenceCall,
+    correction: jax.Array,
+    cotangent: jax.Array,
+    within: jax.Array,
+    final: jax.Array | None,
+    dtype: Any,
 ) -> StateGradients:
     """The gradients of the states between chunks.
 
@@ -56,11 +62,14 @@ def pass_state_gradients(
         correction: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         within: [B, T, H, V] from `intra_chunk`.
-        final: [B, SEQUENCES, H, K, V], gradients of the final states.
-        dtype: Dtype of the gradients of states; None stores only those before the first chunks.
+        final: [B, SEQUENCES, H, K, V], gradients of the final states; None is zeros.
+        dtype: Dtype of the gradients of states; None stores only those before the first chunks. With fewer segments in
+            `call.spec` than the row has, the first ones are left out.
     """
     from ejkernel_triton.linear_recurrence.delta_gradients_kernels import state_gradients_kernel
 
+    if dtype is None:
+        call = dataclasses.replace(call, config=_first_walk(delta_config(call)))
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
     states, tokens = (batch, spec.H, spec.CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
     made = launch(
@@ -79,7 +88,9 @@ def pass_state_gradients(
             "spec": spec,
             "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_V": config.reverse_block_v,
+            "FINAL": final is not None,
             "WRITE": dtype is not None,
+            "OFFSET": -(-spec.CHUNKS // spec.PER_SEQUENCE) - spec.SEQUENCES if spec.PER_SEQUENCE else 0,
         },
     )
     return StateGradients(*made)
@@ -89,6 +100,11 @@ def delta_config(call: RecurrenceCall) -> DeltaPasses:
     """The configuration of a call of the delta rule."""
     assert isinstance(call.config, DeltaPasses)  # the type that the implementation declares
     return call.config
+
+
+def _first_walk(config: DeltaPasses) -> DeltaPasses:
+    """Two programs a multiprocessor, as in `stages.end_states`."""
+    return dataclasses.replace(config, reverse_block_v=min(config.reverse_block_v, 32))
 
 
 def _state_gradient_stages(call: RecurrenceCall) -> int:

@@ -123,7 +123,9 @@ def state_gradients_kernel(
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    FINAL: tl.constexpr,
     WRITE: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """Passes BLOCK_V columns of the gradient of one head's state from the last chunk of a sequence to the first.
 
@@ -138,12 +140,14 @@ def state_gradients_kernel(
     program = program // spec.H
     row = program // spec.SEQUENCES
     sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
-    first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
+    first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence + OFFSET, spec, per)
     rows = tl.arange(0, C)
-    final_row = tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence
-    state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
-    # The cotangent of the final state: the walk begins with it.
-    acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+    acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if FINAL:
+        final_row = tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence
+        state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
+        # The cotangent of the final state: the walk begins with it.
+        acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
     next_factors = state_factors(gates, row, head, last - 1, 0, BLOCK_K, spec, per)

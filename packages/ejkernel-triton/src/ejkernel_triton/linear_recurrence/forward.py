@@ -5,14 +5,14 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops.pullback import is_differentiated
 from ejkernel.planning.recurrent_states import with_plain_states
 from ejkernel_triton.launch import launch
-from ejkernel_triton.linear_recurrence import stages
+from ejkernel_triton.linear_recurrence import segments, stages
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, RecurrencePasses
-from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, Spans, canonical, state_dtype
+from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, Spans, canonical, state_dtype
 from ejkernel_triton.sizes import padded
 
 TAIL_ROWS = 64
@@ -27,11 +27,13 @@ class RecurrencePocket(NamedTuple):
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], scores of pairs of tokens with gates of channels.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
+        starts: [B, SEQUENCES, H, K, V] float32, where the segments of a long row begin.
     """
 
-    gates: jax.Array | None
-    scores: jax.Array | None
-    states: jax.Array | None
+    gates: jax.Array | None = None
+    scores: jax.Array | None = None
+    states: jax.Array | None = None
+    starts: jax.Array | None = None
 
 
 @with_plain_states
@@ -51,33 +53,37 @@ def forward(
     dtype, record = record.query.dtype, canonical(record)
     call = stages.make_call(record, config, config.chunk)
     states, initial = None, starts(record, call)
-    if config.walk:
+    kept = config.backward_chunk == config.chunk
+    # Two kernels store the states that the backward pass is given.
+    walks = config.walk and not (kept and config.keep_states and is_differentiated())
+    if walks:
         output, ends = stages.walk(call, initial)
     else:
         call = dataclasses.replace(call, scores=stages.channel_scores(call))
         states, ends, _ = stages.pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
         output = stages.make_outputs(call, states)
     final = _final(record, ends)
-    if record.cu_seqlens is not None:
+    if record.cu_seqlens is not None and not walks:
         # No chunk has the tokens of no sequence, so no program writes their outputs.
         output = zero_outside(output, call.spans)
-    if config.backward_chunk != config.chunk:
-        return (output.astype(dtype), final), (), RecurrencePocket(None, None, None)
-    kept = states if config.keep_states else None
-    return (output.astype(dtype), final), (), RecurrencePocket(call.gates, call.scores, kept)
+    if not kept:
+        return (output.astype(dtype), final), (), RecurrencePocket()
+    states = states if config.keep_states else None
+    of_segments = initial if record.cu_seqlens is None and call.spec.SEQUENCES > 1 else None
+    return (output.astype(dtype), final), (), RecurrencePocket(call.gates, call.scores, states, of_segments)
 
 
-def boundaries(record: LinearRecurrence, call: RecurrenceCall) -> tuple[jax.Array, jax.Array]:
-    """The states before all chunks, [B, H, CHUNKS, K, V], and the final ones, as the record has them."""
-    made = stages.pass_states(call, record.key, record.value, starts(record, call), dtype=state_dtype(record))
-    return made[0], _final(record, made[1])
+def boundaries(record: LinearRecurrence, call: RecurrenceCall, of_segments: jax.Array | None) -> jax.Array:
+    """The states before all chunks, [B, H, CHUNKS, K, V]; where segments begin is found out unless it is given."""
+    initial = starts(record, call) if of_segments is None else of_segments
+    return stages.pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))[0]
 
 
 def starts(record: LinearRecurrence, call: RecurrenceCall) -> jax.Array | None:
     """Where the walks through sequences and segments begin, [B, SEQUENCES, H, K, V]; None is zeros."""
     initial = initial_states(record)
     if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
-        return segment_starts(call, record.key, record.value, initial)
+        return segments.decayed_starts(call, record.key, record.value, initial)
     return initial
 
 
@@ -116,45 +122,3 @@ def zero_outside(array: jax.Array, spans: Spans) -> jax.Array:
         },
     )
     return made
-
-
-def segment_starts(
-    call: RecurrenceCall, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
-) -> jax.Array:
-    """Where the walks through the segments of a row begin, [B, SEQUENCES, H, K, V] float32.
-
-    Each segment is walked from zeros first, at the same time as the others and writing nothing but where it ends. With
-    the decay of whole segments, a few additions then give where each begins.
-
-    Args:
-        call: What the stages share.
-        left: [B, T, heads, K] keys or queries, as `stages.pass_states` takes them.
-        right: [B, T, heads, V] values or the output's cotangent, as `stages.pass_states` takes them.
-        initial: [B, 1, H, K, V], where the first walk begins; None is zeros.
-        reverse: Whether to walk from the last chunk to the first.
-    """
-    spec, gates = call.spec, call.gates
-    if not reverse:
-        # Where the last segment ends no other begins.
-        call = dataclasses.replace(call, spec=dataclasses.replace(spec, SEQUENCES=spec.SEQUENCES - 1))
-    # Float32 ends: their rounding would reach every later segment.
-    _, ends, _ = stages.pass_states(call, left, right, None, reverse=reverse)
-    state = jnp.zeros_like(ends[:, 0]) if initial is None else initial[:, 0].astype(jnp.float32)
-    starts = [state] * spec.SEQUENCES
-    decays = None if gates is None else _segment_decays(spec, gates)
-    # Unrolled: a few segments, each a multiply and an add of whole states, which XLA fuses.
-    for n in range(spec.SEQUENCES)[:: -1 if reverse else 1]:
-        starts[n] = state
-        if n == ends.shape[1]:
-            break
-        state = ends[:, n] + (state if decays is None else state * decays[:, n])
-    return jnp.stack(starts, axis=1)
-
-
-def _segment_decays(spec: RecurrenceSpec, gates: jax.Array) -> jax.Array:
-    """The factor on a state that passes through a segment, [B|1, SEQUENCES, H, K|1, 1]."""
-    last = gates[:, :, spec.CHUNK - 1 :: spec.CHUNK]
-    missing = spec.SEQUENCES * spec.PER_SEQUENCE - spec.CHUNKS
-    last = jnp.pad(last, ((0, 0), (0, 0), (0, missing), (0, 0)))
-    sums = last.reshape(*last.shape[:2], spec.SEQUENCES, spec.PER_SEQUENCE, spec.WIDTH).sum(3)
-    return jnp.exp2(sums).swapaxes(1, 2)[..., None]

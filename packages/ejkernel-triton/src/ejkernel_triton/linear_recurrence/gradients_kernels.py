@@ -27,13 +27,18 @@ from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.tile import (
     chunk_base,
     chunk_span,
+    constant_gate,
     cut_weights,
+    decay_until_end,
     diagonal,
     from_middle,
     gates_base,
+    head_gates,
+    last_head_gate,
     load_dt,
     load_gates,
     load_last_gates,
+    load_once,
     load_rows,
     load_state,
     pair_weights,
@@ -119,8 +124,9 @@ def value_gradients_kernel(
             # Scores from the forward pass are by (query, key), and 0 above the diagonal already.
             pairs = tl.trans(tl.load(scores_at(scores, row, head, chunk, spec))).to(tl.float32)
         if spec.WIDTH == 1:
-            g = tl.load(g_base + rows)
-            dv *= tl.exp2(tl.load(g_base + (C - 1)) - g)[:, None]
+            constant = constant_gate(gates, row, head, spec, per)
+            g = head_gates(g_base, constant, 0, C, spec)
+            dv *= decay_until_end(last_head_gate(g_base, constant, end - start, spec), g, spec)[:, None]
             # Masked before exp2, as in `pair_weights`: earlier queries would overflow.
             between = tl.where(rows[None, :] >= rows[:, None], g[None, :] - g[:, None], float("-inf"))
             pairs *= tl.exp2(between)
@@ -267,6 +273,7 @@ def key_gradients_kernel(
     BLOCK_V: tl.constexpr,
     SHARED: tl.constexpr,
     GATES: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     """Gradients of one chunk's queries, keys and gates; see `stages.key_gradients`."""
     K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
@@ -295,6 +302,7 @@ def key_gradients_kernel(
         s_base = state_base(states, row, head, chunk, spec)
         d_base = state_base(dstates, row, head, chunk, spec)
         g_base = gates_base(gates, row, head, chunk, spec, per)
+        constant = constant_gate(gates, row, head, spec, per)
         # Queries first: the gradients of scores, and what reads S_0. They share the tiles of do.
         dpairs = tl.zeros([C, C], tl.float32)
         dq = tl.zeros([C, BLOCK_K], tl.float32)
@@ -314,7 +322,11 @@ def key_gradients_kernel(
         dq *= spec.SCALE
         dpairs *= spec.SCALE
         if spec.DT:
-            factors = load_dt(dt, row // per.DT, start, end, head, spec)
+            if ONCE:
+                dt_base = chunk_base(dt, row // per.DT, start, head, spec.T, spec.H, 1)
+                factors = load_once(dt_base + rows * spec.H, start + rows < end, True)
+            else:
+                factors = load_dt(dt, row // per.DT, start, end, head, spec)
             # dt belongs to the written token, which is the column.
             dpairs *= factors[None, :]
         if spec.WIDTH > 1:
@@ -347,7 +359,7 @@ def key_gradients_kernel(
                 store_rows(at, dgate, start, end, k_start, spec.H, spec.K, spec)
         else:
             if spec.WIDTH == 1:
-                g = tl.load(g_base + rows)
+                g = load_once(g_base + rows, rows >= 0, False) if ONCE else head_gates(g_base, constant, 0, C, spec)
                 dq *= tl.exp2(g)[:, None]
                 # Masks too: the weights are 0 above the diagonal.
                 dpairs *= pair_weights(g)
@@ -369,8 +381,8 @@ def key_gradients_kernel(
             if spec.DT:
                 dk *= factors[:, None]
             if spec.WIDTH == 1:
-                last = tl.load(g_base + (C - 1))
-                dk *= tl.exp2(last - g)[:, None]
+                last = last_head_gate(g_base, constant, end - start, spec)
+                dk *= decay_until_end(last, g, spec)[:, None]
                 state_product *= tl.exp2(last)
             if GATES:
                 # Before dk has its part from inside of the chunk: the last gate scales what passes through dS alone.
@@ -380,7 +392,9 @@ def key_gradients_kernel(
                 dgate -= tl.sum(dk * k.to(tl.float32), 1)
                 # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
                 dgate = tl.sum(dgate, 0) + last_dgate - (tl.cumsum(dgate, 0) - dgate)
-                if spec.WIDTH == 1:
+                if spec.CONSTANT:
+                    dgate = tl.where(constant < NO_GRADIENT_BELOW, 0.0, dgate)
+                elif spec.WIDTH == 1:
                     previous = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
                     dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)
                 store_tokens(dgates, dgate, row, start, end, tile, K_TILES, head, spec)

@@ -23,8 +23,10 @@ from ejkernel_triton.linear_recurrence.tile import (
     channel_scores,
     chunk_base,
     chunk_span,
+    constant_gate,
     factors_base,
     gates_base,
+    head_gates,
     load_dt,
     load_factors,
     load_gates,
@@ -138,7 +140,8 @@ def outputs_kernel(
         pairs = tl.load(scores_at(scores, row, head, chunk, spec))
     if spec.WIDTH == 1:
         # A gate a head is a factor of rows: once on the accumulator, instead of on every tile of q.
-        g = tl.load(g_base + block * BLOCK_T + rows)
+        constant = constant_gate(gates, row, head, spec, per)
+        g = head_gates(g_base, constant, block * BLOCK_T, BLOCK_T, spec)
         acc *= tl.exp2(g)[:, None]
         # Masks too: the weights are 0 above the diagonal.
         pairs *= pair_weights(g)
@@ -163,7 +166,8 @@ def outputs_kernel(
                 pairs = add_dot(pairs, q, tl.trans(k), spec)
             if spec.WIDTH == 1:
                 # No mask before exp2: sums of earlier tokens are higher, so every exponent is at most 0.
-                pairs *= tl.exp2(g[:, None] - tl.load(g_base + earlier_block * BLOCK_T + rows)[None, :])
+                earlier = head_gates(g_base, constant, earlier_block * BLOCK_T, BLOCK_T, spec)
+                pairs *= tl.exp2(g[:, None] - earlier[None, :])
             if spec.DT:
                 pairs *= load_dt(dt, row // per.DT, start - distance, end, head, spec, BLOCK_T)[None, :]
             v_earlier = load_rows(

@@ -9,8 +9,12 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.sizes import padded
+
+MOST_SEQUENCES = 1023
+"""Packed sequences up to which one kernel makes all that is known of their chunks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,10 @@ class RecurrenceSpec:
         K: Key channels.
         V: Value channels.
         WIDTH: Gates a head and token: 0 without gates, 1 or K.
+        CONSTANT: Whether a head's gate is the same for all tokens: kernels multiply it instead of reading sums.
         DECAYED: Whether queries and keys have their decay by gates of channels already, and what takes the gates' place
             are factors of chunks, [B, H, CHUNKS, 3, K] (see `delta_channels_kernel`).
+        DELTA: Whether tokens write by the delta rule.
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
@@ -57,7 +63,9 @@ class RecurrenceSpec:
     K: int
     V: int
     WIDTH: int
+    CONSTANT: bool
     DECAYED: bool
+    DELTA: bool
     DT: bool
     SKIP: bool
     SCALE: float
@@ -128,7 +136,9 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
         K=record.query.shape[3],
         V=record.value.shape[3],
         WIDTH=0 if record.decay is None else record.decay.shape[3],
+        CONSTANT=_is_constant(record),
         DECAYED=False,
+        DELTA=record.beta is not None,
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
@@ -141,11 +151,48 @@ def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> Recurren
     )
 
 
+def _is_constant(record: LinearRecurrence) -> bool:
+    """Whether heads have gates that no token changes, as lightning attention's; kernels of the delta rule read sums."""
+    return record.decay is not None and record.beta is None and record.decay.shape[1] == record.decay.shape[3] == 1
+
+
 def make_spans(record: LinearRecurrence, spec: RecurrenceSpec) -> Spans:
     """Where the chunks of packed sequences lie: each sequence is cut into chunks from its first token on."""
     if record.cu_seqlens is None:
         return Spans(None, None, None, None, None)
-    bounds = record.cu_seqlens.astype(jnp.int32)
+    bounds, sequences = record.cu_seqlens.astype(jnp.int32), record.cu_seqlens.shape[0] - 1
+    if 0 < sequences <= MOST_SEQUENCES:
+        return Spans(*_spans_at_once(bounds[None], sequences, spec))
+    return _many_spans(bounds, spec)
+
+
+def _spans_at_once(cu_seqlens: jax.Array, sequences: int, spec: RecurrenceSpec) -> tuple[jax.Array, ...]:
+    """The tables of `Spans` in one launch."""
+    from ejkernel_triton.linear_recurrence.spans_kernel import spans_kernel
+
+    most = padded(sequences + 1, MIN_TILE)
+    entries = max(MIN_TILE, 4096 // most)
+    shapes = (sequences + 2, sequences + 1, spec.CHUNKS, spec.CHUNKS, sequences)
+    return launch(
+        spans_kernel,
+        (cu_seqlens,),
+        [Shape((1, n), jnp.int32) for n in shapes],
+        batch=1,
+        grid=-(-max(spec.CHUNKS, sequences + 2) // entries),
+        num_warps=4,
+        num_stages=1,
+        constants={
+            "SEQUENCES": sequences,
+            "CHUNK": spec.CHUNK,
+            "CHUNKS": spec.CHUNKS,
+            "ENTRIES": entries,
+            "PADDED": most,
+        },
+    )
+
+
+def _many_spans(bounds: jax.Array, spec: RecurrenceSpec) -> Spans:
+    """The tables of `Spans` of more sequences than a program looks at at once; or of none."""
     counts = -(-jnp.diff(bounds) // spec.CHUNK)
     first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
@@ -188,8 +235,8 @@ class RecurrenceCall:
         query: [B, T, HQ, K].
         key: [B, T, HK, K].
         value: [B, T, HV, V].
-        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; factors of
-            chunks where queries and keys are decayed already; None without gates.
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `stages.cumulative_gates`; [B|1, H] where gates are
+            constant; factors of chunks where queries and keys are decayed already; None without gates.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], from `stages.channel_scores`; None without gates of channels.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.

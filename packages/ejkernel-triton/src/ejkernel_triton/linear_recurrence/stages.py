@@ -64,12 +64,15 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans
         spans: Where the chunks of packed sequences lie.
 
     Returns:
-        [B|1, H, CHUNKS * CHUNK, WIDTH] float32; rows behind a chunk's last token repeat its sum. None without gates.
+        [B|1, H, CHUNKS * CHUNK, WIDTH] float32; rows behind a chunk's last token repeat its sum.
+        [B|1, H], the log gates themselves, where they are constant. None without gates.
     """
     from ejkernel_triton.linear_recurrence.states_kernels import gates_kernel
 
     if decay is None:
         return None
+    if spec.CONSTANT:
+        return decay[:, 0, :, 0]
     rows, columns = decay.shape[0], spec.H * spec.WIDTH
     block = min(GATE_COLUMNS, padded(columns, MIN_TILE))
     (cumulative,) = launch(
@@ -88,10 +91,10 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, spans: Spans
 def pass_states(
     call: RecurrenceCall,
     left: jax.Array,
-    right: jax.Array | None,
+    right: jax.Array,
     initial: jax.Array | None,
     *,
-    dtype: Any = None,
+    dtype: Any,
     correction: jax.Array | None = None,
     reverse: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -104,49 +107,59 @@ def pass_states(
     Args:
         call: What the stages share.
         left: [B, T, heads, K] keys, or queries.
-        right: [B, T, heads, V] values, or the output's cotangent; None is zeros, and walks begin with the identity.
+        right: [B, T, heads, V] values, or the output's cotangent.
         initial: [B, SEQUENCES, H, K, V], where each walk begins; None is zeros.
-        dtype: Dtype of the states that are stored; None stores none.
+        dtype: Dtype of the states that are stored.
         correction: w, [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is
-            stored too if states are. A program then holds all key channels, since S^T w_j is a sum over them.
+            stored too. A program then holds all key channels, since S^T w_j is a sum over them.
         reverse: Whether to walk from the last chunk to the first.
 
     Returns:
         States [B, H, CHUNKS, K, V], those at the end of the walks [B, SEQUENCES, H, K, V] float32, and the corrected
-        right [B, T, H, V]. What was not asked for is of no use.
+        right [B, T, H, V], of no use without correction.
     """
+    spec, batch = call.spec, left.shape[0]
+    outputs = [
+        Shape((batch, spec.H, spec.CHUNKS, spec.K, spec.V), dtype),
+        Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+        Shape((batch, spec.T, spec.H, spec.V) if correction is not None else (batch,), right.dtype),
+    ]
+    return walk_states(call, (left, right, initial, correction), outputs, {"REVERSE": reverse, "WRITE": True})
+
+
+def walk_states(
+    call: RecurrenceCall, arrays: tuple[Any, ...], outputs: list[Shape], constants: dict[str, Any]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A launch of `states_kernel`, with arrays as `pass_states` takes them: left, right, initial and correction."""
     from ejkernel_triton.linear_recurrence.states_kernels import states_kernel
 
-    spec, config, batch = call.spec, call.config, left.shape[0]
+    spec, config, batch = call.spec, call.config, outputs[1].shape[0]
+    left, right, initial, correction = arrays
     block_k, block_v = config.state_block_k, config.state_block_v
     if correction is not None:
         # The correction's product sums over all key channels, and programs share no sums.
         block_k = padded(spec.K, MIN_TILE)
-    states = (batch, spec.H, spec.CHUNKS, spec.K, spec.V) if dtype is not None else (batch,)
-    written = (batch, spec.T, spec.H, spec.V) if correction is not None and dtype is not None else (batch,)
     made = launch(
         states_kernel,
         (left, right, call.gates, call.dt, initial, correction, *call.spans.of_walks),
-        [
-            Shape(states, jnp.float32 if dtype is None else dtype),
-            Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-            Shape(written, left.dtype if right is None else right.dtype),
-        ],
+        outputs,
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * -(-spec.K // block_k) * -(-spec.V // block_v),
+        grid=batch * spec.SEQUENCES * spec.H * -(-spec.K // block_k) * -(-outputs[1].shape[4] // block_v),
         num_warps=config.state_warps,
         num_stages=config.state_stages,
         constants={
             "spec": spec,
             "LEFT_HEADS": left.shape[2],
-            "RIGHT_HEADS": spec.H if right is None else right.shape[2],
+            "RIGHT_HEADS": right.shape[2],
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
-            "REVERSE": reverse,
             "INITIAL": initial is not None,
-            "WRITE": dtype is not None,
             "CORRECT": correction is not None,
-            "IDENTITY": right is None,
+            "TRANSITIONS": False,
+            "OFFSET": 0,
+            "NO_START": False,
+            "ENDS": 0,
+            **constants,
         },
     )
     return made[0], made[1], made[2]
@@ -163,7 +176,7 @@ def walk(
         correction: W, [B, T, H, K], of a delta rule whose values are U.
 
     Returns:
-        Outputs [B, T, H, V], of which those of no packed sequence are undefined, and [B, SEQUENCES, H, K, V] float32.
+        Outputs [B, T, H, V], 0 where no packed sequence is, and [B, SEQUENCES, H, K, V] float32.
     """
     from ejkernel_triton.linear_recurrence.walk_kernel import walk_kernel
 
@@ -177,7 +190,8 @@ def walk(
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
         ],
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.walk_block_v),
+        # Packed rows have one more, which writes zeros where no sequence is.
+        grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * -(-spec.V // config.walk_block_v),
         num_warps=config.walk_warps,
         num_stages=config.walk_stages,
         constants={
@@ -344,11 +358,17 @@ def key_gradients(
             "BLOCK_V": config.gradient_block_v,
             "SHARED": shared,
             "GATES": gates is not None,
+            "ONCE": _loads_once(spec),
         },
     )
     if gates is not None and spec.WIDTH == 1:
         dgates = _over_tiles(dgates)[..., None]
     return over_groups(dquery, call.query), over_groups(dkey, call.key), dgates
+
+
+def _loads_once(spec: RecurrenceSpec) -> bool:
+    """Whether gates and dt are loaded as `tile.load_once` does."""
+    return spec.DT and spec.PER_SEQUENCE == 0
 
 
 def shared_heads(heads: int, fields: int) -> int:

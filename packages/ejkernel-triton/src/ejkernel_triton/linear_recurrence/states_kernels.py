@@ -21,7 +21,11 @@ from ejkernel_triton.blocks import dot
 from ejkernel_triton.linear_recurrence.tile import (
     chunk_base,
     chunk_span,
+    constant_gate,
+    decay_until_end,
     gates_base,
+    head_gates,
+    last_head_gate,
     load_columns,
     load_dt,
     load_rows,
@@ -99,7 +103,7 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
             weights = tl.exp2(gates)
         else:
             # Decay from each token to the chunk's end. Sums fall from token to token, so no exponent is above 0.
-            weights = tl.exp2(total - gates) if spec.WIDTH == 1 else tl.exp2(total[:, None] - gates)
+            weights = decay_until_end(total if spec.WIDTH == 1 else total[:, None], gates, spec)
         if spec.WIDTH == 1:
             if spec.DT and not REVERSE:
                 weights = weights * factors
@@ -141,11 +145,15 @@ def states_kernel(
     INITIAL: tl.constexpr,
     WRITE: tl.constexpr,
     CORRECT: tl.constexpr,
-    IDENTITY: tl.constexpr,
+    TRANSITIONS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NO_START: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """Passes a tile of one head's state along the chunks of a sequence or segment; see `stages.pass_states`."""
+    COLUMNS: tl.constexpr = spec.V + spec.K if TRANSITIONS else spec.V
     K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
-    V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
+    V_TILES: tl.constexpr = (COLUMNS + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     # Tiles of values are the fastest index: programs that run together read the same keys out of L2.
@@ -157,17 +165,25 @@ def states_kernel(
     program = program // spec.H
     row = program // spec.SEQUENCES
     sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
-    first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
-    state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence + OFFSET, spec, per)
+    state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * COLUMNS)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
         from_row = tl.cast(row // per.INITIAL, tl.int64) * spec.SEQUENCES + sequence
         at = initial + (from_row * spec.H + head) * (spec.K * spec.V)
         acc = load_state(at, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
-    if IDENTITY:
-        acc += (k_start + tl.arange(0, BLOCK_K)[:, None] == v_start + tl.arange(0, BLOCK_V)[None, :]).to(tl.float32)
+    if TRANSITIONS:
+        # Where a row begins with zeros, what its first segment makes of the identity is of no use, and where the last
+        # ones end neither: these programs have no chunks.
+        idle = (sequence == 0) & (v_start >= spec.V) & NO_START
+        idle |= (sequence >= ENDS) & (v_start + BLOCK_V <= spec.V)
+        last = tl.where(idle, first, last)
+        # Behind the values' columns, the identity's.
+        of_identity = v_start - spec.V + tl.arange(0, BLOCK_V)
+        acc += (k_start + tl.arange(0, BLOCK_K)[:, None] == of_identity[None, :]).to(tl.float32)
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
+    constant = constant_gate(gates, row, head, spec, per)
     next_factors = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
@@ -184,10 +200,14 @@ def states_kernel(
         # No address depends on `acc`, so the pipeliner copies the next chunks' tiles under this chunk's product. Three
         # stages are enough: a fourth gives nothing (docs/lab/linear_recurrence_gpu.md).
         left_tile = load_columns(left_base, start, end, k_start, LEFT_HEADS, spec.K, BLOCK_K, spec)
-        if IDENTITY:
-            right_tile = tl.zeros([C, BLOCK_V], left.dtype.element_ty)
+        right_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
+        if TRANSITIONS:
+            # Nothing is written in the identity's columns.
+            columns = v_start + tl.arange(0, BLOCK_V)
+            valid = (start + tl.arange(0, C) < end)[:, None] & (columns < spec.V)[None, :]
+            at = right_base + (tl.arange(0, C)[:, None] * (RIGHT_HEADS * spec.V) + columns[None, :])
+            right_tile = tl.load(at, mask=valid, other=0.0)
         else:
-            right_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
             right_tile = load_rows(right_base, start, end, v_start, RIGHT_HEADS, spec.V, BLOCK_V, spec)
         if spec.DECAYED:
             acc *= tl.exp2(before)[:, None]
@@ -212,8 +232,8 @@ def states_kernel(
             g_base = gates_base(gates, row, head, chunk, spec, per)
             rows = tl.arange(0, C)
             if spec.WIDTH == 1:
-                g = tl.load(g_base + rows)
-                total = tl.load(g_base + (C - 1))
+                g = head_gates(g_base, constant, 0, C, spec)
+                total = last_head_gate(g_base, constant, end - start, spec)
             else:
                 columns = k_start + tl.arange(0, BLOCK_K)
                 valid = columns < spec.K
@@ -222,6 +242,10 @@ def states_kernel(
         # The decay multiplies `acc` before the product adds to it: what this chunk writes has its decay already.
         if spec.DECAYED:
             acc *= tl.exp2(between)[:, None]
+        elif CORRECT and spec.WIDTH == 1:
+            # On what is written instead of on keys: it is in registers already, and there is half as much of it.
+            acc *= tl.exp2(total)
+            right_tile = (right_tile.to(tl.float32) * tl.exp2(total - g)[:, None]).to(right_tile.dtype)
         else:
             acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:
@@ -231,4 +255,9 @@ def states_kernel(
             acc += dot(left_tile, right_tile, spec)
         if spec.DECAYED:
             acc *= tl.exp2(after)[:, None]
-    store_state(final + state_offset, acc, k_start, v_start, spec)
+    if TRANSITIONS:
+        k_rows, columns = k_start + tl.arange(0, BLOCK_K), v_start + tl.arange(0, BLOCK_V)
+        inside = (k_rows < spec.K)[:, None] & (columns < COLUMNS)[None, :]
+        tl.store(final + state_offset + (k_rows[:, None] * COLUMNS + columns[None, :]), acc, mask=inside)
+    else:
+        store_state(final + state_offset, acc, k_start, v_start, spec)

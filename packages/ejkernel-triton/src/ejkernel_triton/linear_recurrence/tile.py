@@ -158,11 +158,66 @@ def store_state(base, tile, k_start, v_start, spec: tl.constexpr):
 @triton.jit
 def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
     """Where a chunk's cumulative gates lie in [rows, H, CHUNKS * CHUNK, WIDTH]; of no use without gates."""
-    if spec.WIDTH > 0:
+    if spec.WIDTH > 0 and not spec.CONSTANT:
         first = (tl.cast(row // per.GATES, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
         return gates + first * spec.WIDTH
     else:
         return gates
+
+
+@triton.jit
+def load_once(at, valid, MASKED: tl.constexpr):
+    """A vector with an element a token, which a program reads once.
+
+    Triton loads a vector that is shorter than there are threads again in each layout that it is wanted in. Behind a
+    loop the compiler puts such loads one after the other, each waiting for the one before: as many trips to L2 as there
+    are (docs/lab/linear_recurrence_gpu.md). Two columns of the same numbers are as many as threads.
+    """
+    same = at[:, None] + tl.arange(0, 2)[None, :] * 0
+    if MASKED:
+        return tl.max(tl.load(same, mask=valid[:, None] & (tl.arange(0, 2) >= 0)[None, :], other=0.0).to(tl.float32), 1)
+    else:
+        return tl.max(tl.load(same), 1)
+
+
+@triton.jit
+def constant_gate(gates, row, head, spec: tl.constexpr, per: tl.constexpr):
+    """The gate of a head in powers of two, where it is the same for all tokens; else of no use."""
+    if spec.CONSTANT:
+        return powers_of_two(tl.load(gates + (row // per.GATES) * spec.H + head))
+    else:
+        return 0.0
+
+
+@triton.jit
+def head_gates(base, constant, row, ROWS: tl.constexpr, spec: tl.constexpr):
+    """[ROWS] sums of a head's gates from the chunk's first token to those from `row` on, of `gates_base`.
+
+    Behind the last token its sum is repeated, or falls on where gates are constant: see `decay_until_end`.
+    """
+    rows = row + tl.arange(0, ROWS)
+    if spec.CONSTANT:
+        return constant * (rows + 1).to(tl.float32)
+    else:
+        return tl.load(base + rows)
+
+
+@triton.jit
+def last_head_gate(base, constant, tokens, spec: tl.constexpr):
+    """The sum of a head's gates over a chunk with as many tokens, or those that there are behind its first one."""
+    if spec.CONSTANT:
+        return constant * tl.minimum(tokens, spec.CHUNK).to(tl.float32)
+    else:
+        return tl.load(base + (spec.CHUNK - 1))
+
+
+@triton.jit
+def decay_until_end(total, sums, spec: tl.constexpr):
+    """The decay from each token to the chunk's end, at most 1: from `last_head_gate` and `head_gates`."""
+    exponents = total - sums
+    if spec.CONSTANT and not spec.FULL_CHUNKS:
+        exponents = tl.minimum(exponents, 0.0)  # of rows behind the end
+    return tl.exp2(exponents)
 
 
 @triton.jit

@@ -22,7 +22,11 @@ from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.tile import (
     causal,
     chunk_base,
+    constant_gate,
+    decay_until_end,
     gates_base,
+    head_gates,
+    last_head_gate,
     load_dt,
     load_rows,
     load_state,
@@ -34,6 +38,22 @@ from ejkernel_triton.linear_recurrence.tile import (
     store_state,
     walk_span,
 )
+
+
+@triton.jit
+def zero_outside(output, bounds, row, head, v_start, BLOCK_V: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
+    """Writes zeros before the first token of a packed row's sequences and behind the last one."""
+    bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2)
+    C: tl.constexpr = spec.CHUNK
+    zeros = tl.zeros([C, BLOCK_V], tl.float32)
+    end = tl.load(bounds)
+    for start in tl.range(0, end, C):
+        at = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(at, zeros, start, end, v_start, spec.H, spec.V, spec)
+    end = end * 0 + spec.T
+    for start in tl.range(tl.load(bounds + spec.SEQUENCES), end, C):
+        at = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
+        store_rows(at, zeros, start, end, v_start, spec.H, spec.V, spec)
 
 
 @triton.jit
@@ -69,9 +89,15 @@ def walk_kernel(
     program = program // V_TILES
     head = program % spec.H
     program = program // spec.H
-    row = program // spec.SEQUENCES
-    sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
+    # The first programs of a packed row write zeros where no sequence is: a kernel of its own would take as long as to
+    # launch it, a hundredth of the call.
+    PACKED: tl.constexpr = spec.PER_SEQUENCE == 0
+    row = program // (spec.SEQUENCES + PACKED)
+    n = program % (spec.SEQUENCES + PACKED) - PACKED
+    sequence = nth_sequence(order, row, tl.maximum(n, 0), spec, per)
     first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence, spec, per)
+    if PACKED:
+        last = tl.where(n < 0, first, last)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
         from_row = tl.cast(row // per.INITIAL, tl.int64) * spec.SEQUENCES + sequence
@@ -82,6 +108,7 @@ def walk_kernel(
     factor = 0.0
     if spec.SKIP:
         factor = tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
+    constant = constant_gate(gates, row, head, spec, per)
     next_factors = state_factors(gates, row, head, first, 0, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = first + step
@@ -110,10 +137,10 @@ def walk_kernel(
         read, writes = v, v
         if spec.WIDTH == 1:
             g_base = gates_base(gates, row, head, chunk, spec, per)
-            g = tl.load(g_base + tl.arange(0, C))
-            total = tl.load(g_base + (C - 1))
+            g = head_gates(g_base, constant, 0, C, spec)
+            total = last_head_gate(g_base, constant, end - start, spec)
             # Decay from each token to the chunk's end, on values: a program has fewer of them than keys.
-            weights = tl.exp2(total - g)
+            weights = decay_until_end(total, g, spec)
         if spec.DT:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
             weights = weights * factors if spec.WIDTH == 1 else factors
@@ -137,7 +164,7 @@ def walk_kernel(
             if spec.WIDTH == 1:
                 # Masks too: the weights are 0 above the diagonal. Gates are loaded again, `step >> 30` being a 0 that
                 # the compiler cannot fold: held through the products above they would spill.
-                pairs *= pair_weights(tl.load(g_base + (step >> 30) + tl.arange(0, C)))
+                pairs *= pair_weights(head_gates(g_base + (step >> 30), constant, 0, C, spec))
             else:
                 pairs = tl.where(causal(spec), pairs, 0.0)
             out = add_dot(out, pairs.to(v.dtype), read, spec)
@@ -148,4 +175,10 @@ def walk_kernel(
         target = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
         store_rows(target, out, start, end, v_start, spec.H, spec.V, spec)
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
-    store_state(final + state_offset, acc, 0, v_start, spec)
+    if PACKED:
+        if n < 0:
+            zero_outside(output, bounds, row, head, v_start, BLOCK_V, spec, per)
+        else:
+            store_state(final + state_offset, acc, 0, v_start, spec)
+    else:
+        store_state(final + state_offset, acc, 0, v_start, spec)
