@@ -42,8 +42,8 @@ class ConvolutionBackward:
     num_warps: int
 
 
-RESIDENT = 8
-"""Programs of the backward pass that a multiprocessor holds."""
+RESIDENT = 7
+"""Programs of the backward pass a multiprocessor from which on longer walks are faster; it holds eight."""
 
 FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
 """Fields of the public configuration and what they set here."""
@@ -62,7 +62,7 @@ def heuristic(
     block_c = max(16, min(most, each * lanes * warps))
     tokens = record.x.shape[1]
     if direction == "backward":
-        block_t, blocks = _fitting(tokens, 4), 2 if interpreting() else 64
+        block_t, blocks = _fitting(tokens, 4), 2 if interpreting() else 128
         programs = record.x.shape[0] * -(-record.x.shape[2] // block_c)
         # Longer walks read fewer halos and leave fewer partial sums, where there are programs enough without them.
         while blocks > 4 and programs * -(-tokens // (block_t * blocks)) < RESIDENT * chip_of(device).multiprocessors:
