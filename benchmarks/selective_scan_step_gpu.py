@@ -64,8 +64,9 @@ def chained(call: Step, record: SelectiveScan) -> Side:
 
         return jax.lax.fori_loop(0, STEPS, step, (jnp.zeros_like(record.x), state))
 
-    tokens = dataclasses.replace(record, initial_state=None)
-    held = [jnp.copy(record.initial_state)]
+    state, tokens = record.initial_state, dataclasses.replace(record, initial_state=None)
+    assert state is not None
+    held = [jnp.copy(state)]
     program = jax.jit(loop, donate_argnums=0).lower(held[0], tokens).compile()
 
     def run() -> jax.Array:
