@@ -300,10 +300,8 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     }
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
         # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
-        # channels, 0.57 instead of 0.60. Masks of packed sequences take registers: 64 leave room for a third program,
-        # 0.731 ms forward instead of 0.753.
-        wide = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
-        fields |= {"correction_block_k": min(keys, wide), "correction_block_v": min(values, wide)}
+        # channels, 0.57 instead of 0.60.
+        fields |= {"correction_block_k": min(keys, 128), "correction_block_v": min(values, 128)}
         fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
     return DeltaPasses(**fields, reverse_block_v=block, reverse_warps=4, reverse_stages=1 if small else 2)
 
@@ -324,6 +322,8 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
     made = [dataclasses.replace(default, walk=False, keep_states=keep) for keep in (True, False)]
     made += [dataclasses.replace(default, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
     made += [dataclasses.replace(made[0], state_block_v=n) for n in (16, 32, 64)]
+    # Masks of packed sequences take registers: 64 channels leave room for a third program.
+    made += [dataclasses.replace(default, correction_block_k=64, correction_block_v=64)]
     made += [dataclasses.replace(default, reverse_block_v=n) for n in (16, 32, 64)]
     made += [dataclasses.replace(default, reverse_warps=8)]
     made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]

@@ -46,7 +46,7 @@ def parts_of(spec: RecurrenceSpec, *, reverse: bool, no_start: bool, every: bool
         no_start: Whether the row begins with zeros.
         every: Whether all segments are walked, for what they make of a state.
     """
-    each = _parts(spec)
+    each = _parts(spec, reverse or every)
     # Parts have the same number of chunks.
     while each > 1 and (spec.PER_SEQUENCE % each or spec.CHUNKS % spec.PER_SEQUENCE):
         each //= 2
@@ -62,15 +62,16 @@ def parts_of(spec: RecurrenceSpec, *, reverse: bool, no_start: bool, every: bool
     )
 
 
-def _parts(spec: RecurrenceSpec) -> int:
+def _parts(spec: RecurrenceSpec, gradients: bool) -> int:
     """Parts of a segment: more of them wait for memory at the same time, and more are put together after it.
 
     Measured with 4 segments of 65536 tokens (docs/lab/linear_recurrence_gpu.md). To put one of the delta rule to those
-    before it takes products one after the other, 8 microseconds.
+    before it takes products one after the other, 8 microseconds. With gradients one part was not compared with float64
+    on a chip.
     """
     if spec.DELTA:
-        return 1
-    return 8 if spec.WIDTH < 2 else 2
+        return 4 if gradients else 1
+    return 8 if spec.CONSTANT else 4 if spec.WIDTH < 2 else 2
 
 
 def end_states(
@@ -111,14 +112,13 @@ def end_states(
 
 def _first_walk(call: RecurrenceCall) -> ChunkPasses:
     """The configuration of a call whose walks store nothing on their way."""
-    spec, config = call.spec, call.config
-    if spec.DELTA:
-        # Two programs a multiprocessor, of which one works while the other waits for its state.
-        return dataclasses.replace(config, state_stages=min(config.state_stages, 2))
+    spec = call.spec
+    # More programs a multiprocessor, of which one works while the other waits for its state.
+    config = dataclasses.replace(call.config, state_stages=min(call.config.state_stages, 2))
     whole = spec.K == spec.V == 128 and call.query.dtype.itemsize == 2
-    if spec.WIDTH < 2 and whole and chip_of(current_device()).architecture == "hopper":
+    if spec.CONSTANT and whole and chip_of(current_device()).architecture == "hopper":
         # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention.
-        return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_warps=8, state_stages=2)
+        return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_warps=8)
     return config
 
 
