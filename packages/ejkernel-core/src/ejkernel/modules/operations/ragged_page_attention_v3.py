@@ -247,7 +247,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         softmax_scale=scale * (args.q_scale or 1.0) * (args.k_scale or 1.0),
         kv_layout=paged_cache.COMBINED,
         kv_heads=None if combined.shape[2] == kv_heads else kv_heads,
-        num_seqs=args.distribution[2],
+        num_seqs=args.distribution,
         new_keys=args.keys,
         new_values=args.values,
         softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
