@@ -10,12 +10,12 @@ both sides keep slices out of such a call. They move nothing by themselves, but 
 by every XLA without the fusion.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
 
 
-def unfused(call: Callable[..., tuple[jax.Array, ...]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def unfused(call: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The results of `call(*arrays)`, a kernel that changes some of the arrays in place."""
     return lax.optimization_barrier(tuple(call(*lax.optimization_barrier(arrays))))
