@@ -3,12 +3,7 @@
 import ctypes
 import dataclasses
 import functools
-import importlib.util
 import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +19,6 @@ from ejkernel_cuda.dense_decode import splits
 from ejkernel_cuda.dense_decode.forward import forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-PACKAGE = Path(__file__).parents[2] / "packages" / "ejkernel-cuda"
 
 
 def record(rows=64, keys=8192, heads=32, kv_heads=8, size=128, value_size=None, dtype=jnp.bfloat16, **fields):
@@ -125,31 +119,12 @@ def test_splits_stay_within_reason(rows, capability):
         )
 
 
-def build(folder):
-    """The library, compiled for one chip as the distribution compiles it; skips where no compiler is."""
-    missing = [name for name in ("cmake", "g++") if shutil.which(name) is None]
-    packaged = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cu13")
-    if not packaged and shutil.which("nvcc") is None:
-        missing.append("nvcc, or nvidia-cuda-nvcc from the package index")
-    if missing:
-        pytest.skip(f"the CUDA sources were not compiled: no {', no '.join(missing)}")
-    settings = (f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_CUDA_ARCHITECTURES=90a-real")
-    for command in (
-        ("cmake", "-S", str(PACKAGE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *settings),
-        ("cmake", "--build", str(folder)),
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "compiled_kernels.so"
-
-
 @pytest.mark.slow
-def test_sources_compile_and_the_call_lowers(tmp_path, monkeypatch):
+def test_sources_compile_and_the_call_lowers(compiled, monkeypatch):
     """On a machine without CUDA: the library loads, shows its handler, and JAX takes it for the CUDA platform."""
-    path = build(tmp_path)
-    handle = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL)
+    handle = ctypes.CDLL(str(compiled / "compiled_kernels.so"), mode=os.RTLD_LOCAL)
     assert handle.ejkernel_split_decode
-    monkeypatch.setattr(ejkernel_cuda, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(ejkernel_cuda, "__path__", [str(compiled)])
     library.registered.cache_clear()
 
     given = record(rows=4, keys=1024, softmax_aux=jax.ShapeDtypeStruct((32,), jnp.float32), sliding_window=(99, -2))

@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from test_decode import build
 
 import ejkernel_cuda
 from ejkernel import explain
@@ -248,9 +247,8 @@ def test_layers_in_a_loop_share_one_cache_in_place_on_a_gpu():
 
 
 @pytest.mark.slow
-def test_the_call_lowers(tmp_path, monkeypatch):
-    build(tmp_path)
-    monkeypatch.setattr(ejkernel_cuda, "__path__", [str(tmp_path)])
+def test_the_call_lowers(compiled, monkeypatch):
+    monkeypatch.setattr(ejkernel_cuda, "__path__", [str(compiled)])
     library.registered.cache_clear()
     given = record(softmax_aux=array(32, dtype=jnp.float32), sliding_window=(99, None))
     call = functools.partial(forward, config=blocks.PagedBlocks(num_blocks=264, num_lines=8))

@@ -1,0 +1,43 @@
+"""The CUDA library, compiled once a run, whichever process needs it first."""
+
+import fcntl
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "packages" / "ejkernel-cuda"
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """The folder of the library, compiled for one chip as the distribution compiles it; skips where no compiler is."""
+    missing = [name for name in ("cmake", "g++") if shutil.which(name) is None]
+    packaged = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cu13")
+    if not packaged and shutil.which("nvcc") is None:
+        missing.append("nvcc, or nvidia-cuda-nvcc from the package index")
+    if missing:
+        pytest.skip(f"the CUDA sources were not compiled: no {', no '.join(missing)}")
+    base = tmp_path_factory.getbasetemp()
+    # The processes of a run in parallel have folders of their own in a common one.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled_kernels"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "compiled_kernels.so").exists():
+            _compile(folder)
+    return folder
+
+
+def _compile(folder):
+    settings = (f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_CUDA_ARCHITECTURES=90a-real")
+    for command in (
+        ("cmake", "-S", str(PACKAGE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release", *settings),
+        ("cmake", "--build", str(folder)),
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
