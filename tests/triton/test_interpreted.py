@@ -31,7 +31,6 @@ PARTS = {
     "patterns": (SPARSE, f"({VALUES} or {GRADIENTS} or test_padding) and (patterns or scattered or chunks)"),
     "transforms of patterns": (SPARSE, "(test_vmap or test_shard) and patterns"),
     "other operations": (OTHERS, f"{VALUES} or {GRADIENTS}"),
-    "claims": (FLASH + SPARSE + OTHERS, "test_capabilities"),
 }
 
 

@@ -19,9 +19,8 @@ from ejkernel_triton.paged_attention import config
 from ejkernel_triton.paged_attention.forward import forward
 
 VALUES = "test_value and not shapes and not residuals and not eager"
-# Every field is claimed once, in a case that shows it; of the values, those that differ in layout, dtype or writing.
+# Of the values, those that differ in layout, dtype or writing.
 PARTS = {
-    "claims": (("page_attention",), "test_capabilities"),
     "layouts": (("page_attention", "prefill_page_attention"), f"{VALUES} and not wide"),
     "writing": (("ragged_page_attention_v3",), f"{VALUES} and (int8 or float8 or decode)"),
     "latent": (("multi_latent_ragged_page_attention",), VALUES),

@@ -20,7 +20,6 @@ from ejkernel_triton.selective_scan.forward import forward
 PARTS = {
     "values": "test_value and (three or one) and not shapes and not eager",
     "gradients": "test_gradients and (three or token or gate) and not after",
-    "claims": "test_capabilities",
 }
 
 
