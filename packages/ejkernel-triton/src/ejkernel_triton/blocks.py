@@ -1,6 +1,7 @@
 # pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
-"""Device helpers that any family's kernels use: tiles in and out of memory, products, program ids, powers of two.
+"""Device helpers that any family's kernels use: tiles in and out of memory, products, program ids, powers of two, and
+where decode steps have their sequences and states.
 
 `spec` is the constants of a kernel, a frozen dataclass of which these helpers read `PRECISION` and `WIDEN` (see
 `dot`), and `PIECE` (see `dot_rows`).
@@ -179,3 +180,45 @@ def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
     """Where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
     # The product has 64 bits because `batch` has: callers cast it.
     return array + (batch // PER) * ELEMENTS
+
+
+@triton.jit
+def tokens_of(bounds, sequence):
+    """(first token, end) of a packed sequence, in 64 bits: a token's number times its stride may have more than 31."""
+    # Kept in the L1 cache, through which states run: later programs of a multiprocessor read them too, and with slots
+    # the state waits for them.
+    first = tl.load(bounds + sequence, eviction_policy="evict_last").to(tl.int64)
+    end = tl.load(bounds + sequence + 1, eviction_policy="evict_last").to(tl.int64)
+    return first, end
+
+
+@triton.jit
+def slot_of(slots, sequence, first, end, SLOTS: tl.constexpr):
+    """(slot of a sequence with the tokens first to end, 1 if its state is read and kept there, else 0)."""
+    slot = tl.load(slots + sequence, eviction_policy="evict_last").to(tl.int64)
+    # A sequence without tokens leaves its slot alone, which may be another's too.
+    return slot, tl.cast((slot >= 0) & (slot < SLOTS) & (end > first), tl.int32)
+
+
+@triton.jit
+def zero_outputs(
+    output,
+    bounds,
+    sequence,
+    columns,
+    SEQUENCES: tl.constexpr,
+    T: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes 0 to a sequence's share of the outputs of tokens of none, in columns below WIDTH.
+
+    The output's memory is not initialised. The programs of all sequences share those tokens, which lie before the first
+    sequence and behind the last; rows of the output are STRIDE apart.
+    """
+    zeros = tl.zeros_like(columns).to(output.dtype.element_ty)
+    before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + SEQUENCES).to(tl.int64)
+    for token in tl.range(tl.cast(sequence, tl.int64), before, SEQUENCES):
+        tl.store(output + token * STRIDE + columns, zeros, mask=columns < WIDTH)
+    for token in tl.range(behind + sequence, behind * 0 + T, SEQUENCES):
+        tl.store(output + token * STRIDE + columns, zeros, mask=columns < WIDTH)

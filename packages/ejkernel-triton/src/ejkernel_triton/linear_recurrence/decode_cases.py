@@ -31,7 +31,7 @@ _CHANNELS: Row = (
 _SEGMENTS: Row = (
     "a step with segments and padding",
     RecurrenceSizes(t=8),
-    delta._segments,  # pyright: ignore[reportPrivateUsage]
+    delta.segments,
     ("beta", "decay", "segment_ids", "initial_state"),
     ("awkward",),
 )
@@ -40,10 +40,17 @@ _SEGMENTS: Row = (
 def step_cases() -> dict[str, tuple[Case, ...]]:
     """The cases of the decode step, by operation."""
     sizes = state_space.StateSpaceSizes(t=4)
-    skipped = ("a step with a state", sizes, ("initial_state",), {}, ("decay", "dt", "skip", "initial_state"), ())
+    skipped: state_space.Row = (
+        "a step with a state",
+        sizes,
+        ("initial_state",),
+        {},
+        ("decay", "dt", "skip", "initial_state"),
+        (),
+    )
     return {
         "recurrent_attention": make_cases(RecurrentAttentionArguments, (_VALUE_GATES,)),
         "gated_linear_attention": make_cases(GLAttentionArguments, (_CHANNELS,)),
         "gated_delta_rule": make_cases(GatedDeltaRuleArguments, (_SEGMENTS,)),
-        "state_space_v2": (state_space._case(StateSpaceV2Arguments, *skipped),),  # pyright: ignore[reportPrivateUsage]
+        "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, (skipped,)),
     }

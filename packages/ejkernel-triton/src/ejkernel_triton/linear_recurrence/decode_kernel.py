@@ -19,7 +19,7 @@ and read zero.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, at_batch
+from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_outputs
 
 
 @triton.jit
@@ -90,16 +90,6 @@ def update_state(state, k, v, g, w, b, restart, spec: tl.constexpr):
 
 
 @triton.jit
-def zero_outputs(output, first, end, step, columns, spec: tl.constexpr):
-    """Writes 0 to the outputs of every step-th token of no sequence."""
-    BLOCK_V: tl.constexpr = spec.BLOCK_V
-    zeros = tl.zeros([BLOCK_V], tl.float32).to(output.dtype.element_ty)
-    # The output's memory is not initialised, so tokens of no sequence are written too.
-    for token in tl.range(first, end, step):
-        tl.store(output + token * (spec.H * spec.V) + columns, zeros, mask=columns < spec.V)
-
-
-@triton.jit
 def decode_kernel(
     query,
     key,
@@ -141,17 +131,12 @@ def decode_kernel(
     end = first + spec.T
     if spec.PACKED:
         bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
-        # Kept in the L1 cache, through which states run: later programs of a multiprocessor read them too, and with
-        # slots the state waits for them.
-        first = tl.load(bounds + sequence, eviction_policy="evict_last").to(tl.int64)
-        end = tl.load(bounds + sequence + 1, eviction_policy="evict_last").to(tl.int64)
+        first, end = tokens_of(bounds, sequence)
     STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.H * spec.K * spec.V
     place = tl.cast(sequence, tl.int64)
     if spec.SLOTS > 0:
         slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
-        place = tl.load(slots + sequence, eviction_policy="evict_last").to(tl.int64)
-        # A sequence without tokens leaves its slot alone, which may be another's too.
-        used = tl.cast((place >= 0) & (place < spec.SLOTS) & (end > first), tl.int32)
+        place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
         mask = mask & (channels * 0 + used > 0)[:, None]  # the interpreter has no & of a tile and a scalar
     target = final + row * STATES + place * (spec.H * spec.K * spec.V) + at
     # The state comes first, for it is what memory is busy with.
@@ -197,7 +182,4 @@ def decode_kernel(
     # In place, the tile was read at the top by this program alone.
     tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
     if spec.PACKED:
-        # The programs of all sequences share the tokens of none, which lie before the first and behind the last.
-        before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + spec.SEQUENCES).to(tl.int64)
-        zero_outputs(output, tl.cast(sequence, tl.int64), before, spec.SEQUENCES, columns, spec)
-        zero_outputs(output, behind + sequence, first * 0 + spec.T, spec.SEQUENCES, columns, spec)
+        zero_outputs(output, bounds, sequence, columns, spec.SEQUENCES, spec.T, spec.H * spec.V, spec.V)

@@ -15,5 +15,4 @@ _ROWS = (
 
 def step_cases() -> dict[str, tuple[Case, ...]]:
     """The cases of the decode step, by operation."""
-    make = state_space_v1._case  # pyright: ignore[reportPrivateUsage]
-    return {"state_space_v1": tuple(make(StateSpaceV1Arguments, row) for row in _ROWS)}
+    return {"state_space_v1": state_space_v1.make_cases(StateSpaceV1Arguments, _ROWS)}

@@ -15,7 +15,7 @@ warp. Programs that follow each other have the same channels of another sequence
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, at_batch
+from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_outputs
 
 
 @triton.jit
@@ -30,15 +30,6 @@ def load_token(x, step, write, read, token, there, channels, numbers, spec: tl.c
         tl.load(write + token * spec.N + numbers, mask=of_numbers, other=0.0).to(tl.float32),
         tl.load(read + token * spec.N + numbers, mask=of_numbers, other=0.0).to(tl.float32),
     )
-
-
-@triton.jit
-def zero_outputs(output, first, end, step, channels, spec: tl.constexpr):
-    """Writes 0 to the outputs of every step-th token of no sequence."""
-    BLOCK_E: tl.constexpr = spec.BLOCK_E
-    zeros = tl.zeros([BLOCK_E], tl.float32).to(output.dtype.element_ty)
-    for token in tl.range(first, end, step):
-        tl.store(output + token * spec.E + channels, zeros, mask=channels < spec.E)
 
 
 @triton.jit
@@ -76,15 +67,12 @@ def scan_step_kernel(
     end = first + spec.T
     if spec.PACKED:
         bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
-        first = tl.load(bounds + sequence, eviction_policy="evict_last").to(tl.int64)
-        end = tl.load(bounds + sequence + 1, eviction_policy="evict_last").to(tl.int64)
+        first, end = tokens_of(bounds, sequence)
     place = tl.cast(sequence, tl.int64)
     if spec.SLOTS > 0:
-        place = tl.load(at_batch(slots, row, per.SLOTS, spec.SEQUENCES) + sequence, eviction_policy="evict_last")
-        place = place.to(tl.int64)
-        # A sequence without tokens leaves its slot alone, which may be another's too.
-        used = (place >= 0) & (place < spec.SLOTS) & (end > first)
-        mask = (channels < tl.where(used, spec.E, 0))[:, None] & (numbers < spec.N)[None, :]
+        slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
+        place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
+        mask = (channels < tl.where(used > 0, spec.E, 0))[:, None] & (numbers < spec.N)[None, :]
     STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.E * spec.N
     target = final + row * STATES + place * (spec.E * spec.N) + at
     # The state comes first, for it is what memory is busy with.
@@ -116,7 +104,4 @@ def scan_step_kernel(
     # In place, the tile was read at the top by this program alone.
     tl.store(target, state.to(final.dtype.element_ty), mask=mask)
     if spec.PACKED:
-        # The programs of all sequences share the tokens of none, which lie before the first and behind the last.
-        before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + spec.SEQUENCES).to(tl.int64)
-        zero_outputs(output, tl.cast(sequence, tl.int64), before, spec.SEQUENCES, channels, spec)
-        zero_outputs(output, behind + sequence, first * 0 + spec.T, spec.SEQUENCES, channels, spec)
+        zero_outputs(output, bounds, sequence, channels, spec.SEQUENCES, spec.T, spec.E, spec.E)

@@ -27,7 +27,7 @@ def _decay_of_channels(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.
     return {**made, "beta": jax.random.uniform(beta, sizes.shape("beta")), "decay": log_gate(decay, sizes.shape("gk"))}
 
 
-def _segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
+def segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
     """Three segments a row with padding in front, between and behind, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
@@ -67,7 +67,7 @@ _GATED: tuple[Row, ...] = (
         (),
     ),
     _CHANNELS,
-    ("segments with padding", RecurrenceSizes(), _segments, ("segment_ids", "initial_state"), ()),
+    ("segments with padding", RecurrenceSizes(), segments, ("segment_ids", "initial_state"), ()),
     _MODEL,
 )
 

@@ -1,6 +1,7 @@
 """Inputs for `state_space_v2`: the named cases every backend is tested on."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ class StateSpaceSizes:
 PACKED = StateSpaceSizes(b=1, t=23)
 
 # name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
-_TABLE: tuple[tuple[str, StateSpaceSizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]], ...] = (
+Row = tuple[str, StateSpaceSizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[Row, ...] = (
     ("one group", StateSpaceSizes(g=1), (), {}, ("decay", "dt", "skip"), ()),
     (
         "one token with a state",
@@ -73,7 +75,12 @@ _FIELDS = {"states": "initial_state", "slots": "initial_state", "starts": "cu_se
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
+    return make_cases(arguments, _TABLE)
+
+
+def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
+    """The rows as cases that make argument records of the given type."""
+    return tuple(_case(arguments, *row) for row in rows)
 
 
 def _case(

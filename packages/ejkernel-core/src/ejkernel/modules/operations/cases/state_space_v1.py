@@ -1,5 +1,6 @@
 """Inputs for `state_space_v1`: the named cases every backend is tested on, and inputs of any given shapes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ from ejkernel.modules.operations.cases.tables import even_bounds, fill, tagged
 from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers a state), optional arguments, dtype, record fields it is about, further tags
-_Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], Any, tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[_Row, ...] = (
+Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], Any, tuple[str, ...], tuple[str, ...]]
+_TABLE: tuple[Row, ...] = (
     ("plain", (2, 63, 24, 16), (), jnp.float32, (), ()),
     ("one token", (1, 1, 8, 4), ("initial_state",), jnp.float32, ("initial_state",), ("awkward",)),
     ("three intervals", (1, 129, 20, 5), ("initial_state",), jnp.float32, ("initial_state",), ()),
@@ -27,10 +28,15 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """The named cases as argument records of the given type."""
-    return tuple(_case(arguments, row) for row in _TABLE)
+    return make_cases(arguments, _TABLE)
 
 
-def _case(arguments: type, row: _Row) -> Case:
+def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
+    """The rows as cases that make argument records of the given type."""
+    return tuple(_case(arguments, row) for row in rows)
+
+
+def _case(arguments: type, row: Row) -> Case:
     name, (rows, tokens, channels, size), optional, dtype, exercises, tags = row
     shapes = {
         "hidden_states": (rows, tokens, channels),
