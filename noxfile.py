@@ -135,12 +135,12 @@ def absent(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests on the running interpreter, then the third-party backends and the compiler of TPUs."""
+    """Run the tests on the running interpreter, then the third-party backends and the compilers of TPUs and GPUs."""
     suite(session)
     if not session.posargs:
-        session.notify("third_party")
-        session.notify("ahead")
-        session.notify("triton_lowering")
+        # In the same environment: a new one takes half a minute.
+        for more in (check_third_parties, compile_for_tpus, lower_for_gpus):
+            more(session)
 
 
 for _version in PYTHONS:
@@ -155,35 +155,54 @@ def random(session: nox.Session) -> None:
     pytest(session, "tests/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
 
 
-@nox.session
-def third_party(session: nox.Session) -> None:
+def check_third_parties(session: nox.Session) -> None:
     """Install two backends from outside: the suite must pass the honest one and catch the one that lies."""
-    outside = ("./tests/third_party_plugin", "./tests/third_party_liar")
-    install(session, *outside, *group("test"))
+    session.install("./tests/third_party_plugin", "./tests/third_party_liar")
     # Elsewhere the tests skip without the two; here that would be a session that passes and tests nothing.
     pytest(session, "tests/third_party", EJKERNEL_THIRD_PARTY="required")
 
 
-@nox.session
-def ahead(session: nox.Session) -> None:
+def compile_for_tpus(session: nox.Session) -> None:
     """Compile the TPU kernels for four chips with the compiler that libtpu holds, which runs on any Linux machine."""
     if sys.platform != "linux":
-        session.skip("libtpu is for Linux alone")
-    install(session, "-e", f"{part('pallas')}[aot]", *group("test"))
+        session.log("libtpu is for Linux alone")
+        return
+    session.install("-e", f"{part('pallas')}[aot]")
     session.run("python", "-c", "import libtpu")  # without it the tests skip
     pytest(session, "-m", "libtpu", "tests/pallas_tpu", "tests/pallas_tpu_profile", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 
-@nox.session
-def triton_lowering(session: nox.Session) -> None:
+def lower_for_gpus(session: nox.Session) -> None:
     """Lower programs with Triton kernels for CUDA, through jax-triton and JAX's own compiler; needs no GPU."""
     if sys.platform != "linux":
-        session.skip("Triton is for Linux alone")
-    install(session, "-e", part("triton"), *group("test"), *session.posargs)
+        session.log("Triton is for Linux alone")
+        return
+    session.install("-e", part("triton"))
     version = session.run("python", "-c", "import jaxlib; print(jaxlib.__version__)", silent=True)
     session.install("--no-deps", f"jax-cuda13-plugin=={str(version).strip()}")
     session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests skip
     session.run("python", "-m", "pytest", "tests/triton/test_triton_lowering.py", env=QUICK)
+
+
+@nox.session
+def third_party(session: nox.Session) -> None:
+    """Run what `tests` does with backends from outside, alone."""
+    install(session, *group("test"))
+    check_third_parties(session)
+
+
+@nox.session
+def ahead(session: nox.Session) -> None:
+    """Run what `tests` compiles for TPUs, alone."""
+    install(session, *group("test"))
+    compile_for_tpus(session)
+
+
+@nox.session
+def triton_lowering(session: nox.Session) -> None:
+    """Run what `tests` lowers for GPUs, alone; requirements after `--` are installed too."""
+    install(session, *group("test"), *session.posargs)
+    lower_for_gpus(session)
 
 
 def floors(*names: str) -> Iterator[str]:
