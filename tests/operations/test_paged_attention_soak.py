@@ -1,10 +1,12 @@
 """Serving for a long time: 500 sequences come, grow by prompts, chunks and single tokens, and go, in one cache.
 
 After every step the outputs are those of a dense cache that knows nothing of pages, and no slot has changed but those
-of the step's own tokens. Shapes never change, so each operation is compiled once.
+of the step's own tokens. Shapes never change, so each operation is compiled once. On a GPU, heads have the size and the
+dtype that its kernels take.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +16,30 @@ from paged_calls import QUICK
 
 from ejkernel.modules import chunked_prefill_paged_decode, ragged_page_attention_v3
 
-SEQUENCES, ROWS, SLOTS, ENTRIES, PAGES = 500, 12, 4, 4, 22
-LIVE, HEADS, KV_HEADS, SIZE = 6, 2, 1, 8
+SEQUENCES, SLOTS, ENTRIES, PAGES, LIVE = 500, 4, 4, 22, 6
+
+
+class Model(NamedTuple):
+    """What is served: heads and their size, the dtype, an output's tolerance, and how many rows a step has."""
+
+    heads: int = 2
+    kv_heads: int = 1
+    size: int = 8
+    dtype: object = jnp.float32
+    tolerance: float = 1e-5
+    rows: int = 12
+
+
+ON_A_GPU = Model(heads=8, kv_heads=2, size=128, dtype=jnp.bfloat16, tolerance=1e-2)
+DECODING = ON_A_GPU._replace(rows=LIVE)
 
 
 class Dense:
     """A sequence as plain arrays, with the pages it owns."""
 
-    def __init__(self, length):
+    def __init__(self, length, model):
         self.length, self.pages = length, []
-        self.keys, self.values = np.zeros((2, 0, KV_HEADS, SIZE))
+        self.keys, self.values = np.zeros((2, 0, model.kv_heads, model.size))
 
     @property
     def done(self):
@@ -31,9 +47,9 @@ class Dense:
 
     def attend(self, queries):
         """Causal attention of the newest tokens, in float64."""
-        repeat = HEADS // KV_HEADS
+        repeat, size = queries.shape[1] // self.keys.shape[1], self.keys.shape[2]
         keys, values = (np.repeat(x, repeat, axis=1) for x in (self.keys, self.values))
-        scores = np.einsum("qhd,khd->hqk", queries, keys) * SIZE**-0.5
+        scores = np.einsum("qhd,khd->hqk", queries, keys) * size**-0.5
         places = np.arange(len(keys))
         scores[:, places > (len(keys) - len(queries) + np.arange(len(queries)))[:, None]] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -43,11 +59,12 @@ class Dense:
 class V3:
     """The cache and the calls of `ragged_page_attention_v3`."""
 
-    def __init__(self, rng):
-        self.cache = jnp.asarray(rng.normal(size=(PAGES, SLOTS, 2 * KV_HEADS, 1, 128)), jnp.float32)
-        self.step = jax.jit(
-            functools.partial(ragged_page_attention_v3, softmax_scale=None), donate_argnums=3, compiler_options=QUICK
-        )
+    def __init__(self, rng, model, platform=None, options=QUICK):
+        packing = 4 // jnp.dtype(model.dtype).itemsize
+        shape = PAGES, SLOTS, 2 * model.kv_heads // packing, packing, 128
+        self.model, self.cache = model, jnp.asarray(rng.normal(size=shape), model.dtype)
+        call = functools.partial(ragged_page_attention_v3, softmax_scale=None, platform=platform)
+        self.step = jax.jit(call, donate_argnums=3, compiler_options=options)
 
     def __call__(self, queries, keys, values, lens, tables, starts, live):
         distribution = np.array([0, 0, live], np.int32)
@@ -57,16 +74,18 @@ class V3:
 
     def slots(self):
         """Keys and values [2, P, S, Hk, D], as they lie in the cache."""
-        rows = np.asarray(self.cache).reshape(PAGES, SLOTS, KV_HEADS, 2, 128)[..., :SIZE]
+        rows = np.asarray(self.cache).reshape(PAGES, SLOTS, self.model.kv_heads, 2, 128)[..., : self.model.size]
         return np.moveaxis(rows, 3, 0)
 
 
 class Chunked:
     """The caches and the calls of `chunked_prefill_paged_decode`."""
 
-    def __init__(self, rng):
-        self.caches = [jnp.asarray(rng.normal(size=(PAGES, SLOTS, KV_HEADS, SIZE)), jnp.float32) for _ in range(2)]
-        self.step = jax.jit(chunked_prefill_paged_decode, donate_argnums=(3, 4), compiler_options=QUICK)
+    def __init__(self, rng, model, platform=None, options=QUICK):
+        shape = PAGES, SLOTS, model.kv_heads, model.size
+        self.model, self.caches = model, [jnp.asarray(rng.normal(size=shape), model.dtype) for _ in range(2)]
+        call = functools.partial(chunked_prefill_paged_decode, platform=platform)
+        self.step = jax.jit(call, donate_argnums=(3, 4), compiler_options=options)
 
     def __call__(self, queries, keys, values, lens, tables, starts, live):
         output, *self.caches = self.step(queries, keys, values, *self.caches, lens, tables, starts)
@@ -76,9 +95,11 @@ class Chunked:
         return np.stack([np.asarray(cache) for cache in self.caches])
 
 
-def grow(rng, sequences):
+def grow(rng, sequences, rows):
     """How many tokens each sequence gets this step: a prompt, a chunk, one token or none, as far as there are rows."""
-    left, counts = ROWS, []
+    if rows == LIVE:
+        return [1] * len(sequences)
+    left, counts = rows, []
     for sequence in sequences:
         rest = sequence.length - len(sequence.keys)
         count = min(rest, left, int(rng.choice([0, 1, 1, 1, rng.integers(2, 9), rest])))
@@ -89,11 +110,12 @@ def grow(rng, sequences):
 
 def serve(rng, server, sequences, free):
     """One step of the live sequences: calls the operation, and compares output and cache."""
-    counts, tables = grow(rng, sequences), np.zeros((LIVE, ENTRIES), np.int32)  # tables are padded with page 0
+    heads, kv_heads, size, dtype, tolerance, rows = server.model
+    counts, tables = grow(rng, sequences, rows), np.zeros((LIVE, ENTRIES), np.int32)  # tables are padded with page 0
     starts, lens = np.zeros(LIVE + 1, np.int32), np.zeros(LIVE, np.int32)
-    queries, keys, values = (rng.normal(size=(ROWS, n, SIZE)).astype(np.float32) for n in (HEADS, KV_HEADS, KV_HEADS))
+    queries, keys, values = (rng.normal(size=(rows, n, size)).astype(dtype) for n in (heads, kv_heads, kv_heads))
     expected, row = server.slots().copy(), 0
-    want = np.zeros((ROWS, HEADS, SIZE))
+    want = np.zeros((rows, heads, size))
     for n, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         first = len(sequence.keys)
         sequence.keys, sequence.values = (
@@ -107,21 +129,20 @@ def serve(rng, server, sequences, free):
             expected[:, page, slot] = keys[row + offset], values[row + offset]
         tables[n, : len(sequence.pages)], lens[n] = sequence.pages, len(sequence.keys)
         if count:
-            want[row : row + count] = sequence.attend(queries[row : row + count])
+            want[row : row + count] = sequence.attend(queries[row : row + count].astype(np.float64))
         row += count
         starts[n + 1 :] = row
     got = server(queries, keys, values, lens, tables, starts, len(sequences))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=10 * tolerance, atol=tolerance)
     np.testing.assert_array_equal(server.slots(), expected)
 
 
-@pytest.mark.parametrize("kind", [V3, Chunked])
-def test_500_sequences_never_diverge_and_never_write_outside_their_own_slots(kind):
-    rng = np.random.default_rng(7)
-    server, free, live, started = kind(rng), list(range(PAGES)), [], 0
+def serve_all(server, rng):
+    """Serves 500 sequences, at most six at a time."""
+    free, live, started = list(range(PAGES)), [], 0
     while started < SEQUENCES or live:
         while started < SEQUENCES and len(live) < LIVE:
-            sequence = Dense(int(rng.integers(1, 13)))  # at most 3 pages each: the cache never runs out
+            sequence = Dense(int(rng.integers(1, 13)), server.model)  # at most 3 pages each: the cache never runs out
             live.append(sequence)
             started += 1
         serve(rng, server, live, free)
@@ -130,3 +151,19 @@ def test_500_sequences_never_diverge_and_never_write_outside_their_own_slots(kin
             free.extend(sequence.pages)
     assert sorted(free) == list(range(PAGES))
     assert server.step._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", [V3, Chunked])
+def test_500_sequences_never_diverge_and_never_write_outside_their_own_slots(kind):
+    rng = np.random.default_rng(7)
+    serve_all(kind(rng, Model()), rng)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs the kernels")
+@pytest.mark.parametrize("kind", [V3, Chunked])
+@pytest.mark.parametrize(
+    ("platform", "model"), [("pallas", ON_A_GPU), ("triton", ON_A_GPU), ("triton", DECODING), ("cuda", DECODING)]
+)
+def test_they_never_do_on_a_gpu(kind, platform, model):
+    rng = np.random.default_rng(7)
+    serve_all(kind(rng, model, platform, options=None), rng)
