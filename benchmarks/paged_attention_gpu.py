@@ -6,33 +6,32 @@
     python benchmarks/paged_attention_gpu.py --cells 10:14    # a part of the shapes
 
 All sides get the same normal bfloat16 arrays; the pages of a sequence are spread over the cache at random. A side is
-timed only if its output agrees with float64 on a few query rows. Sides are interleaved, several calls a sample, and
+timed only if its output agrees with float64 on a few query rows. Sides are interleaved, calls of 25 ms a sample, and
 medians are printed. Decoding's rate counts each key and value once, and queries and outputs; that of the copy, what it
 reads and writes. The rate of prefill counts the products of pairs that attend. Beside these stand flash attention and
-`ragged_decode_attention` of the same keys and values as dense arrays, and a mixed batch as two calls, one after the
-other. Short calls take longer to start than to run: those of several layers are in one program, whose time is divided
-by their number.
+`ragged_decode_attention` of the same keys and values as dense arrays, FlashInfer where it is installed, and a mixed
+batch as two calls, one after the other. Short calls take longer to start than to run: those of several layers are in
+one program, whose time is divided by their number.
 """
 
 import argparse
 import dataclasses
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import _paged_peers
 import _report
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _turns import Side, timed_in_turns
 
 from ejkernel.modules import flash_attention, ragged_decode_attention, unified_attention
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 
 COLUMNS = ("shape", "side", "ms", "rate")
-Side = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,7 +260,7 @@ def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool, only: str
         except NotImplementedError:
             continue
     if found:
-        found |= dict(dense(cell, arrays))
+        found |= dict(dense(cell, arrays)) | dict(_paged_peers.peers(cell, arrays))
     return found | dict(configured(arrays)) if candidates else found
 
 
@@ -290,6 +289,7 @@ def truth(cell: Cell, arrays: tuple[jax.Array, ...]) -> list[tuple[int, np.ndarr
 def error(made: Any, want: list[tuple[int, np.ndarray]]) -> float:
     """Largest relative error of a row, of the first layer where there are several."""
     made = jax.tree.leaves(made)[0]
+    made = made if isinstance(made, jax.Array) else made.float().cpu().numpy()  # PyTorch's
     got = [np.asarray(made[row, : len(x)].astype(jnp.float32)) for row, x in want]
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, (_, y) in zip(got, want, strict=True))
 
@@ -309,21 +309,6 @@ def timed(cell: Cell, rounds: int, candidates: bool, only: str) -> list[list[str
     return [[str(cell), name, f"{s * 1e3:.3f}", cell.rate(s)] for name, s in medians.items()]
 
 
-def timed_in_turns(contenders: dict[str, Side], rounds: int) -> dict[str, float]:
-    """Median seconds of a call of each side."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in _report.turns(rounds):
-        for name, side in contenders.items():
-            start = time.perf_counter()
-            jax.block_until_ready(side())
-            calls = max(1, min(40, round(0.03 / (time.perf_counter() - start))))
-            start = time.perf_counter()
-            made = [side() for _ in range(calls)][-1]  # one after the other, so that starting them costs nothing
-            jax.block_until_ready(made)
-            times[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
 def ends(part: str) -> list[int | None]:
     """Where a part of a list begins and ends: `4:7`, `:7`, or `4` for one."""
     found = [int(x) if x else None for x in part.split(":")]
@@ -335,6 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="platforms, separated by commas; without it all")
     parser.add_argument(
         "--cells", default=":", help="of the shapes, those from one number to another; commas between parts"
@@ -344,7 +330,7 @@ def main() -> None:
         return
     every = list(cells(options.quick))
     chosen = [cell for part in options.cells.split(",") for cell in every[slice(*ends(part))]]
-    given = (3 if options.quick else 7, options.candidates, options.only)
+    given = (3 if options.quick else options.rounds, options.candidates, options.only)
     _report.stream(COLUMNS, (row for cell in chosen for row in timed(cell, *given)))
 
 

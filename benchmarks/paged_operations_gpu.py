@@ -5,7 +5,7 @@
 
 `ragged_page_attention_v3` and `chunked_prefill_paged_decode` write each sequence's newest token into a donated cache
 first; the other operations find it there. A side is timed only if its output agrees with float64 on a few query rows.
-Sides are interleaved, and medians are printed.
+Sides are interleaved with a copy of as many bytes, timed as in `paged_attention_gpu.py`, and medians are printed.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from typing import Any
 import _report
 import jax
 import jax.numpy as jnp
-from paged_attention_gpu import COLUMNS, Cell, Side, ends, error, timed_in_turns, truth
+from _turns import Side, timed_in_turns
+from paged_attention_gpu import COLUMNS, Cell, copy, ends, error, truth
 
 from ejkernel.modules import (
     chunked_prefill_paged_decode,
@@ -89,7 +90,7 @@ def timed(cell: Cell, platforms: list[str], rounds: int) -> Iterator[list[str]]:
                 contenders[f"{platform}, {name}"] = run
             else:
                 print(f"<!-- {platform}, {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
-    for name, seconds in timed_in_turns(contenders, rounds).items():
+    for name, seconds in timed_in_turns(contenders | {"copy": copy(cell)}, rounds).items():
         yield [str(cell), name, f"{seconds * 1e3:.3f}", cell.rate(seconds)]
 
 
