@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_pallas.gpu.grouped_matmul import matrices, rows, run, spec
+from ejkernel_pallas.gpu.grouped_matmul import matrices, run, spec
+from ejkernel_pallas.gpu.grouped_matmul import tiles as tiles_of_rows
 
 BLOCKS = 12
 
@@ -46,9 +47,9 @@ def test_every_second_round_begins_at_its_end(columns):
 def test_tiles_of_a_short_last_round_are_split(tiles, columns, split):
     call = make_call(columns)
     across = call.spec.across
-    assert rows._split(call, jnp.int32(tiles)) == split
+    assert tiles_of_rows.split(call, jnp.int32(tiles)) == split
     items = tiles * across + split
-    place = jax.vmap(lambda n: rows._place(call, jnp.int32(tiles), n))(jnp.arange(items))
+    place = jax.vmap(lambda n: tiles_of_rows.place_of(call, jnp.int32(tiles), n))(jnp.arange(items))
     found = [tuple(x) for x in np.stack(place, axis=1).tolist()]
     # Every tile once: all of its columns, or one half and the other.
     halves = [(row, column) for row, column, half in found if half >= 0]

@@ -5,7 +5,7 @@ What the kernels need, and what they do not do, is data here; nothing of Pallas 
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.planning.grouped_kinds import kind_of
-from ejkernel_pallas.gpu.grouped_matmul import scaled_spec, spec
+from ejkernel_pallas.gpu.grouped_matmul import gated_spec, scaled_spec, spec
 from ejkernel_pallas.gpu.requirements import hopper_requires
 
 HANDLES = frozenset({"group_offset", "transpose_rhs"})
@@ -13,7 +13,7 @@ HANDLES = frozenset({"group_offset", "transpose_rhs"})
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One for operands of 16 bits, and one for those of 8 bits with scales."""
+    """One for operands of 16 bits, one for those of 8 bits with scales, and one for gated products."""
     return (
         Implementation(
             family="grouped_matmul",
@@ -62,5 +62,23 @@ def implementations() -> tuple[Implementation, ...]:
             # blocks, but it has not passed the whole suite there (docs/lab/grouped_matmul_gpu.md).
             priority=5,
             cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases_of_8_bits",
+        ),
+        Implementation(
+            family="gated_grouped_matmul",
+            name="mosaic_gpu",
+            platform="pallas",
+            backend="gpu",
+            forward="ejkernel_pallas.gpu.grouped_matmul.run:gated_forward",
+            backward=None,
+            requires=hopper_requires(handles={"indices", "activation"}, extra=gated_spec.reasons),
+            config=ConfigSpace(
+                heuristic=gated_spec.heuristic,
+                candidates=gated_spec.candidates,
+                forward=gated_spec.HopperGated,
+                faces=gated_spec.FACES,
+            ),
+            # Below Triton's: no chip has run it yet.
+            priority=5,
+            cases="ejkernel_pallas.gpu.grouped_matmul.gated_cases:cases",
         ),
     )

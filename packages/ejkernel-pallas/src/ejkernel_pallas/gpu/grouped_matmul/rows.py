@@ -15,7 +15,7 @@ serve. Only groups of fewer than 64 rows store row by row.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,17 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning.row_tiles import FIELDS
-from ejkernel_pallas.gpu.grouped_matmul import scaled
+from ejkernel_pallas.gpu.grouped_matmul import gated, producer, scaled
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.scaled import Part
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
-    FETCHING_REGISTERS,
     LEAD,
-    REGISTERS,
     WARPGROUPS,
-    GroupedSpec,
-    Scaling,
 )
+from ejkernel_pallas.gpu.grouped_matmul.tiles import Tile, cluster_tiles, split, tile_of
 from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
@@ -68,33 +65,6 @@ class Shared:
     columns: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """One tile of the output.
-
-    Attributes:
-        matrix: Number of its matrix.
-        shared: Whether all blocks of a cluster, below one another, have that matrix.
-        row: First row, of a whole group's tiles.
-        begin: First row of the group.
-        end: The row after the group's last.
-        column: First column.
-        half: Which half of the columns the block has; below zero for all of them.
-    """
-
-    matrix: Any
-    shared: Any
-    row: Any
-    begin: Any
-    end: Any
-    column: Any
-    half: Any = None
-
-    def first(self, warpgroup: Any) -> Any:
-        """First row of a warpgroup's 64, which end with the group if they would not end before it."""
-        return jnp.maximum(self.begin, jnp.minimum(self.row + warpgroup * WGMMA_M, self.end - WGMMA_M))
-
-
 def rows_kernel(call: Call) -> None:
     """Body of the kernel: what each warpgroup does for all tiles of its block."""
     warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
@@ -106,21 +76,21 @@ def rows_kernel(call: Call) -> None:
 
     def every(work: Any, tiles: Any, *state: Any) -> Any:
         # Every `blocks`-th tile, without a work queue: all tiles of the products have the same number of steps.
-        limit = _cluster_tiles(spec, tiles) * spec.across
-        if work.func in (_fetch_tile, _multiply_tile):
-            limit = limit + _split(call, tiles)
-        return lax.while_loop(lambda carry: carry[0] < limit, work, (first, I32(0), *state))[2:]
+        limit = cluster_tiles(spec, tiles) * spec.across
+        if work.func in (producer.fetch_tile, _multiply_tile):
+            limit = limit + split(call, tiles)
+        return lax.while_loop(lambda carry: carry[0] < limit, work, (first, I32(0), *state))[1:]
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
-        plgpu.set_max_registers(REGISTERS, action="increase")
+        plgpu.set_max_registers(spec.registers[0], action="increase")
         # Rows of no group first: these stores overlap with the producer's first copies.
         every(functools.partial(_fill, call, before, count, total), total - count)
         if spec.overlapped:
             # The tile before the first: it ends at row 0, so nothing of it is stored.
             nothing = arrays.full_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
             last = every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing)
-            _write(call, [last[0]], *last[1:])
+            _write(call, [last[1]], *last[2:])
         else:
             every(functools.partial(_multiply_tile, call, before, count), count)
         # The block's shared memory has to last as long as the copies that read it.
@@ -128,123 +98,29 @@ def rows_kernel(call: Call) -> None:
 
     @pl.when(warpgroup == WARPGROUPS)
     def _fetch() -> None:
-        plgpu.set_max_registers(FETCHING_REGISTERS, action="decrease")
-        every(functools.partial(_fetch_tile, call, before, count), count)
+        plgpu.set_max_registers(spec.registers[1], action="decrease")
+        (done,) = every(functools.partial(producer.fetch_tile, call, before, count), count)
+        if spec.gathers:
+            pl.when(done > 0)(lambda: producer.gathered(call, done - 1, in_flight=0))
 
     if spec.members > 1:
         clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
 
 
-def _cluster_tiles(spec: GroupedSpec, tiles: Any) -> Any:
-    """Work items of so many tiles of rows: a cluster takes a tile for each member."""
-    return lax.div(tiles + (spec.tile.cluster_m - 1), I32(spec.tile.cluster_m))
-
-
-def _split(call: Call, tiles: Any) -> Any:
-    """How many tiles, the last ones, are two work items each.
-
-    They would be a round in which at most half of the blocks have a tile: two blocks take half the time.
-    """
-    if not call.spec.splits:
-        return I32(0)
-    rest = lax.rem(tiles * call.spec.across, I32(call.blocks))
-    return jnp.where(2 * rest <= call.blocks, rest, 0)
-
-
-class Place(NamedTuple):
-    """Where a tile of the output is: tile of rows, first column, and which half of the columns, below zero for both."""
-
-    tile_row: Any
-    column: Any
-    half: Any
-
-
-def _place(call: Call, count: Any, number: Any) -> Place:
-    """Where the tile that has a number is: bands of tiles of rows, in a band column after column."""
-    spec = call.spec
-    half: Any = I32(-1)
-    if spec.splits:
-        whole = count * spec.across - _split(call, count)
-        half = jnp.where(number < whole, -1, lax.rem(number - whole, I32(2)))
-        number = jnp.where(number < whole, number, whole + lax.div(number - whole, I32(2)))
-    per_band = spec.tile.band * spec.across
-    # Blocks that run at the same time have the tiles of a band: few rows and few columns, which stay in L2.
-    band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
-    start = band * spec.tile.band
-    height = jnp.minimum(_cluster_tiles(spec, count) - start, spec.tile.band)
-    tile_row, column = start + lax.rem(place, height), lax.div(place, height) * spec.tile.cluster_n + call.beside
-    return Place(tile_row, column * spec.tile.block_n, half)
-
-
-def _tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
-    """The tile of the output that has a number."""
-    place, members, table = _place(call, count, number), call.spec.tile.cluster_m, call.operands["tiles"]
-    # Where the last member has no tile, it has the one before too: both store the same bits.
-    entry, other = (
-        before + jnp.minimum(place.tile_row * members + n, count - 1) for n in (call.below, members - 1 - call.below)
-    )
-    matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
-    shared = table[other, 0] == matrix if members > 1 else jnp.bool_(False)
-    return Tile(matrix, shared, row, begin, end, place.column, place.half)
-
-
-def _fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """Fetches all steps of a tile."""
-    number, done = carry
-    tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
-    lhs, rhs, size = call.operands["lhs"], call.operands["rhs"], spec.tile.block_n
-    firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
-
-    def step(index: Any, done: Any) -> Any:
-        slot = lax.rem(done, I32(spec.tile.stages))
-        # `done` counts the steps of all tiles: the ring of stages runs on into the next tile, whose first copies
-        # overlap with the end of this one. The first round finds the stages free.
-        pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-        inner, full = pl.ds(index * spec.step, spec.step), shared.full.at[slot]
-        across = pl.ds(tile.column, size)
-        for warpgroup, first in enumerate(firsts):
-            # By lines, not by swizzle atoms of eight rows: a group may begin at any row.
-            target = shared.a_lines.at[slot * WARPGROUPS + warpgroup]
-            axes = clusters.AXIS if spec.tile.cluster_n > 1 else None  # each member reads a half for both
-            plgpu.copy_gmem_to_smem(lhs.at[pl.ds(first, WGMMA_M), inner], target, full, collective_axes=axes)
-        part = (across, inner) if spec.transposed else (inner, across)
-        copy = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b.at[slot], full)
-        if spec.splits:
-            across = pl.ds(tile.column + tile.half * (size // 2), size // 2)
-            part = (across, inner) if spec.transposed else (inner, across)
-            half = functools.partial(
-                plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b_half.at[2 * slot], full
-            )
-            pl.when(tile.half < 0)(copy)
-            pl.when(tile.half >= 0)(half)
-        elif spec.tile.cluster_m > 1:
-            # Tiles of one group: each member copies half of the matrix for both. At the seam of two groups each has its
-            # own.
-            pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.AXIS))
-            pl.when(~tile.shared)(copy)
-        else:
-            copy()
-        if spec.scaling:
-            scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, tile.column, index, done))
-        return done + 1
-
-    return number + call.blocks, lax.fori_loop(0, spec.steps, step, done)
-
-
 def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
-    tile, spec, shared = _tile(call, before, count, number), call.spec, call.shared
+    tile, spec, shared = tile_of(call, before, count, number), call.spec, call.shared
     warpgroup = lax.axis_index("warpgroup")
-
-    def scaled_product(scaling: Scaling, part: Part) -> None:
-        row = tile.first(part.rows)
-        made = scaled.sums(call, scaling, scaled.Rows(row, done), part)
-        _write(call, made, row, tile.column + part.start, tile.end)
 
     def product(part: Part) -> None:
         if spec.scaling and not spec.scaling.quick:
-            return scaled_product(spec.scaling, part)
+            row = tile.first(part.rows)
+            made = scaled.sums(call, spec.scaling, scaled.Rows(row, done), part)
+            return _write(call, made, row, tile.column + part.start, tile.end)
+        if spec.gate:
+            made = gated.products(call, spec.gate.activation, done, part)
+            return _write(call, made, tile.first(part.rows), tile.column + part.start, tile.end)
         made = pl.run_scoped(
             functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
         )
@@ -283,7 +159,7 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
 def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """A warpgroup's part of a tile in registers, whose first products run while the tile before is written."""
     number, done, *left = carry
-    tile, spec, warpgroup = _tile(call, before, count, number), call.spec, lax.axis_index("warpgroup")
+    tile, spec, warpgroup = tile_of(call, before, count, number), call.spec, lax.axis_index("warpgroup")
     part, shared = Part(warpgroup, 0, spec.tile.block_n), call.shared
     lead = min(LEAD, spec.steps)
 

@@ -8,11 +8,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.row_tiles import find_row_tiles
 from ejkernel_pallas.gpu.grouped_matmul import matrices, rows
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
+from ejkernel_pallas.gpu.grouped_matmul.gated_spec import HopperGated, make_gated_spec, product_of
 from ejkernel_pallas.gpu.grouped_matmul.scaled_spec import make_scaled_spec, share_scales
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
@@ -26,7 +28,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
 )
 from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
 
 SCALES = ("lhs_scale", "rhs_scale", "same")
@@ -71,6 +73,26 @@ def forward_of_8_bits(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.
     return _times_matrices(spec, record.lhs, record, *scales), ()
 
 
+def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.Array, tuple[()]]:
+    """The output of a gated record, whose rows may be gathered.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes and stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        [M, F] in lhs's dtype. There are no residuals.
+    """
+    spec = make_gated_spec(record, params)
+    operands = {"lhs": record.lhs, "rhs": record.rhs}
+    if record.indices is not None:
+        operands["indices"] = record.indices
+    return _tiles_of_rows(spec, operands, product_of(record)), ()
+
+
 def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of a record.
 
@@ -102,24 +124,29 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
 
 def _times_matrices(spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array) -> jax.Array:
     """Rows [M, contracted] times the matrices of their groups; of 8 bits with the first of `SCALES`."""
+    operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
+    return _tiles_of_rows(spec, operands, record)
+
+
+def _tiles_of_rows(spec: GroupedSpec, operands: dict[str, jax.Array], record: GroupedMatmul) -> jax.Array:
+    """What rows.py makes of its operands, [M, columns]."""
     blocks = multiprocessors() // spec.members
 
     @sequential_vmap
-    def run(lhs: jax.Array, rhs: jax.Array, table: jax.Array, *scales: jax.Array) -> jax.Array:
+    def run(operands: dict[str, jax.Array]) -> jax.Array:
         def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
             a, a_lines = buffers["a"]
             out, out_lines = buffers["out"]
             names = {"a": a, "a_lines": a_lines, "out": out, "out_lines": out_lines}
-            if spec.splits:
+            if spec.splits and not spec.gate:
                 names["b"], names["b_half"] = buffers["b"]
             shared = rows.Shared(**{**buffers, **names})
             rows.rows_kernel(Call(spec, blocks, given, made[0], shared))
 
         shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
-        operands = {"lhs": lhs, "rhs": rhs, "tiles": table, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
         return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
 
-    return run(operand, record.rhs, find_row_tiles(record, BLOCK_M), *scales)
+    return run({**operands, "tiles": find_row_tiles(record, BLOCK_M)})
 
 
 def _matrix_sums(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
@@ -179,20 +206,30 @@ def _halves(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
     return plgpu.RefUnion(matrix(shape, spec.dtype), matrix((2 * stages, *part), spec.dtype))
 
 
+def _matrix_stages(spec: GroupedSpec) -> Any:
+    """Shared memory of the stages' tiles of matrices."""
+    tile = spec.tile
+    if spec.gate:
+        return matrix((tile.stages, spec.panels, spec.step, SWIZZLE_COLUMNS), spec.dtype)
+    part = (tile.block_n, spec.step) if spec.transposed else (spec.step, tile.block_n)
+    return _halves((tile.stages, *part), spec) if spec.splits else matrix((tile.stages, *part), spec.dtype)
+
+
 def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Shared memory and barriers, by the names of `rows.Shared`."""
     tile = spec.tile
-    part = (tile.block_n, spec.step) if spec.transposed else (spec.step, tile.block_n)
     scales: dict[str, Any] = {}
     if spec.scaling:
         scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
+    # What fills a stage: rows of each warpgroup, or their gathered rows together; a matrix's columns, which both read,
+    # or their panels; and their scales.
+    copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + len(scales)
     return {
         "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
-        "b": _halves((tile.stages, *part), spec) if spec.splits else matrix((tile.stages, *part), spec.dtype),
+        "b": _matrix_stages(spec),
         "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
         **scales,
-        # Copies of a stage: rows of each warpgroup, the part of a matrix that both read, and its columns' scales.
-        "full": plgpu.Barrier(num_arrivals=WARPGROUPS + 1 + len(scales), num_barriers=tile.stages),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "free": _free_barrier(spec),
     }
 

@@ -17,6 +17,8 @@ WARPGROUPS = 2
 """Warpgroups that multiply."""
 REGISTERS, FETCHING_REGISTERS = 240, 24
 """Of a thread that multiplies, and of one that fetches. A multiprocessor has 65536."""
+GATHERING = (232, 40)
+"""The same where rows are gathered: a thread that fetches keeps where eight lines lie."""
 LEAD = 2
 """Products of a tile that run while the tile before is written."""
 RESERVE = 2 * 1024
@@ -114,6 +116,19 @@ class Scaling:
     quick: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Constants of rows.py where the first half of a matrix's columns gates the second.
+
+    Attributes:
+        activation: Of the gate: "silu" or "gelu".
+        gathers: Whether rows are gathered by an index each.
+    """
+
+    activation: str
+    gathers: bool
+
+
 OF_ROWS_ALONE = ("overlap", "halves")
 """Fields that the kernel that owns matrices does not have."""
 FACES = {"block_n": "block_n", "num_stages": "stages"}
@@ -199,6 +214,7 @@ class GroupedSpec:
         out: Of the result.
         tile: The configuration.
         scaling: Of operands of 8 bits; None for those of 16.
+        gate: Of the gated product; None for the product itself.
     """
 
     rows: int
@@ -210,6 +226,22 @@ class GroupedSpec:
     out: Any
     tile: HopperGrouped
     scaling: Scaling | None = None
+    gate: Gate | None = None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows are gathered."""
+        return self.gate is not None and self.gate.gathers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that multiplies, and of one that fetches."""
+        return GATHERING if self.gathers else (REGISTERS, FETCHING_REGISTERS)
+
+    @property
+    def panels(self) -> int:
+        """Panels of 64 columns in a stage of a gated matrix."""
+        return 2 * self.tile.block_n // SWIZZLE_COLUMNS
 
     @property
     def step(self) -> int:

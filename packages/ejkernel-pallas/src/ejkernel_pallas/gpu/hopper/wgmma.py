@@ -111,9 +111,9 @@ def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
     Args:
         acc: Float32 [64, C * 64].
         weights: 16-bit numbers [64, keys], in an accumulator's layout or a reference to shared memory; at most 64 keys.
-        values: Reference to [C, keys, 64] of the same dtype.
+        values: Reference to [C, keys, 64] of the same dtype, or to the first of C chunks that follow each other.
     """
-    keys = values.shape[1]
+    keys = values.shape[-2]
     # A descriptor's low word has the stride of chunks, its upper one that of eight keys.
     chunk = (keys * LINE // UNIT) << 16
     offsets = [chunk + key * LINE // UNIT for key in range(0, keys, STEP // 2)]

@@ -1,0 +1,63 @@
+"""Gated linear units of accumulators: one half of the columns gates the other.
+
+    silu(x) = x / (1 + exp(-x))         gelu(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), by its tanh formula
+
+A power of two and a reciprocal an element, both of the special-function unit.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from ejkernel_pallas.gpu.hopper.registers import number, pair, with_registers
+
+LOG2E = math.log2(math.e)
+TANH = 2 * math.sqrt(2 / math.pi)
+"""What the tanh formula of gelu multiplies its argument with, twice: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
+CUBE = 0.044715
+# Overflow ends well: the reciprocal of infinity is 0.
+UNIT = """{
+.reg .f32 power;
+ex2.approx.ftz.f32 power, $2;
+add.f32 power, power, 0f3F800000;
+rcp.approx.ftz.f32 power, power;
+mul.f32 $0, $1, power;
+}"""
+
+
+def gated(gate: jax.Array, other: jax.Array, activation: str) -> jax.Array:
+    """`act(gate) * other` of two float32 tiles in an accumulator's layout.
+
+    Args:
+        gate: [64, N].
+        other: [64, N].
+        activation: `"silu"` or `"gelu"`.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(gate.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def run(_: Any, gate: Any, other: Any) -> Any:
+        made: list[Any] = []
+        for of_gate, of_other in zip(gate.registers.flat, other.registers.flat, strict=True):
+            both = zip(pair(of_gate), pair(of_other), strict=True)
+            values = [arith.mulf(_activated(x, activation), y) for x, y in both]
+            made.append(vector.from_elements(of_gate.type, values))
+        return with_registers(gate, made)
+
+    return run(gate, other)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _activated(x: Any, activation: str) -> Any:
+    if activation == "silu":
+        exponent = arith.mulf(x, number(-LOG2E))
+    else:
+        cubic = arith.addf(arith.mulf(arith.mulf(x, x), number(CUBE)), number(1.0))
+        exponent = arith.mulf(arith.mulf(x, cubic), number(-TANH * LOG2E))
+    return llvm.inline_asm(ir.F32Type.get(), [x, exponent], UNIT, "=f,f,f")
