@@ -99,12 +99,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="cuda,triton", help="platforms, separated by commas")
     parser.add_argument("--cells", default=":", help="of the shapes, those from one number to another; commas between")
+    parser.add_argument("--quick", action="store_true", help="one shape, few rounds")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     if not _report.has_gpu():
         return
-    chosen = [cell for part in options.cells.split(",") for cell in CELLS[slice(*ends(part))]]
-    _report.stream(COLUMNS, (row for cell in chosen for row in timed(cell, options.only.split(","), options.rounds)))
+    cells, rounds = (CELLS[:1], 3) if options.quick else (CELLS, options.rounds)
+    chosen = [cell for part in options.cells.split(",") for cell in cells[slice(*ends(part))]]
+    _report.stream(COLUMNS, (row for cell in chosen for row in timed(cell, options.only.split(","), rounds)))
 
 
 if __name__ == "__main__":
