@@ -20,7 +20,6 @@ class GatedTiles:
         block_m: Rows of a tile.
         block_n: Columns of a tile of the output; as many of the gate and of the others are multiplied.
         block_k: Contracted elements a step.
-        halves: Whether tiles with few rows, the last of most groups, are half as high.
         band: Tiles of rows that run before the next column of tiles.
         num_programs: Programs that share the tiles.
         num_warps: Warps a program.
@@ -30,7 +29,6 @@ class GatedTiles:
     block_m: int
     block_n: int
     block_k: int
-    halves: bool
     band: int
     num_programs: int
     num_warps: int
@@ -64,7 +62,7 @@ def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Directi
 def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GatedTiles, ...]:
     """Tiles worth measuring for a record on a device, the best first."""
     if interpreting():
-        return (_configured(TileChoice(32, 32, 32, 4, 1), chip_of(device), halves=True),)
+        return (_configured(TileChoice(32, 32, 32, 4, 1), chip_of(device)),)
     chip, few = chip_of(device), average_rows(product_record(record, rows_shape(record), record.lhs.dtype))
     height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
     if record.lhs.dtype.itemsize > 2:
@@ -73,11 +71,7 @@ def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direct
         tiles = SMALL_TILES[height]
     else:
         tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else AMPERE_TILES
-    found = [_configured(_shrunk(tile, record, chip), chip) for tile in tiles]
-    # Right on an H200, and not timed there: groups of 512 rows have an eighth more rows in tiles of 128.
-    if tiles is LARGE_TILES:
-        found.append(dataclasses.replace(found[0], halves=True))
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(_configured(_shrunk(tile, record, chip), chip) for tile in tiles))
 
 
 def rows_shape(record: GatedGroupedMatmul) -> Any:
@@ -98,7 +92,7 @@ def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Chip) -> TileCho
     return tile._replace(stages=stages)
 
 
-def _configured(tile: TileChoice, chip: Chip, halves: bool = False) -> GatedTiles:
+def _configured(tile: TileChoice, chip: Chip) -> GatedTiles:
     # Programs of a multiprocessor that shared memory holds, and at most 16 warps.
     held = chip.shared_memory // (tile.stages * _stage_bytes(tile, 2))
     resident = max(1, min(held, 16 // tile.warps))
@@ -106,7 +100,6 @@ def _configured(tile: TileChoice, chip: Chip, halves: bool = False) -> GatedTile
         block_m=tile.m,
         block_n=tile.n,
         block_k=tile.k,
-        halves=halves,
         band=BAND,
         num_programs=3 if interpreting() else resident * chip.multiprocessors,
         num_warps=tile.warps,

@@ -18,8 +18,9 @@ from ejkernel_triton.grouped_matmul.operands import END, FIELDS, MATRIX, ROW, bo
 
 
 @triton.jit
-def gated_products(tokens, rhs, token, matrix, column, BLOCK_M: tl.constexpr, spec: tl.constexpr):
+def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
     """Accumulators of a tile's gate and of what it gates, [BLOCK_M, BLOCK_N] each."""
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
@@ -61,9 +62,9 @@ def activated(gate, spec: tl.constexpr):
 
 
 @triton.jit
-def store_rows(values, output, row, end, column, BLOCK_M: tl.constexpr, spec: tl.constexpr):
+def store_rows(values, output, row, end, column, spec: tl.constexpr):
     """Stores the rows before `end`: the others are the next group's, whose own tile stores them."""
-    m = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, spec.BLOCK_M)
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
     mask = (m < end - row)[:, None] & in_columns[None, :]
@@ -71,17 +72,17 @@ def store_rows(values, output, row, end, column, BLOCK_M: tl.constexpr, spec: tl
 
 
 @triton.jit
-def make_tile(tokens, rhs, index, output, matrix, row, end, column, BLOCK_M: tl.constexpr, spec: tl.constexpr):
-    """Makes and stores a tile of BLOCK_M rows."""
+def make_tile(tokens, rhs, index, output, matrix, row, end, column, spec: tl.constexpr):
+    """Makes and stores a tile."""
     # Rows behind the last repeat it, so that loads stay inside the array; they are not stored.
-    token = row + tl.minimum(tl.arange(0, BLOCK_M), spec.ROWS - 1 - row)
+    token = row + tl.minimum(tl.arange(0, spec.BLOCK_M), spec.ROWS - 1 - row)
     if spec.GATHERS:
         token = tl.load(index + token)
     named = (token >= 0) & (token < spec.TOKENS)
-    gate, up = gated_products(tokens, rhs, tl.where(named, token, 0), matrix, column, BLOCK_M, spec)
+    gate, up = gated_products(tokens, rhs, tl.where(named, token, 0), matrix, column, spec)
     # A row that names no token is 0, whatever token 0 holds.
     values = tl.where(named[:, None], activated(gate, spec) * up, 0.0)
-    store_rows(values, output, row, end, column, BLOCK_M, spec)
+    store_rows(values, output, row, end, column, spec)
 
 
 @triton.jit
@@ -110,13 +111,10 @@ def gated_kernel(tokens, rhs, index, tiles, output, spec: tl.constexpr, per: tl.
         entry = tile // columns
         entry_at = tiles + (entry + tl.where(entry < leading, 0, count)) * FIELDS
         row, end = tl.load(entry_at + ROW), tl.load(entry_at + END)
-        store_rows(zeros, output, row, end, (tile % columns) * BLOCK_N, BLOCK_M, spec)
+        store_rows(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
     for tile in tl.range(program, count * columns, spec.PROGRAMS):
         entry, column = grouped_tile(tile, count, columns, spec.BAND)
         entry_at = tiles + (leading + entry) * FIELDS
         matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
         column *= spec.BLOCK_N
-        if spec.HALVES and end - row <= BLOCK_M // 2:
-            make_tile(tokens, rhs, index, output, matrix, row, end, column, BLOCK_M // 2, spec)
-        else:
-            make_tile(tokens, rhs, index, output, matrix, row, end, column, BLOCK_M, spec)
+        make_tile(tokens, rhs, index, output, matrix, row, end, column, spec)

@@ -24,7 +24,6 @@ class GatedSpec:
         GATHERS: Whether rows name tokens; otherwise row m is token m.
         ACTIVATION: Of the gate.
         BLOCK_M: Rows of a tile.
-        HALVES: Whether tiles with as few rows are half as high: the last of most groups.
         BLOCK_N: Columns of a tile of the output.
         BLOCK_K: Contracted elements a step.
         ENTRIES: Entries of the tile list.
@@ -42,7 +41,6 @@ class GatedSpec:
     GATHERS: bool
     ACTIVATION: str
     BLOCK_M: int
-    HALVES: bool
     BLOCK_N: int
     BLOCK_K: int
     ENTRIES: int
@@ -75,7 +73,6 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
         GATHERS=record.indices is not None,
         ACTIVATION=record.activation,
         BLOCK_M=config.block_m,
-        HALVES=config.halves,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         ENTRIES=most_tiles(rows, matrices, config.block_m),
