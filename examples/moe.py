@@ -112,8 +112,9 @@ def mlp(layer: Experts, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     return multiplied(layer, gated(multiplied(layer, rows, layer.gate_up, sizes)), layer.down, sizes)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def gated(rows: jax.Array) -> jax.Array:
-    """SwiGLU: the first half of the columns gates the second."""
+    """SwiGLU: the first half of the columns gates the second. A gradient keeps rows, and computes the rest again."""
     gate, up = jnp.split(rows, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
