@@ -13,7 +13,7 @@ from ejkernel_pallas.gpu.grouped_matmul.run import gated_forward
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
 
 SHAPE = jax.ShapeDtypeStruct
-TILES = gated_spec.TILES
+TILES, ALONE = gated_spec.TILES, gated_spec.ALONE
 
 
 def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, activation="silu"):
@@ -31,7 +31,7 @@ def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, activati
     [
         ({}, TILES[0]),  # gathered rows, tiles that may be split
         ({"tokens": 520, "rows": None, "width": 192, "activation": "gelu"}, TILES[0]),  # a last tile of 64 columns
-        ({"dtype": jnp.float16}, dataclasses.replace(TILES[0], halves=True)),
+        ({"dtype": jnp.float16}, ALONE[0]),
         ({"width": 64}, next(params for params in TILES if params.block_n == 64)),
     ],
     ids=str,
@@ -45,7 +45,7 @@ def test_a_call_lowers_to_one_kernel(fields, params):
     assert (output.shape, output.dtype) == ((520, record.rhs.shape[2] // 2), record.lhs.dtype)
 
 
-@pytest.mark.parametrize("params", TILES, ids=str)
+@pytest.mark.parametrize("params", [*TILES, *ALONE], ids=str)
 def test_candidates_fit_into_shared_memory_and_registers(params):
     made = gated_spec.make_gated_spec(make(), params)
     assert spec.shared_bytes(dataclasses.replace(made.tile, block_n=2 * params.block_n)) <= SHARED_MEMORY - spec.RESERVE
@@ -64,6 +64,7 @@ def test_tiles_that_are_none_are_refused(name, value):
     [
         (make(), []),
         (make(rows=513), ["513 rows"]),
+        (make(rows=120), ["24 rows a group"]),
         (make(depth=100), ["100 contracted elements"]),
         (make(width=96), ["96 columns of the output"]),
         (make(tokens=2**26, depth=512), ["gathered rows"]),
@@ -73,6 +74,13 @@ def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
     found = gated_spec.reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "alone"), [(520, False), (320, True)])
+def test_one_warpgroup_has_a_few_rows_alone_where_groups_are_small(rows, alone):
+    found = gated_spec.candidates(make(rows=rows), None, "forward")
+    assert found[0].alone is alone
+    assert gated_spec.heuristic(make(rows=rows), None, "forward") == found[0]
 
 
 @pytest.mark.parametrize("half", [-1, 0, 1])

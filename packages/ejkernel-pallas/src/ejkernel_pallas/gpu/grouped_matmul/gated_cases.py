@@ -11,11 +11,14 @@ from ejkernel.ops.model import Case
 
 # Empty groups, groups of fewer rows than a warpgroup has, of fewer than a tile and of several, and rows left over.
 GROUPS = (40, 0, 63, 1, 130, 200)
-# name, tokens, rows (None without indices), contracted, columns, dtype, options
-_ROWS: tuple[tuple[str, int, int | None, int, int, Any, dict[str, Any]], ...] = (
-    ("tiles", 520, None, 128, 192, jnp.bfloat16, {"activation": "gelu"}),
-    ("tiles of gathered rows", 96, 520, 320, 256, jnp.bfloat16, {}),
-    ("tiles of float16", 96, 520, 64, 64, jnp.float16, {"activation": "gelu"}),
+# As above, with so few rows in the mean that one warpgroup multiplies the last of a group.
+SMALL_GROUPS = (40, 0, 63, 1, 130, 64, 65, 0, 5, 120)
+# name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, options
+_ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (
+    ("tiles", 520, None, 128, 192, GROUPS, jnp.bfloat16, {"activation": "gelu"}),
+    ("tiles of gathered rows", 96, 520, 320, 256, GROUPS, jnp.bfloat16, {}),
+    ("tiles of float16", 96, 520, 64, 64, GROUPS, jnp.float16, {"activation": "gelu"}),
+    ("tiles of few rows", 96, 520, 128, 192, SMALL_GROUPS, jnp.bfloat16, {}),
 )
 
 
@@ -25,18 +28,25 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 
 def _case(
-    name: str, tokens: int, rows: int | None, contracted: int, columns: int, dtype: Any, options: dict[str, Any]
+    name: str,
+    tokens: int,
+    rows: int | None,
+    contracted: int,
+    columns: int,
+    groups: tuple[int, ...],
+    dtype: Any,
+    options: dict[str, Any],
 ) -> Case:
     def make(key: jax.Array) -> GatedGroupedMatmulArguments:
         keys = jax.random.split(key, 3)
         lhs = jax.random.normal(keys[0], (tokens, contracted))
-        rhs = jax.random.normal(keys[1], (len(GROUPS), contracted, 2 * columns)) * contracted**-0.5
+        rhs = jax.random.normal(keys[1], (len(groups), contracted, 2 * columns)) * contracted**-0.5
         # Some name no token.
         indices = None if rows is None else jax.random.randint(keys[2], (rows,), -1, tokens + 1, jnp.int32)
         return GatedGroupedMatmulArguments(
             lhs=lhs.astype(dtype),
             rhs=rhs.astype(dtype),
-            group_sizes=jnp.array(GROUPS, jnp.int32),
+            group_sizes=jnp.array(groups, jnp.int32),
             indices=indices,
             **options,
         )

@@ -141,8 +141,14 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         few = tile.end - tile.row <= WGMMA_M
         pl.when(few)(lambda: product(Part(I32(0), warpgroup * half, half)))
         others.append(~few)
+    if spec.gate and spec.gate.alone:
+        # The first warpgroup has all rows. What the other would make is the same, and takes power.
+        idle = (tile.end - tile.row <= WGMMA_M) & (warpgroup > 0)
+        pl.when(idle)(functools.partial(_pass, call, done))
+        others.append(~idle)
     if spec.splits:
-        pl.when(tile.half >= 0)(lambda: product(Part(warpgroup, tile.half * half, half, split=True)))
+        split_in_two = functools.reduce(jnp.logical_and, others, tile.half >= 0)
+        pl.when(split_in_two)(lambda: product(Part(warpgroup, tile.half * half, half, split=True)))
         others.append(tile.half < 0)
     if spec.tail:
         # Columns that the output does not have are not multiplied.
@@ -154,6 +160,18 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     else:
         product(whole)
     return number + call.blocks, done + spec.steps
+
+
+def _pass(call: Call, done: Any) -> None:
+    """Frees the stages of a tile that another warpgroup multiplies."""
+    shared, stages = call.shared, call.spec.tile.stages
+
+    def step(index: Any, carry: None) -> None:
+        slot = lax.rem(done + index, I32(stages))
+        plgpu.barrier_wait(shared.full.at[slot])
+        plgpu.barrier_arrive(shared.free.at[slot])
+
+    lax.fori_loop(0, call.spec.steps, step, None)
 
 
 def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:

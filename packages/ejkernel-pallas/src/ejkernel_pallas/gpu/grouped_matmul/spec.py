@@ -123,10 +123,12 @@ class Gate:
     Attributes:
         activation: Of the gate: "silu" or "gelu".
         gathers: Whether rows are gathered by an index each.
+        alone: Whether one warpgroup alone multiplies tiles of at most 64 rows.
     """
 
     activation: str
     gathers: bool
+    alone: bool
 
 
 OF_ROWS_ALONE = ("overlap", "halves")
