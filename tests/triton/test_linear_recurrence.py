@@ -98,7 +98,10 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, gates):
     assert made >= {"gates_kernel", "states_kernel", "value_gradients_kernel", "key_gradients_kernel"}
     assert ("scores_kernel" in made) == (gates == "channels")
     assert ("walk_kernel" in made, "outputs_kernel" in made) == (gates == "heads", gates != "heads")
-    assert_fits_and_spills_nothing(calls, chip)
+    spills = (chip, gates) == ("sm_90", "channels")  # faster than what does not
+    assert_fits_and_spills_nothing(
+        [c for c in calls if not spills or c.kernel.__name__ != "key_gradients_kernel"], chip
+    )
 
 
 def one_row(record, tokens=4096):
@@ -127,8 +130,10 @@ def delta_record(gates):
 
 
 DELTA_TILES = (*((chip, gates) for chip in CHIPS for gates in ("heads", "channels")), ("sm_90", "none"))
-SPILLS = {("sm_80", "channels"): "delta_key_gradients_kernel", ("sm_120", "channels"): "delta_key_gradients_kernel"}
-"""A kernel that spills whatever its tiles."""
+SPILLS = dict.fromkeys(
+    (("sm_80", "channels"), ("sm_90", "channels"), ("sm_120", "channels")), "delta_key_gradients_kernel"
+)
+"""A kernel that spills whatever its tiles, or on sm_90 is faster with those that do."""
 
 
 @pytest.mark.parametrize(("chip", "gates"), DELTA_TILES)
@@ -211,6 +216,10 @@ def test_keys_that_repeat_are_solved_without_loss():
     run_interpreted("delta_process.py")
 
 
+def test_segments_leave_out_what_vanishes():
+    run_interpreted("reach_process.py")
+
+
 def test_tables_of_packed_sequences_are_those_of_xla():
     run_interpreted("spans_process.py")
 
@@ -246,7 +255,9 @@ def test_segments_of_the_delta_rule_fit_the_chip_and_spill_nothing():
     assert [call.constants["TRANSITIONS"] for call in states] == [True, False]
     starts = [call for call in calls if call.kernel.__name__ == "delta_starts_kernel"]
     assert [call.constants["REVERSE"] for call in starts] == [False, True]
-    assert_fits_and_spills_nothing([*states, *starts], "sm_90")
+    reaches = [call for call in calls if call.kernel.__name__ == "reach_kernel"]
+    assert [call.constants["REVERSE"] for call in reaches] == [False, True]
+    assert_fits_and_spills_nothing([*states, *starts, *reaches], "sm_90")
 
 
 def test_segments_of_a_walk_start_in_one_launch():

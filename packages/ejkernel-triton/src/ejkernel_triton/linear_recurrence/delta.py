@@ -43,10 +43,12 @@ class Segments(NamedTuple):
         starts: [B, SEQUENCES, H, K, V]; None is zeros.
         ends: [B, WALKED, H, K, V + K] float32, where walks from zeros end, and what a segment makes of the identity: S
             behind it is the former plus the latter times its start. None where rows are whole.
+        used: [B, WALKED, H], 0 where no state passes through a segment, and so no gradient. None if it is not known.
     """
 
     starts: jax.Array | None
-    ends: jax.Array | None
+    ends: jax.Array | None = None
+    used: jax.Array | None = None
 
 
 class DeltaPocket(NamedTuple):
@@ -180,17 +182,17 @@ def _state_gradients(
     assert made.segments is not None
     within = delta_gradients.intra_chunk(call, cotangent)
 
-    def reverse(call: RecurrenceCall, final: jax.Array | None, dtype: Any) -> delta_gradients.StateGradients:
-        correction = cast(Corrections, made.inside).correction
-        return delta_gradients.pass_state_gradients(call, correction, cotangent, within, final, dtype)
+    correction, found = made.inside.correction, made.segments
 
     last = final[None] if record.cu_seqlens is not None else final[:, None]
-    if made.segments.ends is not None:
+    if found.ends is not None:
         walked = segments.parts_of(call.spec, reverse=True, no_start=False)
         spec = dataclasses.replace(call.spec, SEQUENCES=walked.walks, PER_SEQUENCE=walked.chunks)
-        ends = reverse(dataclasses.replace(call, spec=spec), None, None).first
-        last = segments.delta_starts(call.spec, walked, ends, made.segments.ends, final)
-    return reverse(call, last, state_dtype(record))
+        reach = segments.reaches(call, correction, walked)
+        walks = dataclasses.replace(call, spec=spec)
+        ends = delta_gradients.gradient_ends(walks, correction, cotangent, within, reach)
+        last = segments.delta_starts(call.spec, walked, ends, found.ends, final, found.used)
+    return delta_gradients.pass_state_gradients(call, correction, cotangent, within, last, state_dtype(record))
 
 
 def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
@@ -249,11 +251,14 @@ def find_segments(record: LinearRecurrence, call: RecurrenceCall, inside: Correc
     """
     initial = initial_states(record)
     if record.cu_seqlens is not None or call.spec.SEQUENCES < 2:
-        return Segments(initial, None)
+        return Segments(initial)
     walked = segments.parts_of(call.spec, reverse=False, no_start=initial is None, every=keep)
-    ends = segments.end_states(call, call.key, inside.written, walked, correction=inside.correction)
+    reach = segments.reaches(call, inside.correction, walked)
+    ends, used = segments.end_states(call, call.key, inside.written, walked, correction=inside.correction, reach=reach)
+    used = None if reach is None else used
     first = None if initial is None else initial[:, 0]
-    return Segments(segments.delta_starts(call.spec, walked, ends, ends, first), ends if keep else None)
+    starts = segments.delta_starts(call.spec, walked, ends, ends, first, used)
+    return Segments(starts, ends, used) if keep else Segments(starts)
 
 
 def chunk_states(

@@ -52,7 +52,7 @@ def pass_state_gradients(
     correction: jax.Array,
     cotangent: jax.Array,
     within: jax.Array,
-    final: jax.Array | None,
+    final: jax.Array,
     dtype: Any,
 ) -> StateGradients:
     """The gradients of the states between chunks.
@@ -62,23 +62,59 @@ def pass_state_gradients(
         correction: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         within: [B, T, H, V] from `intra_chunk`.
-        final: [B, SEQUENCES, H, K, V], gradients of the final states; None is zeros.
-        dtype: Dtype of the gradients of states; None stores only those before the first chunks. With fewer segments in
-            `call.spec` than the row has, the first ones are left out.
+        final: [B, SEQUENCES, H, K, V], gradients of the final states.
+        dtype: Dtype of the gradients of states.
+    """
+    spec, batch = call.spec, call.query.shape[0]
+    states, tokens = (batch, spec.H, spec.CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
+    return _walk_back(call, (correction, cotangent, within, final, None), Shape(states, dtype), tokens)
+
+
+def gradient_ends(
+    call: RecurrenceCall,
+    correction: jax.Array,
+    cotangent: jax.Array,
+    within: jax.Array,
+    reach: jax.Array | None,
+) -> jax.Array:
+    """The gradients of the states before segments, from walks that begin with zeros behind them.
+
+    Args:
+        call: What the stages share, whose sequences are the segments that are walked, the last ones of the row.
+        correction: W [B, T, H, K].
+        cotangent: [B, T, H, V] of the output.
+        within: [B, T, H, V] from `intra_chunk`.
+        reach: How far gradients reach, from `segments.reaches`; None if that is not known.
+
+    Returns:
+        [B, SEQUENCES, H, K, V] float32.
+    """
+    call = dataclasses.replace(call, config=_first_walk(delta_config(call)))
+    nothing = (call.query.shape[0],)
+    arrays = (correction, cotangent, within, None, reach)
+    return _walk_back(call, arrays, Shape(nothing, jnp.float32), nothing).first
+
+
+def _walk_back(call: RecurrenceCall, arrays: tuple[Any, ...], states: Shape, tokens: tuple[int, ...]) -> StateGradients:
+    """A launch of `state_gradients_kernel`.
+
+    Args:
+        call: What the stages share.
+        arrays: correction, cotangent, within, final and reach. Without final nothing is stored but where walks end.
+        states: The gradients of states.
+        tokens: Shape of those of what tokens write.
     """
     from ejkernel_triton.linear_recurrence.delta_gradients_kernels import state_gradients_kernel
 
-    if dtype is None:
-        call = dataclasses.replace(call, config=_first_walk(delta_config(call)))
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
-    states, tokens = (batch, spec.H, spec.CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
+    *given, final, reach = arrays
     made = launch(
         state_gradients_kernel,
-        (call.query, call.key, call.gates, correction, cotangent, within, final, *call.spans.of_walks),
+        (call.query, call.key, call.gates, *given, final, *call.spans.of_walks, reach),
         [
-            Shape((batch,) if dtype is None else states, jnp.float32 if dtype is None else dtype),
+            states,
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-            Shape((batch,) if dtype is None else tokens, cotangent.dtype),
+            Shape(tokens, call.query.dtype),
         ],
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * -(-spec.V // config.reverse_block_v),
@@ -89,8 +125,9 @@ def pass_state_gradients(
             "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_V": config.reverse_block_v,
             "FINAL": final is not None,
-            "WRITE": dtype is not None,
+            "WRITE": final is not None,
             "OFFSET": -(-spec.CHUNKS // spec.PER_SEQUENCE) - spec.SEQUENCES if spec.PER_SEQUENCE else 0,
+            "REACH": 0 if reach is None else reach.shape[3],
         },
     )
     return StateGradients(*made)

@@ -32,6 +32,7 @@ from ejkernel_triton.linear_recurrence.gradients_kernels import (
     store_tokens,
     through_states,
 )
+from ejkernel_triton.linear_recurrence.reach_kernel import load_reach
 from ejkernel_triton.linear_recurrence.tile import (
     chunk_base,
     chunk_span,
@@ -116,6 +117,7 @@ def state_gradients_kernel(
     bounds,
     first_chunks,
     order,
+    reach,
     dstates,
     first_gradient,
     dwritten,
@@ -126,6 +128,7 @@ def state_gradients_kernel(
     FINAL: tl.constexpr,
     WRITE: tl.constexpr,
     OFFSET: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Passes BLOCK_V columns of the gradient of one head's state from the last chunk of a sequence to the first.
 
@@ -141,6 +144,10 @@ def state_gradients_kernel(
     row = program // spec.SEQUENCES
     sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
     first, last, sequence_start, end = walk_span(bounds, first_chunks, row, sequence + OFFSET, spec, per)
+    if REACH > 0:
+        # From the segment's beginning the gradient passes on: what vanishes until there is left out.
+        SEGMENTS: tl.constexpr = (spec.CHUNKS + spec.PER_SEQUENCE - 1) // spec.PER_SEQUENCE
+        last = tl.minimum(last, first + load_reach(reach, row, sequence + OFFSET, head, SEGMENTS, REACH, spec))
     rows = tl.arange(0, C)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if FINAL:

@@ -14,6 +14,18 @@ from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec
 from ejkernel_triton.sizes import padded
 
+REACH_MOST = 128
+"""Chunks after which `reaches` stops to look whether the delta rule leaves something of a state."""
+
+REACH_GROUP = 4
+"""Chunks between two looks."""
+
+REACH_STAGES = 3
+"""Pipeline stages of a program there, at most."""
+
+REACH_COLUMNS = 64
+"""Columns of a program there, at most."""
+
 
 class Walked(NamedTuple):
     """Parts of a row's segments that are walked at the same time, before its segments are.
@@ -46,7 +58,7 @@ def parts_of(spec: RecurrenceSpec, *, reverse: bool, no_start: bool, every: bool
         no_start: Whether the row begins with zeros.
         every: Whether all segments are walked, for what they make of a state.
     """
-    each = _parts(spec, reverse or every)
+    each = _parts(spec)
     # Parts have the same number of chunks.
     while each > 1 and (spec.PER_SEQUENCE % each or spec.CHUNKS % spec.PER_SEQUENCE):
         each //= 2
@@ -62,21 +74,68 @@ def parts_of(spec: RecurrenceSpec, *, reverse: bool, no_start: bool, every: bool
     )
 
 
-def _parts(spec: RecurrenceSpec, gradients: bool) -> int:
+def _parts(spec: RecurrenceSpec) -> int:
     """Parts of a segment: more of them wait for memory at the same time, and more are put together after it.
 
     Measured with 4 segments of 65536 tokens (docs/lab/linear_recurrence_gpu.md). To put one of the delta rule to those
-    before it takes products one after the other, 8 microseconds. With gradients one part was not compared with float64
-    on a chip.
+    before it takes products one after the other, 8 microseconds.
     """
     if spec.DELTA:
-        return 4 if gradients else 1
-    return 8 if spec.CONSTANT else 4 if spec.WIDTH < 2 else 2
+        return 1
+    return 16 if spec.CONSTANT else 4 if spec.WIDTH < 2 else 2
+
+
+def reaches(call: RecurrenceCall, correction: jax.Array, walked: Walked) -> jax.Array | None:
+    """How many of a segment's last chunks leave something of a state, in reverse of its first ones of a gradient.
+
+    Args:
+        call: What the stages share.
+        correction: W, [B, T, H, K].
+        walked: Which segments, and in which direction.
+
+    Returns:
+        [B, SEQUENCES, H, tiles of columns] int32, of which the largest counts; more than there are chunks if the state
+        does not vanish in REACH_MOST, and 0 for a segment that is not walked. None if it is not known: without gates,
+        and in float16, which has not the range.
+    """
+    from ejkernel_triton.linear_recurrence.reach_kernel import reach_kernel
+
+    spec, config, batch = call.spec, call.config, correction.shape[0]
+    if spec.WIDTH == 0 or correction.dtype == jnp.float16:
+        return None
+    block = min(REACH_COLUMNS, config.state_block_v)
+    tiles = -(-spec.K // block)
+    (made,) = launch(
+        reach_kernel,
+        (call.key, call.gates, correction),
+        [Shape((batch, spec.SEQUENCES, spec.H, tiles), jnp.int32)],
+        batch=batch,
+        grid=batch * spec.SEQUENCES * spec.H * tiles,
+        num_warps=config.state_warps,
+        num_stages=min(config.state_stages, REACH_STAGES),
+        constants={
+            "spec": spec,
+            "BLOCK_K": padded(spec.K, MIN_TILE),
+            "BLOCK_V": block,
+            "REVERSE": walked.reverse,
+            "OFFSET": walked.offset,
+            "WALKS": walked.walks,
+            "MOST": REACH_MOST,
+            "GROUP": REACH_GROUP,
+        },
+    )
+    return made
 
 
 def end_states(
-    call: RecurrenceCall, left: jax.Array, right: jax.Array, walked: Walked, *, correction: jax.Array | None = None
-) -> jax.Array:
+    call: RecurrenceCall,
+    left: jax.Array,
+    right: jax.Array,
+    walked: Walked,
+    *,
+    correction: jax.Array | None = None,
+    reach: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Where the walks of `pass_states` end that begin with zeros, one for each part of a row's segments.
 
     Args:
@@ -85,10 +144,12 @@ def end_states(
         right: [B, T, heads, V], as for `pass_states`.
         walked: Which parts.
         correction: w, [B, T, H, K], as for `pass_states`.
+        reach: How far states reach, from `reaches`; with a correction alone.
 
     Returns:
         [B, parts, H, K, V] float32. With a correction V + K columns: behind V columns those of what a part makes of the
-        identity, with nothing written.
+        identity, with nothing written. And, if it is known how far states reach, int32 [B, parts, H]: 0 where nothing
+        passes through a part, whose last K columns are undefined.
     """
     batch = left.shape[0]
     spec = dataclasses.replace(call.spec, SEQUENCES=walked.walks, PER_SEQUENCE=walked.chunks)
@@ -96,7 +157,7 @@ def end_states(
     outputs = [
         Shape((batch,), jnp.float32),
         Shape((batch, spec.SEQUENCES, spec.H, spec.K, columns), jnp.float32),
-        Shape((batch,), right.dtype),
+        Shape((batch,) if reach is None else (batch, spec.SEQUENCES, spec.H), jnp.int32),
     ]
     constants = {
         "REVERSE": walked.reverse,
@@ -105,9 +166,12 @@ def end_states(
         "OFFSET": walked.offset,
         "NO_START": walked.no_start,
         "ENDS": walked.ends,
+        "EACH": walked.each,
+        "REACH": 0 if reach is None else reach.shape[3],
     }
     call = dataclasses.replace(call, spec=spec, config=_first_walk(call))
-    return stages.walk_states(call, (left, right, None, correction), outputs, constants)[1]
+    arrays = (left, right, None, correction, reach)
+    return stages.walk_states(call, arrays, outputs, constants)[1:]
 
 
 def _first_walk(call: RecurrenceCall) -> ChunkPasses:
@@ -117,8 +181,9 @@ def _first_walk(call: RecurrenceCall) -> ChunkPasses:
     config = dataclasses.replace(call.config, state_stages=min(call.config.state_stages, 2))
     whole = spec.K == spec.V == 128 and call.query.dtype.itemsize == 2
     if spec.CONSTANT and whole and chip_of(current_device()).architecture == "hopper":
-        # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention.
-        return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_warps=8)
+        # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention. Heads that
+        # do not decay walk alone, so no second program hides that they wait: a third stage, 0.455 instead of 0.466.
+        return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_warps=8, state_stages=3)
     return config
 
 
@@ -142,7 +207,7 @@ def decayed_starts(
     spec, batch = call.spec, left.shape[0]
     walked = parts_of(spec, reverse=reverse, no_start=initial is None)
     # Float32 ends: their rounding would reach every later segment.
-    ends = end_states(call, left, right, walked)
+    ends, _ = end_states(call, left, right, walked)
     block_k, block_v = (min(32, padded(n, MIN_TILE)) for n in (spec.K, spec.V))
     first = None if initial is None else initial[:, 0]
     (made,) = launch(
@@ -168,7 +233,12 @@ def decayed_starts(
 
 
 def delta_starts(
-    spec: RecurrenceSpec, walked: Walked, ends: jax.Array, transitions: jax.Array, first: jax.Array | None
+    spec: RecurrenceSpec,
+    walked: Walked,
+    ends: jax.Array,
+    transitions: jax.Array,
+    first: jax.Array | None,
+    used: jax.Array | None,
 ) -> jax.Array:
     """Where the walks through segments begin, [B, SEQUENCES, H, K, V] float32.
 
@@ -179,21 +249,22 @@ def delta_starts(
         transitions: [B, parts, H, K, V + K], of whose columns the last K count: what parts make of a state, and by
             the transposes, from the last part to the first, of its gradient.
         first: [B, H, K, V], where the row begins, or in reverse the gradient of where it ends; None is zeros.
+        used: [B, parts, H], 0 where nothing passes through a part; None if that is not known.
     """
     from ejkernel_triton.linear_recurrence.segments_kernel import delta_starts_kernel
 
-    batch, block_v, parts = ends.shape[0], MIN_TILE, spec.SEQUENCES * walked.each
+    batch, block_v = ends.shape[0], MIN_TILE
     (made,) = launch(
         delta_starts_kernel,
-        (ends, transitions, first),
-        [Shape((batch, parts, spec.H, spec.K, spec.V), jnp.float32)],
+        (ends, transitions, first, used),
+        [Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
         batch=batch,
         grid=batch * spec.H * -(-spec.V // block_v),
         num_warps=4,
         num_stages=2,
         constants={
             "spec": spec,
-            "PARTS": parts,
+            "PARTS": spec.SEQUENCES,
             "ENDS": ends.shape[1],
             "WALKED": transitions.shape[1],
             "END_COLUMNS": ends.shape[4],
@@ -203,6 +274,7 @@ def delta_starts(
             "BLOCK_V": block_v,
             "FIRST": first is not None,
             "REVERSE": walked.reverse,
+            "SOME": used is not None,
         },
     )
-    return made[:, walked.each - 1 :: walked.each] if walked.reverse else made[:, :: walked.each]
+    return made

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot
+from ejkernel_triton.linear_recurrence.reach_kernel import constant_reach
 from ejkernel_triton.linear_recurrence.tile import constant_gate, gates_base, load_state, store_state
 
 
@@ -69,6 +70,9 @@ def decayed_starts_kernel(
         acc = load_state(first + from_row * size, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     g_base = gates_base(gates, row, head, 0, spec, per)
     constant = constant_gate(gates, row, head, spec, per)
+    reach = 0
+    if spec.CONSTANT:
+        reach = constant_reach(constant, spec)
     # Unrolled: no load waits for the state.
     for step in tl.static_range(0, SEGMENTS):
         segment = SEGMENTS - 1 - step if REVERSE else step
@@ -84,7 +88,15 @@ def decayed_starts_kernel(
                     acc *= decay_of(g_base, constant, part, channels, spec, CHUNKS, PADDED)
                 if spec.WIDTH > 1:
                     acc *= decay_of(g_base, constant, part, channels, spec, CHUNKS, PADDED)[:, None]
-                acc += load_state(ends + at * size, k_start, v_start, BLOCK_K, BLOCK_V, spec)
+                if spec.CONSTANT:
+                    # The walk stored nothing for parts of which nothing is left where the segment ends.
+                    limit = tl.where((PARTS - 1 - n) * CHUNKS < reach, spec.K, 0)
+                    columns = v_start + tl.arange(0, BLOCK_V)
+                    inside = (channels < limit)[:, None] & (columns < spec.V)[None, :]
+                    at_tile = ends + at * size + (channels[:, None] * spec.V + columns[None, :])
+                    acc += tl.load(at_tile, mask=inside, other=0.0)
+                else:
+                    acc += load_state(ends + at * size, k_start, v_start, BLOCK_K, BLOCK_V, spec)
 
 
 @triton.jit
@@ -92,6 +104,7 @@ def delta_starts_kernel(
     ends,
     transitions,
     first,
+    used,
     starts,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -105,6 +118,7 @@ def delta_starts_kernel(
     BLOCK_V: tl.constexpr,
     FIRST: tl.constexpr,
     REVERSE: tl.constexpr,
+    SOME: tl.constexpr,
 ):
     """Starts of PARTS parts of a row with the delta rule, BLOCK_V value channels of one head; see `delta_starts`.
 
@@ -135,7 +149,11 @@ def delta_starts_kernel(
             inside = (i < spec.K)[:, None] & (columns < spec.V)[None, :]
             acc = tl.load(at + (i[:, None] * END_COLUMNS + columns[None, :]), mask=inside, other=0.0)
             m_base = transitions + ((tl.cast(row, tl.int64) * WALKED + part) * spec.H + head) * (spec.K * WIDTH)
-            for j_start in tl.range(0, spec.K, BLOCK_J):
+            # A part that nothing passes through has no transition.
+            columns_left = spec.K
+            if SOME:
+                columns_left = tl.load(used + ((row * WALKED + part) * spec.H + head)) * spec.K
+            for j_start in tl.range(0, columns_left, BLOCK_J):
                 j = j_start + tl.arange(0, BLOCK_J)
                 valid = (i < spec.K)[:, None] & (j < spec.K)[None, :]
                 if REVERSE:

@@ -124,24 +124,25 @@ def pass_states(
         Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
         Shape((batch, spec.T, spec.H, spec.V) if correction is not None else (batch,), right.dtype),
     ]
-    return walk_states(call, (left, right, initial, correction), outputs, {"REVERSE": reverse, "WRITE": True})
+    return walk_states(call, (left, right, initial, correction, None), outputs, {"REVERSE": reverse, "WRITE": True})
 
 
 def walk_states(
     call: RecurrenceCall, arrays: tuple[Any, ...], outputs: list[Shape], constants: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A launch of `states_kernel`, with arrays as `pass_states` takes them: left, right, initial and correction."""
+    """A launch of `states_kernel`, with arrays as `pass_states` takes them: left, right, initial, correction,
+    and how far states reach, from `segments.reaches`, where it is ends of segments that are wanted."""
     from ejkernel_triton.linear_recurrence.states_kernels import states_kernel
 
     spec, config, batch = call.spec, call.config, outputs[1].shape[0]
-    left, right, initial, correction = arrays
+    left, right, initial, correction, reach = arrays
     block_k, block_v = config.state_block_k, config.state_block_v
     if correction is not None:
         # The correction's product sums over all key channels, and programs share no sums.
         block_k = padded(spec.K, MIN_TILE)
     made = launch(
         states_kernel,
-        (left, right, call.gates, call.dt, initial, correction, *call.spans.of_walks),
+        (left, right, call.gates, call.dt, initial, correction, *call.spans.of_walks, reach),
         outputs,
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * -(-spec.K // block_k) * -(-outputs[1].shape[4] // block_v),
@@ -159,6 +160,8 @@ def walk_states(
             "OFFSET": 0,
             "NO_START": False,
             "ENDS": 0,
+            "EACH": 0,
+            "REACH": 0,
             **constants,
         },
     )

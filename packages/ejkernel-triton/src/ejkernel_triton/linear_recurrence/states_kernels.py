@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import dot
+from ejkernel_triton.linear_recurrence.reach_kernel import gates_reach, load_reach
 from ejkernel_triton.linear_recurrence.tile import (
     chunk_base,
     chunk_span,
@@ -132,6 +133,7 @@ def states_kernel(
     bounds,
     first_chunks,
     order,
+    reach,
     states,
     final,
     written,
@@ -149,6 +151,8 @@ def states_kernel(
     OFFSET: tl.constexpr,
     NO_START: tl.constexpr,
     ENDS: tl.constexpr,
+    EACH: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Passes a tile of one head's state along the chunks of a sequence or segment; see `stages.pass_states`."""
     COLUMNS: tl.constexpr = spec.V + spec.K if TRANSITIONS else spec.V
@@ -177,6 +181,21 @@ def states_kernel(
         # ones end neither: these programs have no chunks.
         idle = (sequence == 0) & (v_start >= spec.V) & NO_START
         idle |= (sequence >= ENDS) & (v_start + BLOCK_V <= spec.V)
+        if REACH > 0:
+            # Where the state before vanishes inside of the segment, nothing passes through it, and chunks behind that
+            # give where it ends.
+            SEGMENTS: tl.constexpr = (spec.CHUNKS + spec.PER_SEQUENCE - 1) // spec.PER_SEQUENCE
+            far = last - load_reach(reach, row, sequence, head, SEGMENTS, REACH, spec)
+            used = first >= far
+            if NO_START:
+                used &= sequence > 0
+            of_transition = v_start + BLOCK_V > spec.V
+            begin = tl.where(v_start < spec.V, tl.minimum(last, tl.maximum(first, far)), last)
+            begin = tl.where(of_transition & used, first, begin)
+            sequence_start += (begin - first) * C
+            first = begin
+            if v_start == (spec.V // BLOCK_V) * BLOCK_V:
+                tl.store(written + ((row * spec.SEQUENCES + sequence) * spec.H + head), used.to(tl.int32))
         last = tl.where(idle, first, last)
         # Behind the values' columns, the identity's.
         of_identity = v_start - spec.V + tl.arange(0, BLOCK_V)
@@ -184,6 +203,20 @@ def states_kernel(
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
     constant = constant_gate(gates, row, head, spec, per)
+    if EACH > 0 and spec.WIDTH > 0 and not CORRECT:
+        # Parts of a segment, whose ends are put together with the decay of those behind them: what vanishes until the
+        # segment's end, in reverse until its beginning, is left out.
+        segment_first = (sequence + OFFSET) // EACH * (EACH * spec.PER_SEQUENCE)
+        segment_last = tl.minimum(segment_first + EACH * spec.PER_SEQUENCE, spec.CHUNKS)
+        useful = gates_reach(
+            gates, constant, row, head, k_start, segment_first, segment_last, BLOCK_K, REVERSE, spec, per
+        )
+        if REVERSE:
+            last = tl.maximum(first, tl.minimum(last, segment_first + useful))
+        else:
+            begin = tl.minimum(last, tl.maximum(first, segment_last - useful))
+            sequence_start += (begin - first) * C
+            first = begin
     next_factors = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
@@ -257,7 +290,13 @@ def states_kernel(
             acc *= tl.exp2(after)[:, None]
     if TRANSITIONS:
         k_rows, columns = k_start + tl.arange(0, BLOCK_K), v_start + tl.arange(0, BLOCK_V)
-        inside = (k_rows < spec.K)[:, None] & (columns < COLUMNS)[None, :]
+        stored = COLUMNS
+        if REACH > 0:
+            stored = tl.where(used, COLUMNS, spec.V)  # transitions of no use are not read
+        inside = (k_rows < spec.K)[:, None] & (columns < stored)[None, :]
         tl.store(final + state_offset + (k_rows[:, None] * COLUMNS + columns[None, :]), acc, mask=inside)
+    elif EACH > 0 and spec.CONSTANT:
+        if last > first:  # `decayed_starts_kernel` does not read the others
+            store_state(final + state_offset, acc, k_start, v_start, spec)
     else:
         store_state(final + state_offset, acc, k_start, v_start, spec)
