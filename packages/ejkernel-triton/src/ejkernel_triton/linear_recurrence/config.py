@@ -223,7 +223,8 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         chunk, backward_chunk = (MIN_TILE if by_channel(record) else 2 * MIN_TILE), MIN_TILE
     half = 32 if small else most
     warps = 8 if backward_chunk > 64 else 4
-    gradient_block_k, gradient_warps = _gradient_tile(record, warps)
+    hopper = chip.architecture == "hopper" and not wide
+    gradient_block_k, gradient_warps = _gradient_tile(record, warps, hopper)
     # Measured on an H200 with chunks of 64 and K, V of 128 (docs/lab/linear_recurrence_gpu.md): states 64 x 64, 4 warps
     # and 3 stages 0.172 ms, 32 x 64 and 2 warps 0.189, 128 x 64 0.246; outputs 4 warps 0.220 ms, 8 warps 0.268, since
     # 64 rows are one warpgroup's; scores 64 channels 0.654 ms, 32 channels 0.866.
@@ -247,7 +248,8 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         gradient_block_k=min(keys, half, most, gradient_block_k),
         gradient_block_v=min(values, half, most),
         gradient_warps=gradient_warps,
-        gradient_stages=1 if small else 2,
+        # Gates of channels with 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890 with 1.
+        gradient_stages=1 if small or (hopper and by_channel(record) and record.beta is None) else 2,
         walk=False,
         walk_block_v=min(values, 64),
         walk_warps=4,
@@ -301,7 +303,10 @@ def delta_heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Dir
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
         # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
         # channels, 0.57 instead of 0.60.
-        fields |= {"correction_block_k": min(keys, 128), "correction_block_v": min(values, 128)}
+        # Packed and with a gate a head, masks take registers, and 64 leave room for a third program: 0.738 ms, not
+        # 0.753.
+        most = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
+        fields |= {"correction_block_k": min(keys, most), "correction_block_v": min(values, most)}
         fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
     return DeltaPasses(**fields, reverse_block_v=block, reverse_warps=4, reverse_stages=1 if small else 2)
 
@@ -322,7 +327,6 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
     made = [dataclasses.replace(default, walk=False, keep_states=keep) for keep in (True, False)]
     made += [dataclasses.replace(default, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
     made += [dataclasses.replace(made[0], state_block_v=n) for n in (16, 32, 64)]
-    # Masks of packed sequences take registers: 64 channels leave room for a third program.
     made += [dataclasses.replace(default, correction_block_k=64, correction_block_v=64)]
     made += [dataclasses.replace(default, reverse_block_v=n) for n in (16, 32, 64)]
     made += [dataclasses.replace(default, reverse_warps=8)]
@@ -330,12 +334,14 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
     return tuple(dict.fromkeys((default, *made)))
 
 
-def _gradient_tile(record: LinearRecurrence, warps: int) -> tuple[int, int]:
+def _gradient_tile(record: LinearRecurrence, warps: int, hopper: bool) -> tuple[int, int]:
     """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
     if by_channel(record):
-        # Each halving adds to both gradients, which are float32 in registers; 64 channels spill, and are yet faster:
-        # 2.887 ms instead of 3.290 (docs/lab/linear_recurrence_gpu.md).
-        return 16, 4
+        # Each halving adds to both gradients, which are float32 in registers. On Hopper 32 take 2.61 ms instead of
+        # 3.30, and with the delta rule, where they spill 112 bytes a thread, 3.811 instead of 4.716
+        # (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
+        heads = head_count(record) if record.beta is None else 0
+        return (16 if not hopper or heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
     return (32, 4) if _shares_keys(record) else (64, warps)
 
 
