@@ -93,6 +93,15 @@ def test_numbers(kernels, name, parts):
     np.testing.assert_allclose(got, want, rtol=tolerance.rtol, atol=tolerance.atol)
 
 
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 4096, 36), (9, 4096, 32), (16, 512, 36), (8, 9216, 32)])
+def test_numbers_of_whole_columns(kernels, m, k, n):
+    made = MatmulSizes(m=m, k=k, n=n, group_size=64, dtype=jnp.bfloat16, transpose=True)
+    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    want = np.asarray(family.reference(record)[0], np.float32)
+    got = run(kernels, record, QuantizedSplits(splits=0))
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
+
+
 @pytest.mark.parametrize("transpose", [False, True])
 def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
     made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)
@@ -156,9 +165,35 @@ def test_chips_without_code_are_refused(capability):
     [(4096, 14336, True, 4), (4096, 14336, False, 8), (14336, 4096, True, 6), (128, 128, True, 1)],
 )
 def test_splits_fill_the_chip_in_one_wave(k, n, transpose, parts):
-    for m in (1, 16, 32):
+    for m in (17, 32) if n == 4096 else (1, 16, 32):
         record = OP.lower(sizes(m=m, k=k, n=n, transpose=transpose))
         assert splits.heuristic(record, H200, "forward") == QuantizedSplits(splits=parts)
+
+
+@pytest.mark.parametrize(("k", "n"), [(14336, 4096), (8192, 3072)])
+def test_blocks_of_narrow_matrices_have_whole_columns(k, n):
+    for m in (1, 16):
+        record = OP.lower(sizes(m=m, k=k, n=n, transpose=True))
+        assert splits.heuristic(record, H200, "forward") == QuantizedSplits(splits=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "possible"),
+    [
+        ({"m": 17}, False),
+        ({"transpose": False}, False),
+        ({"group_size": 128}, False),
+        ({"k": 14400}, False),
+        ({"k": 4096}, True),
+        ({"n": 14336}, True),
+        ({"n": 1024}, True),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_other_calls_have_clusters(changes, possible):
+    record = OP.lower(sizes(**{"transpose": True, "k": 14336, "n": 4096, **changes}))
+    assert splits.heuristic(record, H200, "forward").splits > 0
+    assert (QuantizedSplits(splits=0) in splits.candidates(record, H200, "forward")) == possible
 
 
 def test_the_call_lowers(monkeypatch):

@@ -1,6 +1,7 @@
 // The XLA FFI handler of the quantised matmul.
 #include <string>
 
+#include "quantized_columns.cuh"
 #include "quantized_matmul.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -49,15 +50,28 @@ ffi::Error launch_for_rows(cudaStream_t stream, const QuantizedCall& call) {
   return launch<L<Most>>(stream, call);
 }
 
+// Each block has all contracted elements.
+template <typename L>
+ffi::Error launch_whole_columns(cudaStream_t stream, const QuantizedCall& call) {
+  constexpr int kBytes = L::kWarps * L::kWarpBytes;
+  const auto kernel = whole_columns_kernel<L>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return failed("shared memory", error);
+  const unsigned blocks = (call.n + L::kTile - 1) / L::kTile;
+  error = launch_early(kernel, dim3(blocks), L::kThreads, kBytes, stream, call);
+  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
+}
+
 // Whether the arrays are those of one call: the kernels read what the shapes promise.
 bool consistent(
-    const QuantizedCall& call, bool transpose, size_t words, size_t scales, size_t zeros, size_t output) {
+    const QuantizedCall& call, bool transpose, bool whole, size_t words, size_t scales, size_t zeros, size_t output) {
   const int64_t codes = transpose ? call.k : call.n, rows = transpose ? call.n : call.k;
   return call.log_group >= 6 && call.log_group <= 10 && codes == int64_t(call.row_groups) << call.log_group &&
          call.row_words * int64_t(8) == codes && words == size_t(rows) * call.row_words &&
          scales == size_t(rows) * call.row_groups && zeros == scales && output == size_t(call.m) * call.n &&
          (transpose || (call.log_group == 6 && call.row_groups % 2 == 0)) && call.k % 8 == 0 && call.n % 4 == 0 &&
-         call.splits >= 1 && call.splits <= kMostSplits;
+         (whole ? transpose && call.m <= 16 && call.log_group == 6 && call.row_groups % 4 == 0
+                : call.splits >= 1 && call.splits <= kMostSplits);
 }
 
 ffi::Error quantized_matmul(
@@ -78,9 +92,14 @@ ffi::Error quantized_matmul(
   call.row_groups = scales.dimensions()[1];
   call.log_group = log_group;
   call.splits = splits;
-  if (!consistent(call, transpose, words.element_count(), scales.element_count(), zeros.element_count(),
+  const bool whole = splits == 0;
+  if (!consistent(call, transpose, whole, words.element_count(), scales.element_count(), zeros.element_count(),
                   output->element_count())) {
     return ffi::Error::InvalidArgument(std::string(kName) + "the shapes of the arrays do not belong together");
+  }
+  if (whole) {
+    return call.m <= 8 ? launch_whole_columns<WholeColumns<1>>(stream, call)
+                       : launch_whole_columns<WholeColumns<2>>(stream, call);
   }
   return transpose ? launch_for_rows<Transposed, 8>(stream, call) : launch_for_rows<RowsFirst, 4>(stream, call);
 }

@@ -18,6 +18,11 @@ __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, i
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// cp.async of 8 bytes: four scales. Neighbours of them are read soon, too.
+__device__ __forceinline__ void copy_four_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
 // What the blocks of a cluster stored in their shared memory is there for all of them. Chips before 9.0 have none.
 __device__ __forceinline__ void synchronise_stores_of_cluster() {
 #if __CUDA_ARCH__ >= 900

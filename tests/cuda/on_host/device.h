@@ -40,7 +40,7 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 
 namespace device {
 
-constexpr int kThreads = 256, kStack = 256 * 1024;
+constexpr int kThreads = 256, kMostThreads = 1024, kStack = 256 * 1024;
 
 struct Copy { char* to; const char* from; int bytes, size; };
 
@@ -75,7 +75,7 @@ struct Block {
   std::vector<char> memory;
   char* shared;
   Barrier barrier;
-  Warp warps[kThreads / 32];
+  Warp warps[kMostThreads / 32];
 };
 
 struct Thread {
@@ -116,12 +116,13 @@ inline void perform(const Copy& copy) {
 }
 
 // Runs blocks first to first + count as a cluster.
-inline void run_cluster(unsigned first, unsigned count, size_t shared_bytes, std::function<void()> kernel) {
+inline void run_cluster(
+    unsigned first, unsigned count, size_t shared_bytes, std::function<void()> kernel, unsigned size = kThreads) {
   static std::mt19937 random(1);
   constexpr int kGuard = 64;
   body = kernel;
   blocks.clear();
-  cluster = {int(count) * kThreads};
+  cluster = {int(count * size)};
   std::vector<std::unique_ptr<Thread>> threads;
   for (unsigned b = 0; b < count; ++b) {
     blocks.push_back(std::make_unique<Block>());
@@ -129,9 +130,9 @@ inline void run_cluster(unsigned first, unsigned count, size_t shared_bytes, std
     block.index = first + b;
     block.memory.assign(shared_bytes + kGuard + 16, char(0xFF));
     block.shared = reinterpret_cast<char*>((uintptr_t(block.memory.data()) + 15) / 16 * 16);
-    block.barrier.size = kThreads;
+    block.barrier.size = size;
     for (Warp& one : block.warps) one.barrier.size = 32;
-    for (unsigned t = 0; t < unsigned(kThreads); ++t) {
+    for (unsigned t = 0; t < size; ++t) {
       auto thread = std::make_unique<Thread>();
       thread->block = &block;
       thread->index = t;

@@ -1,5 +1,6 @@
 // Runs the kernels of csrc/quantized_matmul.cu block by block.
 #include "device.h"
+#include "quantized_columns.cuh"
 #include "quantized_matmul.cuh"
 
 namespace ejkernel {
@@ -19,6 +20,14 @@ void launch(const QuantizedCall& call) {
   const int tiles = (call.n + L::kTile - 1) / L::kTile * ((call.m + L::kRows - 1) / L::kRows);
   for (int first = 0; first < tiles * call.splits; first += call.splits) {
     device::run_cluster(first, call.splits, shared_bytes<L>(), [&] { quantized_kernel<L>(call); });
+  }
+}
+
+template <typename L>
+void launch_whole_columns(const QuantizedCall& call) {
+  for (int block = 0; block < (call.n + L::kTile - 1) / L::kTile; ++block) {
+    const auto kernel = [&] { whole_columns_kernel<L>(call); };
+    device::run_cluster(block, 1, L::kWarps * L::kWarpBytes, kernel, L::kThreads);
   }
 }
 
@@ -46,6 +55,9 @@ void run(const Arrays& arrays, const Numbers& a) {
                     {static_cast<const char*>(arrays.words), rows * a.row_words * 4},
                     {static_cast<const char*>(arrays.scales), groups},
                     {static_cast<const char*>(arrays.zeros), groups}};
+  if (a.splits == 0) {
+    return call.m <= 8 ? launch_whole_columns<WholeColumns<1>>(call) : launch_whole_columns<WholeColumns<2>>(call);
+  }
   a.transpose ? launch_for_rows<Transposed, 8>(call) : launch_for_rows<RowsFirst, 4>(call);
 }
 

@@ -65,6 +65,9 @@ struct Half<__nv_bfloat16> {
   static uint32_t pack(float low, float high) {
     return __float2bfloat16_rn(low).bits | uint32_t(__float2bfloat16_rn(high).bits) << 16;
   }
+  static __nv_bfloat16 round(float x) { return __float2bfloat16_rn(x); }
 };
+
+inline float exp2_fast(float x) { return exp2f(x); }
 
 }  // namespace ejkernel

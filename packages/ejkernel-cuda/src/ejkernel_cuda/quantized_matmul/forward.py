@@ -5,7 +5,7 @@ import numpy as np
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, columns
 from ejkernel_cuda.library import registered
-from ejkernel_cuda.quantized_matmul.splits import MAX_SPLITS, QuantizedSplits
+from ejkernel_cuda.quantized_matmul.splits import MAX_SPLITS, QuantizedSplits, has_whole_columns
 
 
 def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array, tuple[()]]:
@@ -18,6 +18,7 @@ def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array
     Returns:
         [M, N] in x's dtype. There are no residuals.
     """
+    whole = config.splits == 0 and has_whole_columns(record)
     assert record.zeros is not None  # affine codes have them
     call = jax.ffi.ffi_call(
         registered("ejkernel_quantized_matmul"),
@@ -31,7 +32,7 @@ def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array
         record.scales,
         record.zeros,
         log_group=np.int32(record.format.group_size.bit_length() - 1),
-        splits=np.int32(max(1, min(config.splits, MAX_SPLITS))),
+        splits=np.int32(0 if whole else max(1, min(config.splits, MAX_SPLITS))),
         transpose=record.transpose,
     )
     return output, ()

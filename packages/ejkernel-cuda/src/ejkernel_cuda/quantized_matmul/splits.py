@@ -18,13 +18,21 @@ PACE = {1: 1.0, 2: 1.55}
 OVERHEAD = 200
 """What a block costs beside its share, in contracted elements: it starts, fills its pipeline, and adds up sums."""
 
+WHOLE_ROWS, WHOLE_UNIT = 16, 256
+"""Most rows of x of blocks with all contracted elements, and what these are a multiple of: scales of four groups are
+aligned."""
+WHOLE_FIRST_COLUMNS, WHOLE_FIRST_K = (2112, 4224), 8192
+"""Where they are faster than clusters: blocks of 32 columns for half of an H200's multiprocessors to all of them, and
+contracted elements that give each of 16 warps two units."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedSplits:
     """The configuration of the kernels.
 
     Attributes:
-        splits: Split-K: blocks, a cluster, that share the contracted elements of the same columns.
+        splits: Split-K: blocks, a cluster, that share the contracted elements of the same columns. With 0 a block has
+            all of its columns, and its warps share them: only `transpose`, up to 16 rows.
     """
 
     splits: int
@@ -36,13 +44,24 @@ FACES = {"splits": "splits"}
 
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedSplits:
     """The splits that should take the least time."""
-    return min(candidates(record, device, direction), key=lambda config: cost(record, config.splits))
+    least, most = WHOLE_FIRST_COLUMNS
+    if has_whole_columns(record) and least <= columns(record) <= most and record.x.shape[1] >= WHOLE_FIRST_K:
+        return QuantizedSplits(splits=0)
+    clusters = [config for config in candidates(record, device, direction) if config.splits]
+    return min(clusters, key=lambda config: cost(record, config.splits))
 
 
 def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedSplits, ...]:
     """All numbers of splits of which each has something to do."""
     steps = -(-record.x.shape[1] // SHARE_STEP)
-    return tuple(QuantizedSplits(splits=splits) for splits in range(1, min(MAX_SPLITS, steps) + 1))
+    least = 0 if has_whole_columns(record) else 1
+    return tuple(QuantizedSplits(splits=splits) for splits in range(least, min(MAX_SPLITS, steps) + 1))
+
+
+def has_whole_columns(record: QuantizedMatmul) -> bool:
+    """Whether blocks can have all contracted elements of their columns."""
+    rows, k = record.x.shape
+    return record.transpose and record.format.group_size == 64 and rows <= WHOLE_ROWS and k % WHOLE_UNIT == 0
 
 
 def tile(record: QuantizedMatmul) -> tuple[int, int]:
