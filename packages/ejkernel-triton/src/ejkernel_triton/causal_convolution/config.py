@@ -30,16 +30,18 @@ class ConvolutionBackward:
     """Configuration of the backward kernel.
 
     Attributes:
-        block_t: Tokens of a block, whose rows are read while the block before is worked on.
+        block_t: Tokens of a block, whose rows are read while those before are worked on.
         block_c: Channels of a program.
         blocks: Blocks of a program, over which it adds up the gradients of the weights.
         num_warps: Warps a program.
+        num_stages: Blocks that are on their way at a time, and the one that is worked on.
     """
 
     block_t: int
     block_c: int
     blocks: int
     num_warps: int
+    num_stages: int
 
 
 RESIDENT = 7
@@ -67,7 +69,7 @@ def heuristic(
         # Longer walks read fewer halos and leave fewer partial sums, where there are programs enough without them.
         while blocks > 4 and programs * -(-tokens // (block_t * blocks)) < RESIDENT * chip_of(device).multiprocessors:
             blocks //= 2
-        return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps)
+        return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps, num_stages=4)
     return ConvolutionForward(block_t=8 if interpreting() else _fitting(tokens, 16), block_c=block_c, num_warps=warps)
 
 
@@ -86,6 +88,7 @@ def candidates(
     if isinstance(first, ConvolutionBackward):
         found += [dataclasses.replace(x, blocks=2 * x.blocks) for x in (first, found[1])]
         found += [dataclasses.replace(x, blocks=max(1, x.blocks // 2)) for x in (first, found[1])]
+        found += [dataclasses.replace(first, num_stages=n) for n in (2, 3)]
     return tuple(dict.fromkeys((first, *found)))
 
 

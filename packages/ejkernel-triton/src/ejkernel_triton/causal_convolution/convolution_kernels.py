@@ -13,7 +13,7 @@ A program has one tile of channels and a block of tokens, in the backward pass s
 few neighbouring channels, so that its loads are wide, and all W taps of a token are registers of that thread. Halos of
 the forward pass come from L1 or L2, since the neighbouring program reads them too. A program of the backward pass walks
 from block to block: it carries the last W - 1 rows of x and of ds, so that nothing is read or made twice, and the rows
-of the next block are on their way while it works. Only behind its last block it makes W - 1 rows of ds that are
+of the next blocks are on their way while it works. Only behind its last block it makes W - 1 rows of ds that are
 another program's too.
 
 For packed sequences, `starts` holds the first token of each token's sequence, and T for tokens of none: a tap counts if
@@ -233,15 +233,6 @@ def continued(carried, rows, COUNT: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
-def all_widened(rows, COUNT: tl.constexpr, spec: tl.constexpr):
-    """COUNT rows as float32."""
-    made = ()
-    for i in tl.static_range(COUNT):
-        made += (widened(rows[i], spec),)
-    return made
-
-
-@triton.jit
 def last_rows(rows, COUNT: tl.constexpr, spec: tl.constexpr):
     """The last W - 1 of W - 1 + COUNT rows."""
     W: tl.constexpr = spec.W
@@ -295,14 +286,12 @@ def backward_kernel(
     taps = load_taps(x, before, first, channels, places, W - 1, spec)
     # Sums before the first token are another program's, or none: nothing of theirs is written.
     dsums = zeros(shift, W - 1)
-    rows = load_rows(x, first, end, places, BLOCK_T, spec)
-    dys = load_rows(cotangent, first, end, places, BLOCK_T, spec)
-    for step in tl.range(0, STEPS):
+    # Blocks that are to come are copied into shared memory, where they take no registers: several are on their way.
+    for step in tl.range(0, STEPS, num_stages=spec.STAGES):
         token = first + step * BLOCK_T
-        taps, dys = continued(taps, rows, BLOCK_T, spec), all_widened(dys, BLOCK_T, spec)
-        # Issued before this block's arithmetic, which hides them, and behind the widening, which frees their registers.
-        rows = load_rows(x, token + BLOCK_T, end, places, BLOCK_T, spec)
-        next_dys = load_rows(cotangent, token + BLOCK_T, end, places, BLOCK_T, spec)
+        rows = load_rows(x, token, end, places, BLOCK_T, spec)
+        dys = load_rows(cotangent, token, end, places, BLOCK_T, spec)
+        taps = continued(taps, rows, BLOCK_T, spec)
         made = sum_cotangents(taps, weights, shift, starts, dys, token, BLOCK_T, spec)
         dweights = add_weights(dweights, made, taps, starts, token, spec)
         for i in tl.static_range(BLOCK_T):
@@ -310,11 +299,9 @@ def backward_kernel(
         dsums = continued(dsums, made, BLOCK_T, spec)
         store_gradients(dx, dbefore, weights, dsums, starts, token - (W - 1), first, channels, BLOCK_T, spec)
         taps, dsums = last_rows(taps, BLOCK_T, spec), last_rows(dsums, BLOCK_T, spec)
-        dys = next_dys
     token = first + STEPS * BLOCK_T
-    if BLOCK_T < W - 1:
-        rows = load_rows(x, token, end, places, W - 1, spec)
-        dys = load_rows(cotangent, token, end, places, W - 1, spec)
+    rows = load_rows(x, token, end, places, W - 1, spec)
+    dys = load_rows(cotangent, token, end, places, W - 1, spec)
     taps = continued(taps, rows, W - 1, spec)
     dsums = continued(dsums, sum_cotangents(taps, weights, shift, starts, dys, token, W - 1, spec), W - 1, spec)
     store_gradients(dx, dbefore, weights, dsums, starts, token - (W - 1), first, channels, W - 1, spec)

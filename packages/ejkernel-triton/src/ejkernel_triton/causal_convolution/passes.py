@@ -25,6 +25,7 @@ class ConvolutionSpec:
         BLOCK_T: Tokens of a block.
         BLOCK_C: Channels of a program.
         STEPS: Blocks of a program.
+        STAGES: Depth of its software pipeline.
         BLOCKS: Programs that share the tokens.
         TILES: Programs that share the channels.
         BIAS: Whether there is a bias.
@@ -42,6 +43,7 @@ class ConvolutionSpec:
     BLOCK_T: int
     BLOCK_C: int
     STEPS: int
+    STAGES: int
     BLOCKS: int
     TILES: int
     BIAS: bool
@@ -54,7 +56,7 @@ class ConvolutionSpec:
 
 
 def make_spec(
-    record: CausalConvolution, block_t: int, block_c: int, steps: int, *, pairs: bool = False
+    record: CausalConvolution, block_t: int, block_c: int, steps: int, *, stages: int = 1, pairs: bool = False
 ) -> ConvolutionSpec:
     """The constants of a record's kernels; `pairs` is whether they are to load channels as pairs where they can."""
     _, tokens, channels = record.x.shape
@@ -66,6 +68,7 @@ def make_spec(
         BLOCK_T=block_t,
         BLOCK_C=block_c,
         STEPS=steps,
+        STAGES=stages,
         BLOCKS=-(-tokens // (block_t * steps)),
         TILES=-(-channels // block_c),
         BIAS=record.bias is not None,
@@ -118,7 +121,7 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
 
     record: CausalConvolution = pullback.record
     outputs, final = pullback.cotangent
-    spec = make_spec(record, config.block_t, config.block_c, config.blocks, pairs=True)
+    spec = make_spec(record, config.block_t, config.block_c, config.blocks, stages=config.num_stages, pairs=True)
     rows = record.x.shape[0]
     float32, state_tokens = jnp.float32, spec.W - 1
     dx, dweights, dbefore = launch(
@@ -132,7 +135,7 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
         batch=rows,
         grid=rows * spec.BLOCKS * spec.TILES,
         num_warps=config.num_warps,
-        num_stages=1,
+        num_stages=config.num_stages,
         constants={"spec": spec},
     )
     before = jnp.swapaxes(dbefore, 1, 2) if spec.STATE else jnp.zeros(states(record).shape, float32)
