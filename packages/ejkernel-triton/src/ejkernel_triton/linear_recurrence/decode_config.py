@@ -18,6 +18,9 @@ TRANSPOSED = 16
 HELD = 64
 """Numbers of a state that a thread holds; as many again are on their way through its sums."""
 
+SEVERAL = 4
+"""Tokens a sequence from which on a thread holds twice as many: the sums of 32 value channels then stay in one warp."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeTile:
@@ -44,15 +47,18 @@ FACES = {"block_d": "block_v", "num_warps": "num_warps"}
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
     """The tile for a record on a device, not measured."""
-    columns = record.value.shape[3]
+    columns, held = record.value.shape[3], HELD
     widest = TRANSPOSED if record.transposed_states else WIDEST
+    tokens, sequences = record.query.shape[0] * record.query.shape[1], walks(record) // head_count(record)
+    if device.vendor == "nvidia" and not record.transposed_states and tokens >= SEVERAL * sequences:
+        widest, held = WIDEST // 2, 2 * HELD
     block, most = min(widest, padded(columns)), chip_of(device).multiprocessors
     if interpreting():
-        return _sized(record, device, min(block, 8))
+        return _sized(record, device, min(block, 8), held)
     # Half a line of the cache is still whole sectors, so few states are cut finer to reach every multiprocessor.
     while block > 16 and walks(record) * -(-columns // block) < most:
         block //= 2
-    return _sized(record, device, block)
+    return _sized(record, device, block, held)
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DecodeTile, ...]:
@@ -73,8 +79,8 @@ def walks(record: LinearRecurrence) -> int:
     return rows * head_count(record)
 
 
-def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int) -> DecodeTile:
+def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int, held: int = HELD) -> DecodeTile:
     """A tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
     lanes = 64 if device.vendor == "amd" else 32
-    warps = padded(record.query.shape[3]) * block_v // (HELD * lanes)
+    warps = padded(record.query.shape[3]) * block_v // (held * lanes)
     return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)
