@@ -6,7 +6,7 @@
 
 The tensor cores sum 8-bit products at about 14 bits, and scales of a block multiply its product alone. So a warpgroup's
 64 rows have two accumulators: the tile's sums, and the product of a step with a part of the columns. While one
-warpgroup scales its product, the other's runs; where scaling is short, ping-pong keeps them in turn.
+warpgroup scales its product, the other's runs.
 
 What a step costs beside its products: an addition an element where all blocks share a scale; a fused multiply-add where
 the columns of a product share theirs; else a multiplication more, and loads of all columns' scales from the shared
@@ -24,7 +24,6 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_scalar, load_scales
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
@@ -87,10 +86,6 @@ def _walk(call: Call, scaling: Scaling, rows: Rows, part: Part, *, same: bool) -
     spec, shared, size = call.spec, call.shared, scaling.product_n
     # Once: it takes a shuffle, for which every product would wait.
     warpgroup = lax.axis_index("warpgroup")
-    # Where columns have scales of their own, scaling takes longer than a product: there is no turn to wait for.
-    ping_pong = same or scaling.rhs_blocks == 1
-    if ping_pong:
-        pl.when((rows.done == 0) & (warpgroup == WARPGROUPS - 1))(lambda: ping_pong_pass(WARPGROUPS))
 
     def load(step: Any) -> tuple[jax.Array, ...]:
         if scaling.lhs_blocks == 1:
@@ -108,7 +103,7 @@ def _walk(call: Call, scaling: Scaling, rows: Rows, part: Part, *, same: bool) -
         after: list[jax.Array] = []
         for number, acc in enumerate(before):
             a = shared.a.at[slot * WARPGROUPS + warpgroup]
-            made = _issue(a, _matrix(call, part, slot, pl.ds(number * size, size)), ping_pong=ping_pong)
+            made = wgmma.issue(a, _matrix(call, part, slot, pl.ds(number * size, size)))
             factors, columns = list(of_rows), None
             if scaling.rhs_blocks > 1:
                 columns = shared.columns.at[scales, pl.ds(part.start + number * size, size)]
@@ -123,17 +118,6 @@ def _walk(call: Call, scaling: Scaling, rows: Rows, part: Part, *, same: bool) -
 
     zeros = tuple(arrays.full_tile((WGMMA_M, size)) for _ in range(-(-part.size // size)))
     return list(lax.fori_loop(0, spec.steps, step, (zeros, load(I32(0))))[0])
-
-
-def _issue(a: Any, b: Any, *, ping_pong: bool) -> jax.Array:
-    """Issues a product, with ping-pong after the other warpgroup's."""
-    if not ping_pong:
-        return wgmma.issue(a, b)
-    ping_pong_wait(WARPGROUPS)
-    made = wgmma.issue(a, b)
-    # Issued, not finished: the other warpgroup's product queues up behind it.
-    ping_pong_pass(WARPGROUPS)
-    return made
 
 
 def _matrix(call: Call, part: Part, slot: Any, columns: Any) -> Any:
