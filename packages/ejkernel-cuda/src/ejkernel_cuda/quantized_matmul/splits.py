@@ -21,9 +21,9 @@ OVERHEAD = 200
 WHOLE_ROWS, WHOLE_UNIT = 16, 256
 """Most rows of x of blocks with all contracted elements, and what these are a multiple of: scales of four groups are
 aligned."""
-WHOLE_FIRST_COLUMNS, WHOLE_FIRST_K = (2112, 4224), 8192
+WHOLE_FIRST_COLUMNS, WHOLE_FIRST_K = (2112, 4224), 4096
 """Where they are faster than clusters: blocks of 32 columns for half of an H200's multiprocessors to all of them, and
-contracted elements that give each of 16 warps two units."""
+contracted elements that give each of 16 warps a unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
