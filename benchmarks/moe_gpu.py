@@ -1,6 +1,7 @@
 """The expert layer of `examples/moe.py` on GPUs: what routing, sorting and un-sorting add to its grouped products.
 
     python benchmarks/moe_gpu.py            # one device, and all of them where there are several
+    python benchmarks/moe_gpu.py --quick    # the first layer, without its parts
 
 bfloat16, tokens and weights normal. `products` are the grouped products of the same groups alone, `mlp` has the
 activation between them too, as a call of its own, where the layer gathers and gates in its first product, forward. The
@@ -8,7 +9,9 @@ rate counts the three products of M rows, three times with gradients; `share` is
 Parts of the layer are timed alone, forward; dispatch and activation are parts of it with gradients alone.
 """
 
+import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import statistics
 import sys
@@ -68,8 +71,16 @@ def parts_of(layer: Any, x: jax.Array, rows: jax.Array) -> dict[str, tuple[Calla
     }
 
 
-def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> None:
-    """Prints the lines of one layer."""
+def spread(layer: Any, x: jax.Array) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The layer over all devices, and its arguments, which lie where they are needed."""
+    mesh = jax.make_mesh((jax.device_count(),), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, parts = (jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), ("experts",)))
+    shardings = dataclasses.replace(layer, router=whole, gate_up=parts, down=parts)
+    return functools.partial(moe.sharded, mesh, "experts"), jax.device_put((layer, x), (shardings, parts))
+
+
+def measure(tokens: int, experts: int, size: int, inner: int, top_k: int, *, whole: bool) -> None:
+    """Prints the lines of one layer, and of its parts where `whole`."""
     layer = moe.init(jax.random.key(0), experts, size, inner, top_k, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (tokens, size), jnp.bfloat16)
     sizes = moe.route(layer, x).sizes
@@ -87,12 +98,11 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> Non
         "one device": (moe.moe, (layer, x)),
     }
     if jax.device_count() > 1:
-        mesh = jax.make_mesh((jax.device_count(),), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
-        sides["all devices"] = (functools.partial(moe.sharded, mesh, "experts"), (layer, x))
+        sides["all devices"] = spread(layer, x)
     label = f"T{tokens} E{experts} D{size} F{inner} k{top_k}"
     operations = 6.0 * tokens * top_k * size * inner
     passes = {"forward": (lambda f: f, 1), "with gradients": (graded, 3)}
-    parts = parts_of(layer, x, rows)
+    parts = parts_of(layer, x, rows) if whole else {}
     with concurrent.futures.ThreadPoolExecutor(8) as compilers:
         compiled = {
             (name, side): compilers.submit(jax.jit(wrap(call)).lower(*arrays).compile)
@@ -117,12 +127,15 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int) -> Non
 
 def main() -> None:
     """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the first layer, without its parts")
+    options = parser.parse_args()
     if not _report.has_gpu():
         return
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)
-    for layer in LAYERS:
-        measure(*layer)
+    for layer in LAYERS[:1] if options.quick else LAYERS:
+        measure(*layer, whole=not options.quick)
 
 
 if __name__ == "__main__":
