@@ -105,7 +105,8 @@ struct WholeColumns {
       __syncwarp();  // the copies of the other lanes have arrived, and they have read what the next ones replace
       if (group + kStages - 1 < count) copy(group + kStages - 1, next);
       commit_copies();
-      multiply(x, own + stage * kStageBytes, own + kStages * kStageBytes + group / kUnit % 2 * kFactorBytes, group % kUnit);
+      const char* factors = own + kStages * kStageBytes + group / kUnit % 2 * kFactorBytes;
+      multiply(x, own + stage * kStageBytes, factors, group % kUnit);
       next = stage;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
