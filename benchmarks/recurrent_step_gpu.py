@@ -132,10 +132,13 @@ def copy(record: LinearRecurrence) -> Side:
 
 def calls(record: LinearRecurrence, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Everything of ours that can take a step."""
-    for name in ("triton_decode", "xla"):
+    for name in ("cuda_step", "triton_decode", "xla"):
         if options.only not in name:
             continue
         chosen = implementation(name)
+        absent = chosen.platform == "cuda" and current_device().vendor != "nvidia"
+        if absent or any(chosen.requires.extra(record)):
+            continue
         configs = [chosen.config.heuristic(record, current_device(), "forward")]
         if options.candidates and name == "triton_decode":
             configs += chosen.config.candidates(record, current_device(), "forward")

@@ -6,7 +6,7 @@ without CUDA, or an installation without compiled kernels, gets a refusal that s
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
-from ejkernel_cuda import dense_decode, paged_decode, quantized_matmul, selective_scan, tiled_attention
+from ejkernel_cuda import dense_decode, paged_decode, quantized_matmul, recurrent_step, selective_scan, tiled_attention
 
 
 @hookimpl
@@ -14,4 +14,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations this package registers; an operation it does not serve is simply absent."""
     decoding = (*dense_decode.IMPLEMENTATIONS, *paged_decode.IMPLEMENTATIONS)
     matmul = quantized_matmul.IMPLEMENTATIONS
-    return (*tiled_attention.implementations(), *decoding, *matmul, *selective_scan.IMPLEMENTATIONS)
+    recurrences = (*recurrent_step.IMPLEMENTATIONS, *selective_scan.IMPLEMENTATIONS)
+    return (*tiled_attention.implementations(), *decoding, *matmul, *recurrences)

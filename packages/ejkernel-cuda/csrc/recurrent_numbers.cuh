@@ -1,0 +1,38 @@
+// Numbers of tokens in float32 or 16 bits, as the decode step of linear recurrences reads them.
+#pragma once
+
+#include "tensor_core.cuh"
+
+namespace ejkernel {
+
+// Numbers in float32 or in the tokens' dtype, which are small beside states: gates of heads, beta, dt and skip.
+struct Numbers {
+  const void* data;  // nullptr: there are none
+  long long row, token;  // elements from row to row and from token to token
+  bool wide;
+};
+
+// Both numbers of a pair, the lower half first.
+template <typename T>
+__device__ __forceinline__ float2 widened_pair(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 widened_pair<__nv_bfloat16>(uint32_t pair) {
+  return float2{__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+template <>
+__device__ __forceinline__ float2 widened_pair<__half>(uint32_t pair) {
+  return float2{__half2float(__ushort_as_half(pair & 0xffff)), __half2float(__ushort_as_half(pair >> 16))};
+}
+
+// The 32 bits that hold a number. No branch, and nothing is converted yet: loads do not wait for each other.
+__device__ __forceinline__ uint32_t load_word(const Numbers& numbers, long long at) {
+  return static_cast<const uint32_t*>(numbers.data)[numbers.wide ? at : at >> 1];
+}
+
+template <typename T>
+__device__ __forceinline__ float number_of(uint32_t word, const Numbers& numbers, long long at) {
+  const float2 pair = widened_pair<T>(word);
+  return numbers.wide ? __uint_as_float(word) : at & 1 ? pair.y : pair.x;
+}
+
+}  // namespace ejkernel

@@ -1,0 +1,106 @@
+"""The decode step of linear recurrences in CUDA C++: eight tokens at a time by the tensor cores, states in place."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.device import DeviceInfo
+from ejkernel_cuda import library
+
+HANDLES = frozenset({"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"})
+"""Optional fields that the kernel honours beside these two."""
+
+STEP = 8
+"""Most tokens a sequence; of packed sequences, on average."""
+
+LONGEST = 256
+"""Most tokens of packed sequences beyond one each: one of them may have all, eight of which are worked on at a time."""
+
+FEWEST, FEWEST_CHANNELS = 4, 7
+"""Tokens a sequence from which on the kernel is faster than Triton's, and with gates of channels, on an H200
+(docs/lab/linear_recurrence_gpu.md)."""
+
+KEYS = (64, 128)
+"""Key channels that the kernel is compiled for."""
+
+WARP_VALUES, BLOCK_VALUES = 32, 128
+"""Value channels of a warp and of a block."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneStep:
+    """The configuration of the kernel, which leaves nothing to choose."""
+
+
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> OneStep:
+    """The configuration."""
+    return OneStep()
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[OneStep, ...]:
+    """The same."""
+    return (OneStep(),)
+
+
+def _reasons(record: LinearRecurrence) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    tokens, sequences = record.query.shape[1], 1
+    if record.cu_seqlens is not None:
+        sequences = record.cu_seqlens.shape[0] - 1
+        if tokens - sequences > LONGEST:
+            longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
+            yield f"query: {longest} of {tokens} tokens, more than {LONGEST + 1}"
+    if tokens > STEP * sequences:
+        yield f"query: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
+    fewest = FEWEST_CHANNELS if record.decay is not None and record.decay.shape[3] > 1 else FEWEST
+    if tokens < fewest * sequences:
+        yield f"query: {tokens} tokens of {sequences} sequences are fewer than {fewest} each: Triton's step is faster"
+    arrays = (record.query, record.key, record.value, record.initial_state, record.sequence_state)
+    if not all(x.size for x in arrays if x is not None) or not sequences:
+        yield "an array is empty"
+    dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
+    if len(dtypes) > 1:
+        yield f"query, key and value differ in dtype: {', '.join(sorted(dtypes))}"
+    yield from _state_reasons(record)
+
+
+def _state_reasons(record: LinearRecurrence) -> Iterable[str]:
+    """What the kernel has against states and gates."""
+    keys, columns = record.query.shape[3], record.value.shape[3]
+    channels = record.decay is not None and record.decay.shape[3] > 1
+    if keys not in KEYS:
+        yield f"{keys} key channels are not among {', '.join(map(str, KEYS))}"
+    wanted = BLOCK_VALUES if channels else WARP_VALUES
+    if columns % wanted:
+        yield f"{columns} value channels are no multiple of {wanted}"
+    if record.transposed_states and (channels or record.beta is not None):
+        yield "transposed states with gates of channels or with beta"
+    for name in ("initial_state", "sequence_state"):
+        state = getattr(record, name)
+        if state is not None and str(state.dtype) != "float32":
+            yield f"{name}: dtype {state.dtype}, wants float32"
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        family="linear_recurrence",
+        name="cuda_step",
+        platform="cuda",
+        backend="gpu",
+        forward="ejkernel_cuda.recurrent_step.forward:forward",
+        requires=Requires(
+            devices=frozenset({"nvidia"}),
+            modules=(library.MODULE,),
+            min_compute_capability=8.0,
+            dtypes=frozenset({"float16", "bfloat16"}),
+            handles=HANDLES | {"transposed_states", "precision"},
+            extra=_reasons,
+        ),
+        config=ConfigSpace(heuristic=heuristic, candidates=candidates, forward=OneStep),
+        # Behind Triton's step until the conformance suite has run on a chip.
+        priority=15,
+        cases="ejkernel_cuda.recurrent_step.cases:cases",
+    ),
+)

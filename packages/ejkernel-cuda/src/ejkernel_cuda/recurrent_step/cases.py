@@ -1,0 +1,104 @@
+"""Conformance cases of the decode step: sizes that its kernel is compiled for, in 16 bits, with states in float32."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases import state_space
+from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gates, in_slots, make_cases
+from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
+from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
+from ejkernel.modules.operations.kernel_delta_attention import KernelDeltaAttentionArguments
+from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments
+from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
+from ejkernel.ops.model import Case
+
+SIZES: dict[str, Any] = {"h": 2, "k": 64, "v": 32, "dtype": jnp.bfloat16}
+KEPT = {"return_state": True}
+
+
+def _delta(gate: str, **constants: Any) -> Any:
+    """Beta and a decay of heads or of channels, and a state."""
+
+    def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+        made = gates("beta", "gk" if gate == "channels" else "decay", "initial_state", **constants)(key, sizes)
+        return {("decay" if name == "gk" else name): x for name, x in made.items()}
+
+    return make
+
+
+def _packed_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Sequences of which one has no tokens and one no slot; one has more tokens than the kernel takes at once."""
+    slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 2))
+    starts, indices = jnp.array([0, 1, 1, 14, 15], jnp.int32), jnp.array([-1, 3, 5, 2], jnp.int32)
+    made = gates("g", **KEPT)(key, sizes)
+    return {**made, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
+
+
+_STATE = ("decay", "initial_state")
+_GATED: tuple[Row, ...] = (
+    (
+        "CUDA step, gate of heads",
+        RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128}),
+        gates("g", "initial_state", **KEPT),
+        _STATE,
+        (),
+    ),
+    (
+        "CUDA step, gate of channels",
+        RecurrenceSizes(t=7, g=1, **{**SIZES, "v": 128}),
+        gates("gate of channels", "initial_state", **KEPT),
+        _STATE,
+        (),
+    ),
+    (
+        "CUDA step, slots",
+        RecurrenceSizes(b=1, t=17, g=2, n=4, **SIZES),
+        _packed_slots,
+        ("decay", "cu_seqlens", "sequence_state", "state_slots"),
+        ("awkward",),
+    ),
+)
+_PLAIN: tuple[Row, ...] = (
+    ("CUDA step, no gates", RecurrenceSizes(t=4, g=2, **{**SIZES, "dtype": jnp.float16}), gates(), (), ("awkward",)),
+)
+_DELTA: tuple[Row, ...] = (
+    (
+        "CUDA step, decay of heads",
+        RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128, "v": 64}),
+        _delta("heads", **KEPT),
+        ("beta", "decay", "initial_state"),
+        (),
+    ),
+)
+_CHANNELS: tuple[Row, ...] = (
+    (
+        "CUDA step, decay of channels",
+        RecurrenceSizes(t=7, g=2, **{**SIZES, "v": 128}),
+        _delta("channels"),
+        ("beta", "decay", "initial_state"),
+        (),
+    ),
+)
+_STATE_SPACE: tuple[state_space.Row, ...] = (
+    (
+        "CUDA step with a state",
+        state_space.StateSpaceSizes(t=4, p=64, e=64, dtype=jnp.bfloat16),
+        ("initial_state",),
+        {"precision": "highest"},
+        ("decay", "dt", "skip", "initial_state", "transposed_states", "precision"),
+        (),
+    ),
+)
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """The cases by operation."""
+    return {
+        "gated_linear_attention": make_cases(GLAttentionArguments, _GATED),
+        "recurrent_attention": make_cases(RecurrentAttentionArguments, _PLAIN),
+        "gated_delta_rule": make_cases(GatedDeltaRuleArguments, _DELTA),
+        "kernel_delta_attention": make_cases(KernelDeltaAttentionArguments, _CHANNELS),
+        "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE),
+    }
