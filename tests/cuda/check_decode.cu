@@ -20,7 +20,7 @@
 
 #include <cuda_fp8.h>
 
-#include "paged_decode.cuh"
+#include "paged_write.cuh"
 #include "split_decode.cuh"
 
 using namespace ejkernel;
@@ -217,7 +217,8 @@ bool check(const Call& z, const char* dtype) {
         return call;
       }
     }
-    PagedDecode call{};
+    PagedWrite write{};
+    PagedDecode& call = write.call;
     fill(call);
     call.lengths = on_device(z.lengths);
     call.tables = z.dense ? nullptr : on_device(tables);
@@ -236,12 +237,15 @@ bool check(const Call& z, const char* dtype) {
         const int pieces = size * sizeof(C) / 16;
         return NewTokens{reinterpret_cast<const uint4*>(on_device(tokens)), (uint4*)pages, strides, pieces, pieces};
       };
-      call.tokens[0] = part(new_keys, call.keys, call.key_strides, z.size);
-      call.tokens[1] = part(new_values, call.values, call.value_strides, z.value_size);
-      call.cache_heads = cache_heads;
+      write.parts[0] = part(new_keys, call.keys, call.key_strides, z.size);
+      write.parts[1] = part(new_values, call.values, call.value_strides, z.value_size);
+      write.heads = cache_heads;
     }
     // Twice, as a graph of launches does: the second one finds the flags that the first one leaves.
-    for (int n = 0; n < 2; ++n) expect_success(launch_paged<kSize, C>(nullptr, call, z.blocks), "launch");
+    for (int n = 0; n < 2; ++n) {
+      if (z.write) expect_success(launch_write(nullptr, write), "write");
+      expect_success(launch_paged<kSize, C>(nullptr, call, z.blocks), "launch");
+    }
     return static_cast<Decode>(call);
   };
   const int padded = std::max(z.size, z.value_size);

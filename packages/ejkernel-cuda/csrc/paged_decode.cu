@@ -4,7 +4,7 @@
 #include <chrono>
 #include <string>
 
-#include "paged_decode.cuh"
+#include "paged_write.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -17,8 +17,10 @@ ffi::Error failed(const char* what, cudaError_t error) {
 }
 
 template <typename C>
-ffi::Error launch_for_size(cudaStream_t stream, const PagedDecode& call, int blocks) {
-  cudaError_t error;
+ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blocks) {
+  const PagedDecode& call = write.call;
+  cudaError_t error = call.written ? launch_write(stream, write) : cudaSuccess;
+  if (error != cudaSuccess) return failed("write", error);
   // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
   const int size = std::max(call.size, call.value_size);
   if (size <= 64) {
@@ -143,17 +145,17 @@ ffi::Error wrong(const char* what) {
   return ffi::Error::InvalidArgument(std::string("ejkernel paged decode: ") + what);
 }
 
-ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const PagedDecode& call, int blocks) {
+ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const PagedWrite& write, int blocks) {
   const auto query = a.query.element_type(), cache = a.keys.element_type();
   switch (cache) {
-    case ffi::F8E4M3FN: return launch_for_size<E4m3>(stream, call, blocks);
-    case ffi::F8E5M2: return launch_for_size<E5m2>(stream, call, blocks);
-    case ffi::S8: return launch_for_size<Int8>(stream, call, blocks);
+    case ffi::F8E4M3FN: return launch_for_size<E4m3>(stream, write, blocks);
+    case ffi::F8E5M2: return launch_for_size<E5m2>(stream, write, blocks);
+    case ffi::S8: return launch_for_size<Int8>(stream, write, blocks);
     case ffi::BF16:
-      if (query == cache) return launch_for_size<__nv_bfloat16>(stream, call, blocks);
+      if (query == cache) return launch_for_size<__nv_bfloat16>(stream, write, blocks);
       break;
     case ffi::F16:
-      if (query == cache) return launch_for_size<__half>(stream, call, blocks);
+      if (query == cache) return launch_for_size<__half>(stream, write, blocks);
       break;
     default: break;
   }
@@ -184,7 +186,8 @@ cudaError_t copy_elsewhere(cudaStream_t stream, const ffi::AnyBuffer& from, ffi:
 
 // Adds the new tokens to a call whose cache is already the written one.
 ffi::Error add_tokens(
-    PagedDecode& call, const Arguments& a, const ffi::AnyBuffer (&tokens)[2], int32_t cache_heads) {
+    PagedWrite& write, const Arguments& a, const ffi::AnyBuffer (&tokens)[2], int32_t cache_heads) {
+  const PagedDecode& call = write.call;
   const ffi::AnyBuffer given[2] = {a.keys, values_of(a)};
   const int sizes[2] = {call.size, call.value_size};
   const unsigned char* pages[2] = {call.keys, call.values};
@@ -199,13 +202,13 @@ ffi::Error add_tokens(
         row * bytes % 16 != 0 || cache_heads < call.kv_heads || !holds(padded, given[n], a.strides, n * 3, row)) {
       return wrong("new tokens and cache do not belong together");
     }
-    call.tokens[n] = {
+    write.parts[n] = {
         static_cast<const uint4*>(tokens[n].untyped_data()),
         reinterpret_cast<uint4*>(const_cast<unsigned char*>(pages[n])), strides[n], int(sizes[n] * bytes / 16),
         int(row * bytes / 16)};
   }
-  call.cache_heads = cache_heads;
-  call.written = true;
+  write.heads = cache_heads;
+  write.call.written = true;
   return ffi::Error::Success();
 }
 
@@ -223,7 +226,7 @@ ffi::Error paged_decode(
   Arguments arguments{query,   keys,     values,    tables, lengths, starts, query_start, live,  sinks,
                       *output, *lse,     *partial,  *statistics, *flags, strides, kv_heads, pages, page_size,
                       lines,   left,     right,     scale,  cap,     value_scale};
-  PagedDecode call;
+  PagedWrite write{};
   ffi::AnyBuffer* const caches[2] = {&arguments.keys, &arguments.values};
   for (size_t n = 0; n < written.size(); ++n) {
     ffi::AnyBuffer to = **written.get<ffi::AnyBuffer>(n);
@@ -234,7 +237,7 @@ ffi::Error paged_decode(
     if (copied != cudaSuccess) return failed("copy", copied);
     *caches[n] = to;
   }
-  ffi::Error error = prepare(arguments, call);
+  ffi::Error error = prepare(arguments, write.call);
   if (error.failure()) return error;
   const size_t arrays = values.element_count() == 0 ? 1 : 2;
   if (tokens.size() != (written.size() == 0 ? 0 : 2) || (written.size() != 0 && written.size() != arrays)) {
@@ -242,10 +245,10 @@ ffi::Error paged_decode(
   }
   if (tokens.size() > 0) {
     error = add_tokens(
-        call, arguments, {*tokens.get<ffi::AnyBuffer>(0), *tokens.get<ffi::AnyBuffer>(1)}, cache_heads);
+        write, arguments, {*tokens.get<ffi::AnyBuffer>(0), *tokens.get<ffi::AnyBuffer>(1)}, cache_heads);
     if (error.failure()) return error;
   }
-  return launch_for_cache(stream, arguments, call, flags->element_count() / 4);
+  return launch_for_cache(stream, arguments, write, flags->element_count() / 4);
 }
 
 }  // namespace

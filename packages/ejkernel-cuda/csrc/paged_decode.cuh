@@ -16,8 +16,8 @@
 
 #include <climits>
 
+#include "decode.cuh"
 #include "dependent_launch.cuh"
-#include "paged_write.cuh"
 
 namespace ejkernel {
 
@@ -25,10 +25,69 @@ constexpr int kFewestKeys = 256;  // of a share, so that starting and merging a 
 constexpr int kShareGrowth = 2;   // rounds by which shares may grow, for items that stay whole
 constexpr int kPrefetched = 1 << 16;  // page numbers at most
 constexpr int kCombineLoads = 16;     // pieces whose numbers a thread has in registers
+constexpr int kMostValues = 256;
 constexpr int kMostBlocks = 65535;  // of a line: along y a grid has no more
+
+struct PagedDecode : Decode {
+  const int* starts;       // [sequences], first key; null for 0
+  const int* lengths;      // [sequences], tokens, queries included
+  const int* query_start;  // [sequences + 1], first query row of each sequence; null for one row each
+  const int* live;         // sequences that count; null for all
+  uint64_t* flags;         // [blocks, 2], of the partial results: `ticket` where one is complete
+  // A number that no other launch has, so that flags need not be zeros at the start: memory that holds it by chance is
+  // one case in 2^64. A launch of a CUDA graph has it each time, so the flags are cleared where they are read.
+  uint64_t ticket;
+  int sequences, lines;
+  int group, parts, items; // query heads of a KV head, blocks' worth of those, and such in a line; `launch_paged` sets them
+  bool written;            // a kernel of the same call runs before, and what ran before that one is complete
+  int left, right;         // window around the query's own position; 2^30 for no end
+};
 
 // Blocks of a line follow each other along y, so that no block has to divide.
 __device__ __forceinline__ int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
+
+// The sequence of a row, its tokens, and the row's position in it.
+struct Place {
+  int sequence, position;  // `sequence` is negative where the row belongs to none
+  int length = 0;
+};
+
+__device__ inline Place place_of_row(const PagedDecode& call, int row) {
+  // All loads at once, needed or not: a block starts with them, and nothing hides their latency.
+  const bool in_range = row < call.sequences;
+  int length = in_range ? call.lengths[row] : 0;
+  if (call.query_start == nullptr) return {row, length - 1, length};
+  const int* starts = call.query_start;
+  int first = in_range ? starts[row] : 0, next = in_range ? starts[row + 1] : 0;
+  const int live = call.live == nullptr ? call.sequences : min(*call.live, call.sequences);
+  // Decoding: row n is the first query row of sequence n. Otherwise the last sequence that begins at the row or before,
+  // which passes over sequences without queries.
+  if (!(row < live && first == row && next > row)) {
+    int low = -1, high = live;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (starts[middle] <= row ? low : high) = middle;
+    }
+    if (low < 0 || row >= starts[low + 1]) return {-1, -1};
+    length = call.lengths[low];
+    return {low, length - (starts[low + 1] - row), length};
+  }
+  return {row, length - (next - row), length};
+}
+
+// The sequence of a row and the keys it attends to.
+struct RowKeys {
+  int sequence, start, end;
+  __device__ int rounds(int keys) const { return max(1, (max(end - start, 0) + keys - 1) / keys); }
+};
+
+__device__ inline RowKeys keys_of_row(const PagedDecode& call, int row) {
+  const auto [sequence, position, tokens] = place_of_row(call, row);
+  if (sequence < 0) return {-1, 0, 0};
+  const int length = min(tokens, call.columns * call.page_size);
+  const int start = max(call.starts == nullptr ? 0 : max(call.starts[sequence], 0), position - call.left);
+  return {sequence, start, min(length, position + call.right + 1)};
+}
 
 // A block's part of the line that it shares with others.
 struct Share {
@@ -206,7 +265,7 @@ __device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& wal
   bool more = walk.next(segment, call, kRound);
   if (more) {
     copies.begin(segment);
-    fetch_written(copies, call, segment, walk.keys);
+    copies.fetch_first();
     load_query<Size, C>(query.parts, query.factors, call, segment);
   }
   while (more) {
@@ -218,7 +277,7 @@ __device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& wal
     if (more) copies.begin(segment);
     leave_softmax<Size, C>(softmax, done.count, shared);  // while the first pages are looked up
     if (more) {
-      fetch_written(copies, call, segment, walk.keys);
+      copies.fetch_first();
       load_query<Size, C>(query.parts, query.factors, call, segment);
     }
     __syncthreads();
@@ -300,15 +359,16 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   if (threadIdx.x == 0) cut.pieces = 0;
   start_next_launch();
   prefetch_tables(call);
-  wait_for_previous_launch();
+  // Lengths, which blocks find their shares by, are of launches before; new tokens are in the cache from the wait on.
+  if (!call.written) wait_for_previous_launch();
   const Share& share = find_share<S::kWarps * 32>(call, S::kRound);
+  if (call.written) wait_for_previous_launch();
   Items walk{share, cut, share.keys, share.row, share.row_begin, share.begin};
   if constexpr (S::kAhead) {
     attend_ahead<Size, C>(call, walk, shared);
   } else {
     Segment segment;
     while (walk.next(segment, call, S::kRound)) {
-      if (call.written) write_segment<Size, C>(call, segment, walk.keys);
       attend_alone<Size, C>(call, segment, shared);
       __syncthreads();  // hazard: the next segment's copies overwrite what the merge reads
       raise(walk.flag, call.ticket);

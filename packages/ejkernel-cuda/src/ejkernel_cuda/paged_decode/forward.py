@@ -20,9 +20,9 @@ from ejkernel_cuda.paged_decode.blocks import PagedBlocks, launched
 def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Array, ...], None]:
     """Output [T, H, Dv], lse [T, H] and the pages that were written, if any.
 
-    New tokens are written into their slots by the blocks that attend to them. Of items that several blocks share, they
-    leave partial results, and flags that those are complete, in further outputs of the call, so that XLA owns all of
-    its memory: two a block, whatever the lengths.
+    New tokens are written into their slots by a launch before the other one. Of items that several blocks share,
+    they leave partial results, and flags that those are complete, in further outputs of the call, so that XLA owns all
+    of its memory: two a block, whatever the lengths.
     """
     (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
     blocks, lines = launched(record, config)
