@@ -99,7 +99,9 @@ def bench(session: nox.Session) -> None:
     """Run the benchmarks, quickly unless told otherwise after `--`."""
     install_all(session, "bench")
     for script in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
-        session.run("python", str(script), *(session.posargs or ["--quick"]))
+        # Scripts without a quick form have few shapes.
+        quick = ["--quick"] if '"--quick"' in script.read_text(encoding="utf-8") else []
+        session.run("python", str(script), *(session.posargs or quick))
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
