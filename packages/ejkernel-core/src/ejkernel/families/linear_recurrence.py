@@ -100,6 +100,11 @@ def accumulator(record: LinearRecurrence) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
+def by_channel(record: LinearRecurrence) -> bool:
+    """Whether each key channel has a gate of its own."""
+    return record.decay is not None and record.decay.shape[3] > 1
+
+
 def head_count(record: LinearRecurrence) -> int:
     """H: the heads that have a state of their own."""
     return max(record.query.shape[2], record.value.shape[2])

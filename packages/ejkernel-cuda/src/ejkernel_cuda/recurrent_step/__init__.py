@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
@@ -54,7 +54,7 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
             yield f"query: {longest} of {tokens} tokens, more than {LONGEST + 1}"
     if tokens > STEP * sequences:
         yield f"query: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
-    fewest = FEWEST_CHANNELS if record.decay is not None and record.decay.shape[3] > 1 else FEWEST
+    fewest = FEWEST_CHANNELS if by_channel(record) else FEWEST
     if tokens < fewest * sequences:
         yield f"query: {tokens} tokens of {sequences} sequences are fewer than {fewest} each: Triton's step is faster"
     arrays = (record.query, record.key, record.value, record.initial_state, record.sequence_state)
@@ -69,7 +69,7 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
 def _state_reasons(record: LinearRecurrence) -> Iterable[str]:
     """What the kernel has against states and gates."""
     keys, columns = record.query.shape[3], record.value.shape[3]
-    channels = record.decay is not None and record.decay.shape[3] > 1
+    channels = by_channel(record)
     if keys not in KEYS:
         yield f"{keys} key channels are not among {', '.join(map(str, KEYS))}"
     wanted = BLOCK_VALUES if channels else WARP_VALUES

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
@@ -363,8 +363,3 @@ def _splits(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k:
         return 1
     # Segments cost a second walk over the keys and values; none gets shorter than 16 chunks.
     return max(1, min(2 * multiprocessors // walks, tokens // (16 * chunk)))
-
-
-def by_channel(record: LinearRecurrence) -> bool:
-    """Whether each key channel has a gate of its own."""
-    return record.decay is not None and record.decay.shape[3] > 1

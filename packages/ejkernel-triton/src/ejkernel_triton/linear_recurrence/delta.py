@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
 from ejkernel.ops.pullback import Pullback, is_differentiated
 from ejkernel.planning.recurrent_states import with_plain_state_gradients, with_plain_states
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, segments, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses, by_channel
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, DeltaPasses
 from ejkernel_triton.linear_recurrence.forward import initial_states, zero_outside
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, state_dtype
 

@@ -86,16 +86,7 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
         raise ValueError(f"cfg: got block_n={params.block_n}, the gated Mosaic GPU kernel wants 64 or 128")
     product = product_of(record)
     # Shared memory has both halves of the columns side by side.
-    tile = HopperGrouped(
-        block_n=2 * params.block_n,
-        stages=params.stages,
-        slots=params.slots,
-        band=params.band,
-        cluster_m=1,
-        cluster_n=1,
-        overlap=False,
-        halves=False,
-    )
+    tile = HopperGrouped(**spec.Tile(2 * params.block_n, params.stages, params.slots, params.band).fields)
     made = spec.make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
         made,

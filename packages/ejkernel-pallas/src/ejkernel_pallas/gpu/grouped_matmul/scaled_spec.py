@@ -16,6 +16,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     HopperGrouped,
     HopperScaled,
     Scaling,
+    Tile,
 )
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
@@ -87,16 +88,7 @@ def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec
         transposed=True,
         dtype=jnp.dtype(record.lhs.dtype),
         out=jnp.dtype(record.out_dtype),
-        tile=HopperGrouped(
-            block_n=size,
-            stages=params.stages,
-            slots=params.slots,
-            band=params.band,
-            cluster_m=1,
-            cluster_n=1,
-            overlap=False,
-            halves=False,
-        ),
+        tile=HopperGrouped(**Tile(size, params.stages, params.slots, params.band).fields),
         scaling=Scaling(
             lhs_blocks=record.lhs_scale.shape[1],
             rhs_blocks=record.rhs_scale.shape[1],
