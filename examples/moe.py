@@ -7,9 +7,9 @@
 
 On a GPU the first product gathers its rows and gates its results, so that neither rows nor products are in memory.
 
-Over a mesh axis every device has a share of the tokens and of the experts. Rows go to the devices of their experts by
-one all-to-all, and come back by another. Where a token has as many experts as there are devices, or more, nearly every
-device needs it: then tokens are gathered, and every device adds up what its experts make.
+Over a mesh axis every device has a share of tokens and experts. Rows go to the devices of their experts and back by
+two all-to-alls. Where a token has as many experts as there are devices, or more, nearly every device needs it: then
+each gets all tokens and sends back sums; `XLA_FLAGS=--xla_gpu_collective_permute_mode=peer` copies without a kernel.
 
 Source: Gale et al. 2022, arXiv:2211.15841 (MegaBlocks).
 """
@@ -77,7 +77,11 @@ class Routing:
 
 def route(layer: Experts, tokens: jax.Array) -> Routing:
     """Every token to the experts with its largest logits, by the softmax of these."""
-    logits = tokens @ layer.router
+    return routed(layer, tokens @ layer.router)
+
+
+def routed(layer: Experts, logits: jax.Array) -> Routing:
+    """`route`, of the tokens' logits [T, E]."""
     experts, places, order, sizes = expert_routing(logits, layer.top_k)
     weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=1).astype(jnp.float32))
     return Routing(weights, experts, places, order, sizes)
@@ -121,9 +125,12 @@ def gated(rows: jax.Array) -> jax.Array:
 
 def moe(layer: Experts, tokens: jax.Array) -> jax.Array:
     """The layer on one device, [T, D]."""
-    to = route(layer, tokens)
-    rows = rows_of(layer, tokens, to.order, to.places, to.sizes)
-    return combine(rows, to.weights, to.order, to.places)
+    return sums_of(layer, tokens, route(layer, tokens))
+
+
+def sums_of(layer: Experts, tokens: jax.Array, to: Routing) -> jax.Array:
+    """What the experts make of the tokens, added up, [T, D]."""
+    return combine(rows_of(layer, tokens, to.order, to.places, to.sizes), to.weights, to.order, to.places)
 
 
 def rows_of(layer: Experts, tokens: jax.Array, order: jax.Array, places: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -183,29 +190,139 @@ def combine(rows: jax.Array, weights: jax.Array, order: jax.Array, inverse: jax.
 
 def moe_over(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
     """The layer inside `shard_map`: this device's tokens, and its share of the experts; `router` is whole."""
-    devices = lax.axis_size(axis)
-    return (tokens_travel if layer.top_k >= devices else rows_travel)(axis, layer, tokens)
+    return (tokens_travel if layer.top_k >= lax.axis_size(axis) else rows_travel)(axis, layer, tokens)
 
 
 def tokens_travel(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
     """The layer inside `shard_map`, where nearly every device needs every token.
 
-    tokens, their experts and weights     all-gather: every device has all
-    rows of this device's experts         first in the order; the others are rows of no group, and 0
-    sums of every token's rows            reduce-scatter: added up over devices, each keeps its own tokens
+    logits of this device's tokens        to all others: every device routes all tokens in the same way
+    tokens                                to all others, while they are routed
+    rows of this device's experts         lie together in the order; the others are rows of no group
+    sums of other devices' tokens         to their devices, while the sums of this one's are made
     """
-    own = layer.gate_up.shape[0]
-    to = route(layer, tokens)
-    everyone = functools.partial(lax.all_gather, axis_name=axis, tiled=True)
-    tokens, experts, weights = everyone(tokens), everyone(to.experts), everyone(to.weights)
-    local = experts - lax.axis_index(axis) * own
-    here = (local >= 0) & (local < own)
-    order, inverse, sizes = sort_by(jnp.where(here, local, own).reshape(-1), own)
-    pairs = order.shape[0]
-    inverse = jnp.where(here, inverse.reshape(experts.shape), pairs)
-    order = jnp.where(jnp.arange(pairs) < jnp.sum(sizes), order, pairs)  # the others' rows are no pair's
-    made = combine(rows_of(layer, tokens, order, inverse, sizes), weights, order, inverse)
-    return lax.psum_scatter(made, axis, tiled=True)
+    # Logits first: with them there, routing needs no tokens.
+    tokens, logits = lax.optimization_barrier((tokens, everyone(axis, tokens @ layer.router)))
+    to = routed(layer, logits)
+    # The same on every device, so that all take the same branch.
+    most = jnp.max(jnp.sum(to.sizes.reshape(lax.axis_size(axis), -1), axis=1))
+    return own_experts(axis, layer, tokens, _own_rows(axis, layer, to), most)
+
+
+def everyone(axis: str, x: jax.Array) -> jax.Array:
+    """This device's x, after it the next device's, and so on."""
+    return jnp.concatenate([x, *(_sent(axis, x, -n) for n in range(1, lax.axis_size(axis)))])
+
+
+def _sent(axis: str, x: jax.Array, distance: int) -> jax.Array:
+    """x, sent `distance` devices further: what this device gets."""
+    devices = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(n, (n + distance) % devices) for n in range(devices)])
+
+
+def _own_rows(axis: str, layer: Experts, to: Routing) -> Routing:
+    """The rows of this device's experts, which come first; pairs without one name row R, rows of others pair R."""
+    own, pairs = layer.gate_up.shape[0], to.order.shape[0]
+    first = lax.axis_index(axis) * own
+    begin = jnp.sum(jnp.where(jnp.arange(to.sizes.shape[0]) < first, to.sizes, 0))
+    sizes = lax.dynamic_slice_in_dim(to.sizes, first, own)
+    places, rows = to.places - begin, jnp.sum(sizes)
+    places = jnp.where((places >= 0) & (places < rows), places, pairs)
+    order = jnp.where(jnp.arange(pairs) < rows, jnp.roll(to.order, -begin), pairs)
+    return Routing(to.weights, to.experts, places, order, sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def own_experts(axis: str, layer: Experts, tokens: jax.Array, to: Routing, most: jax.Array) -> jax.Array:
+    """What the experts of all devices make of this device's tokens, [T, D].
+
+    `to` is of all tokens, this device's first, and of the rows that `_own_rows` leaves. `most` is the most rows of any
+    device, which the gradient asks for.
+    """
+    return to_owners(axis, rows_of(layer, everyone(axis, tokens), to.order, to.places, to.sizes), to)
+
+
+def to_owners(axis: str, made: jax.Array, to: Routing) -> jax.Array:
+    """The sums of this device's tokens, [T, D]: those of its own rows and of every other device's."""
+    devices = lax.axis_size(axis)
+    count, top_k = to.places.shape[0] // devices, to.places.shape[1]
+
+    def sums(n: int) -> jax.Array:
+        part = slice(n * count, (n + 1) * count)
+        return combine(made, to.weights[part], to.order - n * count * top_k, to.places[part])
+
+    # They travel while the next ones are made. This device's own come last.
+    return _added(*(_sent(axis, sums(n), n) for n in range(1, devices)), sums(0))
+
+
+def _added(*parts: jax.Array) -> jax.Array:
+    """The sum of arrays, in float32."""
+    return sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
+
+
+# Kernels take time for rows of no group, too, and a device may need rows for all pairs. So both passes of a gradient
+# have two branches: one whose arrays have a quarter more rows than a device's share, and one for any number of rows.
+
+
+def set_aside(devices: int, pairs: int) -> int:
+    """The rows of the first branch."""
+    return min(pairs, -(-5 * pairs // (4 * devices * 128)) * 128)
+
+
+def _first_rows(axis: str, to: Routing) -> Routing:
+    return dataclasses.replace(to, order=to.order[: set_aside(lax.axis_size(axis), to.order.size)])
+
+
+def _own_forward(axis: str, layer: Experts, tokens: jax.Array, to: Routing, most: jax.Array) -> Any:
+    """`own_experts`, and what the first branch of its gradient needs; the second one computes everything again."""
+    few, arrived = _first_rows(axis, to), everyone(axis, tokens)
+
+    def first() -> Any:
+        rows = dispatch(arrived, few.order, few.places)
+        products = multiplied(layer, rows, layer.gate_up, few.sizes)
+        made = multiplied(layer, gated(products), layer.down, few.sizes)
+        return to_owners(axis, made, few), (rows, products, made)
+
+    def second() -> Any:
+        nothing = (lax.pcast(jnp.zeros(x.shape, x.dtype), axis, to="varying") for x in jax.eval_shape(first)[1])
+        return to_owners(axis, rows_of(layer, arrived, to.order, to.places, to.sizes), to), tuple(nothing)
+
+    output, kept = lax.cond(most <= few.order.size, first, second)
+    return output, (layer, tokens, to, most, kept)
+
+
+def _own_backward(axis: str, saved: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    layer, tokens, to, most, kept = saved
+    few, cotangents = _first_rows(axis, to), everyone(axis, cotangent)
+
+    def run(branch: Any) -> Any:
+        *matrices, of_tokens, of_weights = branch()
+        own, *others = jnp.split(of_tokens, lax.axis_size(axis))
+        return *matrices, _added(own, *(_sent(axis, x, n) for n, x in enumerate(others, 1))), of_weights
+
+    def first() -> Any:
+        rows, products, made = kept
+        inner, of_gate = jax.vjp(gated, products)
+        of_combine = jax.vjp(lambda x, weights: combine(x, weights, few.order, few.places), made, few.weights)[1]
+        of_down = jax.vjp(lambda x, down: multiplied(layer, x, down, few.sizes), inner, layer.down)[1]
+        of_gate_up = jax.vjp(lambda x, matrices: multiplied(layer, x, matrices, few.sizes), rows, layer.gate_up)[1]
+        of_dispatch = jax.vjp(lambda x: dispatch(x, few.order, few.places), jnp.zeros_like(cotangents))[1]
+        grad_made, grad_weights = of_combine(cotangents)
+        grad_inner, grad_down = of_down(grad_made)
+        grad_rows, grad_gate_up = of_gate_up(*of_gate(grad_inner))
+        return grad_gate_up, grad_down, *of_dispatch(grad_rows), grad_weights
+
+    def second() -> Any:
+        of_layer, of_tokens, of_to = jax.vjp(sums_of, layer, everyone(axis, tokens), to)[1](cotangents)
+        return of_layer.gate_up, of_layer.down, of_tokens, of_to.weights
+
+    grads = lax.cond(most <= few.order.size, lambda: run(first), lambda: run(second))
+    # None where nothing depends on an array, or where it holds integers.
+    of_layer = dataclasses.replace(layer, router=None, gate_up=grads[0], down=grads[1])
+    return of_layer, grads[2], Routing(grads[3], None, None, None, None), None
+
+
+own_experts.defvjp(_own_forward, _own_backward)
 
 
 def rows_travel(axis: str, layer: Experts, tokens: jax.Array) -> jax.Array:
@@ -269,14 +386,11 @@ def main() -> None:
     tokens = jax.random.normal(jax.random.key(1), (64 * devices, 64))
     mesh = jax.make_mesh((devices,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def loss(call: Any, layer: Experts, tokens: jax.Array) -> jax.Array:
-        return jnp.sum(call(layer, tokens) ** 2)
+    def passes(call: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(call(*x) ** 2), (0, 1)))(layer, tokens)
 
-    one = jax.jit(jax.value_and_grad(functools.partial(loss, moe)))(layer, tokens)
-    all_of_them = functools.partial(sharded, mesh, "experts")
-    many = jax.jit(jax.value_and_grad(functools.partial(loss, all_of_them)))(layer, tokens)
-    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
-        assert jnp.allclose(x, y, rtol=1e-4, atol=1e-4)
+    one, many = passes(moe), passes(functools.partial(sharded, mesh, "experts"))
+    assert all(jax.tree.leaves(jax.tree.map(functools.partial(jnp.allclose, rtol=1e-4, atol=1e-4), one, many)))
     print(f"{tokens.shape[0]} tokens, {layer.gate_up.shape[0]} experts: one device and {devices} agree, gradients too")
 
 
