@@ -2,25 +2,26 @@
 
     python benchmarks/moe_gpu.py            # one device, and all of them where there are several
     python benchmarks/moe_gpu.py --quick    # the first layer, without its parts
+    python benchmarks/moe_gpu.py --peer     # copies between devices without kernels: an option of the XLA of JAX 0.11
 
 bfloat16, tokens and weights normal. `products` are the grouped products of the same groups alone, `mlp` has the
 activation between them too, as a call of its own, where the layer gathers and gates in its first product, forward. The
-rate counts the three products of M rows, three times with gradients; `share` is the products' time in that of a side.
-Parts of the layer are timed alone, forward; dispatch and activation are parts of it with gradients alone.
+rate counts the three products of M rows, three times with gradients; `share` is the products' time, as often as a side
+has their tokens, in that of the side. Parts of the layer are timed alone, forward; dispatch and activation are parts of
+it with gradients alone. Sides are interleaved, calls of 25 ms a sample.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import _report
+import _turns
 import jax
 import jax.numpy as jnp
 
@@ -33,18 +34,10 @@ from ejkernel.modules import grouped_matmul
 COLUMNS = ("layer", "pass", "side", "ms", "rate", "share")
 LAYERS = ((8192, 128, 2048, 768, 8), (16384, 8, 4096, 14336, 2))
 """Tokens, experts, size, inner size and experts a token: of Qwen3-30B-A3B and of Mixtral."""
-
-
-def median(run: Callable[[], Any], rounds: int = 7) -> float:
-    """Seconds of a call, of several in a row."""
-    jax.block_until_ready(run())
-    samples = []
-    for _ in _report.turns(rounds):
-        start = time.perf_counter()
-        made = [run() for _ in range(5)][-1]
-        jax.block_until_ready(made)
-        samples.append((time.perf_counter() - start) / 5)
-    return statistics.median(samples)
+MORE = "all devices, as many tokens each"
+"""The side in which every device has as many tokens as one device has in the others."""
+PEER = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+ROUNDS = 7
 
 
 def graded(call: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -79,63 +72,69 @@ def spread(layer: Any, x: jax.Array) -> tuple[Callable[..., Any], tuple[Any, ...
     return functools.partial(moe.sharded, mesh, "experts"), jax.device_put((layer, x), (shardings, parts))
 
 
-def measure(tokens: int, experts: int, size: int, inner: int, top_k: int, *, whole: bool) -> None:
-    """Prints the lines of one layer, and of its parts where `whole`."""
-    layer = moe.init(jax.random.key(0), experts, size, inner, top_k, jnp.bfloat16)
-    x = jax.random.normal(jax.random.key(1), (tokens, size), jnp.bfloat16)
-    sizes = moe.route(layer, x).sizes
-    rows, inner_rows = (
-        jax.random.normal(jax.random.key(n), (tokens * top_k, width), jnp.bfloat16)
-        for n, width in ((2, size), (3, inner))
+def sides_of(layer: Any, x: jax.Array) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Calls and their arguments, by name."""
+    sizes, rows = moe.route(layer, x).sizes, x.shape[0] * layer.top_k
+    rows, inner = (
+        jax.random.normal(jax.random.key(n), (rows, width), jnp.bfloat16)
+        for n, width in ((2, layer.gate_up.shape[1]), (3, layer.down.shape[1]))
     )
     product = functools.partial(grouped_matmul, preferred_element_type=jnp.bfloat16)
     sides: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "products": (
             lambda layer, rows, inner: (product(rows, layer.gate_up, sizes), product(inner, layer.down, sizes)),
-            (layer, rows, inner_rows),
+            (layer, rows, inner),
         ),
         "mlp": (lambda layer, rows: moe.mlp(layer, rows, sizes), (layer, rows)),
         "one device": (moe.moe, (layer, x)),
     }
     if jax.device_count() > 1:
         sides["all devices"] = spread(layer, x)
+        sides[MORE] = spread(layer, jnp.tile(x, (jax.device_count(), 1)))
+    return sides
+
+
+def measure(tokens: int, experts: int, size: int, inner: int, top_k: int, *, whole: bool, options: Any) -> None:
+    """Prints the lines of one layer, and of its parts where `whole`."""
+    layer = moe.init(jax.random.key(0), experts, size, inner, top_k, jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (tokens, size), jnp.bfloat16)
+    sides = sides_of(layer, x)
     label = f"T{tokens} E{experts} D{size} F{inner} k{top_k}"
     operations = 6.0 * tokens * top_k * size * inner
-    passes = {"forward": (lambda f: f, 1), "with gradients": (graded, 3)}
-    parts = parts_of(layer, x, rows) if whole else {}
+    parts = parts_of(layer, x, sides["products"][1][1]) if whole else {}
+    graded_sides = {name: (graded(call), arrays) for name, (call, arrays) in sides.items()}
     with concurrent.futures.ThreadPoolExecutor(8) as compilers:
-        compiled = {
-            (name, side): compilers.submit(jax.jit(wrap(call)).lower(*arrays).compile)
-            for name, (wrap, _) in passes.items()
-            for side, (call, arrays) in sides.items()
-        }
-        pieces = {
-            name: compilers.submit(jax.jit(call).lower(*arrays).compile) for name, (call, arrays) in parts.items()
-        }
-    for name, (_, factor) in passes.items():
-        times = {
-            side: median(functools.partial(compiled[name, side].result(), *arrays))
-            for side, (_, arrays) in sides.items()
-        }
+        forward, gradients, alone = (
+            {name: compilers.submit(compiled, *side, options) for name, side in some.items()}
+            for some in (sides, graded_sides, parts)
+        )
+    for name, calls, factor in (("forward", forward, 1), ("with gradients", gradients, 3)):
+        times = _turns.timed_in_turns({side: call.result() for side, call in calls.items()}, ROUNDS)
         for side, seconds in times.items():
-            rate, share = factor * operations / seconds / 1e12, times["products"] / seconds
+            work = jax.device_count() if side == MORE else 1
+            rate, share = work * factor * operations / seconds / 1e12, work * times["products"] / seconds
             print(f"| {label} | {name} | {side} | {seconds * 1e3:.3f} | {rate:.0f} TFLOP/s | {share:.2f} |", flush=True)
-    for name, (_, arrays) in parts.items():
-        seconds = median(functools.partial(pieces[name].result(), *arrays))
+    for name, seconds in _turns.timed_in_turns({n: call.result() for n, call in alone.items()}, ROUNDS).items():
         print(f"| {label} | forward | {name} | {seconds * 1e3:.3f} | | |", flush=True)
+
+
+def compiled(call: Callable[..., Any], arrays: tuple[Any, ...], options: Any) -> Callable[[], Any]:
+    """A call of these arrays, compiled."""
+    return functools.partial(jax.jit(call).lower(*arrays).compile(options), *arrays)
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the first layer, without its parts")
+    parser.add_argument("--peer", action="store_true", help="copy between devices without kernels")
     options = parser.parse_args()
     if not _report.has_gpu():
         return
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)
     for layer in LAYERS[:1] if options.quick else LAYERS:
-        measure(*layer, whole=not options.quick)
+        measure(*layer, whole=not options.quick, options=PEER if options.peer else None)
 
 
 if __name__ == "__main__":
