@@ -35,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(missing)
 
 
+def pytest_collection_finish() -> None:
+    """Look for garbage rarely: nearly all of the millions of objects that tracing makes go without being looked for."""
+    gc.collect()
+    gc.freeze()  # the tests themselves stay
+    gc.set_threshold(100_000, 20, 100)
+
+
 def pytest_runtest_teardown() -> None:
     """Forget compiled programs when there are many. They hold memory maps, of which a process gets a limited number."""
     if next(_finished) % 100 == 0 and (not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > MOST_MAPS):
