@@ -18,18 +18,28 @@ MASKS = "(causal or window or segments or pack or padded or positions or mask)"
 FEW = "not (bfloat16 and (dropout or sinks or keys or many or heads))"
 VALUES = f"(test_value and not test_shapes and not test_residuals and not test_eager and {FEW})"
 GRADIENTS = f"(test_gradients and not after_another and {FEW})"
-# Operations other than flash attention lower to the same record, so each has what its own cases add: their numbers.
+ALL = " or ".join(
+    (
+        VALUES,
+        GRADIENTS,
+        "(test_residuals and (sinks or numerator))",
+        "(after_another and (sinks or numerator or packed))",
+        f"(test_padding and {FEW})",
+        f"(test_vmap and (sinks or dropout) and {FEW})",
+        "(test_shard and (everything or packed))",
+        "(test_candidates and forward)",
+    )
+)
+# The tests of a case are in one process, where they share its reference. Operations other than flash attention lower
+# to the same record, so each has what its own cases add: their numbers.
 PARTS = {
-    "values": (FLASH, VALUES),
-    "residuals": (FLASH, "test_residuals and (sinks or numerator)"),
-    "gradients of masks": (FLASH, f"{GRADIENTS} and {MASKS}"),
-    "gradients of the rest": (FLASH, f"{GRADIENTS} and not {MASKS}"),
-    "gradients after another forward": (FLASH, "after_another and (sinks or numerator or packed)"),
-    "padding": (FLASH, f"test_padding and {FEW}"),
-    "transforms": (FLASH, f"(test_vmap and (sinks or dropout) and {FEW}) or (test_shard and (everything or packed))"),
-    "candidates": (FLASH, "test_candidates and forward"),
-    "patterns": (SPARSE, f"({VALUES} or {GRADIENTS} or test_padding) and (patterns or scattered or chunks)"),
-    "transforms of patterns": (SPARSE, "(test_vmap or test_shard) and patterns"),
+    "masks": (FLASH, f"({ALL}) and {MASKS}"),
+    "the rest": (FLASH, f"({ALL}) and not {MASKS}"),
+    "patterns": (
+        SPARSE,
+        f"(({VALUES} or {GRADIENTS} or test_padding) and (patterns or scattered or chunks))"
+        " or ((test_vmap or test_shard) and patterns)",
+    ),
     "other operations": (OTHERS, f"{VALUES} or {GRADIENTS}"),
 }
 

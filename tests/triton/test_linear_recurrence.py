@@ -26,8 +26,11 @@ GRADIENTS = "(test_gradients and not after_another)"
 GATED = ("gated_linear_attention",)
 # Gradients show the numbers of both passes.
 PARTS = {
-    "gradients": ((*GATED, "recurrent_attention", "lightning_attention", "state_space_v2"), GRADIENTS),
-    "the rest": (GATED, f"test_gives_gradient or test_padding or (packed and ({VALUES} or test_vmap))"),
+    "one operation": (
+        GATED,
+        f"{GRADIENTS} or test_gives_gradient or test_padding or (packed and ({VALUES} or test_vmap))",
+    ),
+    "gradients of others": (("recurrent_attention", "lightning_attention", "state_space_v2"), GRADIENTS),
 }
 
 
@@ -38,12 +41,9 @@ def test_conformance(part):
 
 
 def test_conformance_of_the_delta_rule():
-    assert_conforms(("ragged_gated_delta_rule",), f"{VALUES} and not bfloat16", "triton_delta")
-
-
-def test_conformance_of_the_delta_rules_gradients():
-    ops = ("gated_delta_rule", "kernel_delta_attention")
-    assert_conforms(ops, f"test_gives_gradient or ({GRADIENTS} and not bfloat16)", "triton_delta")
+    ops = ("ragged_gated_delta_rule", "gated_delta_rule", "kernel_delta_attention")
+    tests = f"(ragged and {VALUES}) or (not ragged and {GRADIENTS})"
+    assert_conforms(ops, f"test_gives_gradient or (({tests}) and not bfloat16)", "triton_delta")
 
 
 def record_of(gates, dtype):

@@ -20,20 +20,25 @@ from ejkernel_triton.paged_attention.forward import forward
 
 VALUES = "test_value and not shapes and not residuals and not eager"
 # Of the values, those that differ in layout, dtype or writing.
-PARTS = {
-    "layouts": (("page_attention", "prefill_page_attention"), f"{VALUES} and not wide"),
-    "writing": (("ragged_page_attention_v3",), f"{VALUES} and (int8 or float8 or decode)"),
-    "latent": (("multi_latent_ragged_page_attention",), VALUES),
-    "dense latent": (("mla_decode",), f"({VALUES} and not rotary) or (test_padding and two) or (test_vmap and 80)"),
-    "terms": (("unified_attention", "ragged_decode_attention"), f"{VALUES} and (bias or window or sinks)"),
-}
+LAYOUTS = ("page_attention", "prefill_page_attention")
+TERMS = ("unified_attention", "ragged_decode_attention")
+OTHERS = ("ragged_page_attention_v3", "multi_latent_ragged_page_attention")
+PARTS = (
+    "(not ragged and not unified and not wide)",
+    "((unified or ragged_decode) and (bias or window or sinks))",
+    "(ragged_page_attention_v3 and (int8 or float8 or decode))",
+    "multi_latent",
+)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_conformance(part):
-    ops, tests = PARTS[part]
-    implementation = "triton_latent" if part == "dense latent" else "triton"
-    assert "skipped" not in assert_conforms(ops, tests, implementation)
+def test_conformance():
+    operations = (*LAYOUTS, *TERMS, *OTHERS)
+    assert "skipped" not in assert_conforms(operations, f"{VALUES} and ({' or '.join(PARTS)})")
+
+
+def test_conformance_of_dense_latent_caches():
+    tests = f"({VALUES} and not rotary) or (test_padding and two) or (test_vmap and 80)"
+    assert "skipped" not in assert_conforms(("mla_decode",), tests, "triton_latent")
 
 
 def test_the_kernel_plans_what_xla_does():
