@@ -42,6 +42,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
+def pytest_unconfigure() -> None:
+    """Let go of what was kept from the search for garbage: bindings report what is left when a process ends."""
+    gc.unfreeze()
+
+
 def pytest_runtest_teardown() -> None:
     """Forget compiled programs when there are many. They hold memory maps, of which a process gets a limited number."""
     if next(_finished) % 100 == 0 and (not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > MOST_MAPS):
