@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,7 +29,7 @@ from ejkernel_cuda.quantized_matmul.splits import QuantizedSplits
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 SOURCES = Path(__file__).parents[2] / "packages" / "ejkernel-cuda" / "csrc"
 ON_HOST = Path(__file__).parent / "on_host"
-SHARED = "extern __shared__ __align__(16) char shared[];"
+SHARED = re.compile(r"extern __shared__ __align__\(\d+\) char shared\[\];")
 CASES = {case.name: case for case in cases.cases()["quantized_matmul"]}
 
 
@@ -41,7 +42,7 @@ def kernels(tmp_path_factory):
     for source in SOURCES.glob("quantized_*.cuh"):
         # Shared memory is that of the emulated block.
         (folder / source.name).write_text(
-            source.read_text().replace(SHARED, "char* shared = device::current->block->shared;")
+            SHARED.sub("char* shared = device::current->block->shared;", source.read_text())
         )
     for path in ON_HOST.iterdir():
         shutil.copy(path, folder)
@@ -61,7 +62,8 @@ def run(kernels, record, config):
     output = np.full((m, n), 0xFFFF, np.uint16)
     arrays = (ctypes.c_void_p * 5)(*(array.ctypes.data for array in (x, words, scales, zeros, output)))
     log_group = record.format.group_size.bit_length() - 1
-    numbers = (m, k, n, words.shape[1], scales.shape[1], log_group, record.transpose, config.splits)
+    warpgroups = splits.has_warpgroups(record)
+    numbers = (m, k, n, words.shape[1], scales.shape[1], log_group, record.transpose, warpgroups, config.splits)
     assert kernels(arrays, (ctypes.c_int * len(numbers))(*numbers)) is None
     return np.asarray(output.view(jnp.bfloat16), np.float32)
 
@@ -161,11 +163,17 @@ def test_chips_without_code_are_refused(capability):
 
 
 @pytest.mark.parametrize(
-    ("k", "n", "transpose", "parts"),
-    [(4096, 14336, True, 4), (4096, 14336, False, 8), (14336, 4096, True, 6), (128, 128, True, 1)],
+    ("rows", "k", "n", "transpose", "parts"),
+    [
+        ((1, 16), 4096, 14336, True, 4),
+        ((17, 64), 4096, 14336, True, 2),
+        ((1, 16, 32), 4096, 14336, False, 8),
+        ((17, 32), 14336, 4096, True, 6),
+        ((1, 16, 32), 128, 128, True, 1),
+    ],
 )
-def test_splits_fill_the_chip_in_one_wave(k, n, transpose, parts):
-    for m in (17, 32) if n == 4096 else (1, 16, 32):
+def test_splits_fill_the_chip_in_one_wave(rows, k, n, transpose, parts):
+    for m in rows:
         record = OP.lower(sizes(m=m, k=k, n=n, transpose=transpose))
         assert splits.heuristic(record, H200, "forward") == QuantizedSplits(splits=parts)
 

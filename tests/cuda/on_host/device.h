@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -19,6 +20,7 @@
 #define __device__
 #define __host__
 #define __global__
+#define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __CUDA_ARCH__ 900
@@ -71,11 +73,12 @@ struct Warp {
 };
 
 struct Block {
-  unsigned index;
+  unsigned index, rank;  // in the grid, in the cluster
   std::vector<char> memory;
   char* shared;
-  Barrier barrier;
+  Barrier barrier, first;  // of all threads, of the first ones
   Warp warps[kMostThreads / 32];
+  std::deque<std::function<void()>> bulk_copies;  // that still have to happen
 };
 
 struct Thread {
@@ -86,6 +89,8 @@ struct Thread {
   bool done = false;
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;  // those that still have to happen
+  std::vector<std::function<void()>> products;  // of warpgroups: of the group that is open, and the others
+  std::vector<std::vector<std::function<void()>>> product_groups;
 };
 
 inline std::vector<std::unique_ptr<Block>> blocks;  // of a cluster
@@ -111,7 +116,7 @@ inline void perform(const Copy& copy) {
   bool known = copy.bytes == 0;
   for (const auto& [start, size] : arrays) known |= copy.from >= start && copy.from + copy.bytes <= start + size;
   if (!known) complain("a copy reads outside of the arrays");
-  std::memset(copy.to, 0, copy.size);
+  if (copy.bytes < copy.size) std::memset(copy.to, 0, copy.size);
   std::memcpy(copy.to, copy.from, copy.bytes);
 }
 
@@ -128,6 +133,7 @@ inline void run_cluster(
     blocks.push_back(std::make_unique<Block>());
     Block& block = *blocks.back();
     block.index = first + b;
+    block.rank = b;
     block.memory.assign(shared_bytes + kGuard + 16, char(0xFF));
     block.shared = reinterpret_cast<char*>((uintptr_t(block.memory.data()) + 15) / 16 * 16);
     block.barrier.size = size;

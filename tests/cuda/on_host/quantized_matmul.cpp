@@ -1,7 +1,8 @@
-// Runs the kernels of csrc/quantized_matmul.cu block by block.
+// Runs the kernels of csrc/quantized_matmul.cu and csrc/quantized_warpgroups.cu block by block.
 #include "device.h"
 #include "quantized_columns.cuh"
 #include "quantized_matmul.cuh"
+#include "quantized_warpgroups.cuh"
 
 namespace ejkernel {
 namespace {
@@ -12,7 +13,7 @@ struct Arrays {
 };
 
 struct Numbers {
-  int m, k, n, row_words, row_groups, log_group, transpose, splits;
+  int m, k, n, row_words, row_groups, log_group, transpose, warpgroups, splits;
 };
 
 template <typename L>
@@ -39,6 +40,20 @@ void launch_for_rows(const QuantizedCall& call) {
   return launch<L<Most>>(call);
 }
 
+template <int Rows>
+void launch_warpgroups(const QuantizedCall& from) {
+  using L = Warpgroups<Rows>;
+  const WarpgroupsCall call = {from.scales, from.zeros, from.output, from.m, from.k, from.n, from.splits};
+  const Matrix x = {reinterpret_cast<const uint32_t*>(from.x), call.m, call.k / 2, Rows, 2};
+  const Matrix words = {from.words, call.n, call.k / 8, L::kTile, 1};
+  Maps maps;
+  std::memcpy(&maps.x, &x, sizeof(x));
+  std::memcpy(&maps.words, &words, sizeof(words));
+  for (int first = 0; first < (call.n + L::kTile - 1) / L::kTile * call.splits; first += call.splits) {
+    device::run_cluster(first, call.splits, L::kBytes, [&] { warpgroups_kernel<L>(call, maps); }, L::kThreads);
+  }
+}
+
 void run(const Arrays& arrays, const Numbers& a) {
   QuantizedCall call;
   call.x = static_cast<const __nv_bfloat16*>(arrays.x);
@@ -55,6 +70,7 @@ void run(const Arrays& arrays, const Numbers& a) {
                     {static_cast<const char*>(arrays.words), rows * a.row_words * 4},
                     {static_cast<const char*>(arrays.scales), groups},
                     {static_cast<const char*>(arrays.zeros), groups}};
+  if (a.warpgroups) return call.m <= 32 ? launch_warpgroups<32>(call) : launch_warpgroups<64>(call);
   if (a.splits == 0) {
     return call.m <= 8 ? launch_whole_columns<WholeColumns<1>>(call) : launch_whole_columns<WholeColumns<2>>(call);
   }

@@ -6,10 +6,12 @@
 
 namespace ejkernel {
 
+// The upper bits are the block's rank in its cluster.
 inline uint32_t shared_address(const void* pointer) {
-  return static_cast<const char*>(pointer) - device::current->block->shared;
+  const device::Block& block = *device::current->block;
+  return static_cast<const char*>(pointer) - block.shared + (block.rank << 24);
 }
-inline char* address_of(uint32_t shared) { return device::current->block->shared + shared; }
+inline char* address_of(uint32_t shared) { return device::current->block->shared + (shared & 0xFFFFFF); }
 
 inline void copy_async(uint32_t to, const void* from, int bytes) {
   device::current->open.push_back({address_of(to), static_cast<const char*>(from), bytes, 16});

@@ -33,6 +33,8 @@ _ROWS: tuple[Row[Any], ...] = (
     _row("int4, groups of 128, transposed", m=20, k=384, n=320, group_size=128, transpose=True),
     # The most candidates: blocks with all contracted elements are among them.
     _row("int4, a share for every warp, transposed", m=9, k=4096, n=96, transpose=True),
+    _row("int4, warpgroups, 32 rows, transposed", m=20, k=768, n=300, transpose=True),
+    _row("int4, warpgroups, 64 rows, transposed", m=50, k=1280, n=260, transpose=True),
     _row("int4, partial step", m=20, k=72, n=128),
     _row("int4, square", ("zeros", "transpose"), k=128, n=128, transpose=True),
     # Transposed: both implementations serve it, and each claims to handle the argument.

@@ -25,6 +25,12 @@ WHOLE_FIRST_COLUMNS, WHOLE_FIRST_K = (2112, 4224), 4096
 """Where they are faster than clusters: blocks of 32 columns for half of an H200's multiprocessors to all of them, and
 contracted elements that give each of 16 warps a unit."""
 
+WARPGROUP_ROWS, WARPGROUP_UNIT, WARPGROUP_COLUMNS = 17, 256, 256
+"""Fewest rows of x whose products are those of warpgroups, contracted elements that their blocks take at a time, and
+columns of a block (csrc/quantized_warpgroups.cuh)."""
+WARPGROUP_OVERHEAD = 768
+"""What such a block costs beside its share, in contracted elements."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedSplits:
@@ -64,6 +70,12 @@ def has_whole_columns(record: QuantizedMatmul) -> bool:
     return record.transpose and record.format.group_size == 64 and rows <= WHOLE_ROWS and k % WHOLE_UNIT == 0
 
 
+def has_warpgroups(record: QuantizedMatmul) -> bool:
+    """Whether the products are those of warpgroups, which more rows are faster with."""
+    rows, k = record.x.shape
+    return record.transpose and record.format.group_size == 64 and rows >= WARPGROUP_ROWS and k % WARPGROUP_UNIT == 0
+
+
 def tile(record: QuantizedMatmul) -> tuple[int, int]:
     """Rows of x and columns of a block (csrc/quantized_rows.cuh and csrc/quantized_transposed.cuh)."""
     most, width = (64, 256) if record.transpose else (32, 512)
@@ -76,9 +88,18 @@ def cost(record: QuantizedMatmul, splits: int) -> float:
     Wave quantisation: as many blocks as the chip holds run at a time, and a partly empty wave takes as long as the
     fullest multiprocessor.
     """
+    if has_warpgroups(record):
+        return _warpgroup_cost(record, splits)
     rows, width = tile(record)
     blocks = -(-columns(record) // width) * -(-record.x.shape[0] // rows) * splits
     share = -(-record.x.shape[1] // (splits * SHARE_STEP)) * SHARE_STEP
     waves, last = divmod(blocks, RESIDENT[splits])
     held = [2] * waves + ([2 if last > RESIDENT[splits] // 2 else 1] if last else [])
     return sum(PACE[blocks] * (share + OVERHEAD) for blocks in held)
+
+
+def _warpgroup_cost(record: QuantizedMatmul, splits: int) -> float:
+    """The same where a block has a multiprocessor to itself, and all rows."""
+    blocks = -(-columns(record) // WARPGROUP_COLUMNS) * splits
+    share = -(-record.x.shape[1] // (splits * WARPGROUP_UNIT)) * WARPGROUP_UNIT
+    return -(-blocks // (RESIDENT[splits] // 2)) * (share + WARPGROUP_OVERHEAD)

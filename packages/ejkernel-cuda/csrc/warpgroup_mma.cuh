@@ -1,0 +1,121 @@
+// Wrappers of Hopper's PTX instructions: products of a warpgroup (WGMMA), mbarriers, bulk asynchronous copies.
+#pragma once
+
+#include <cstdint>
+
+namespace ejkernel {
+
+// The products that follow see what this thread wrote to registers.
+__device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits for all products but the newest `Pending` groups; accumulators that are passed here are read after the wait, not
+// before.
+template <int Pending, int Tiles>
+__device__ __forceinline__ void wait_for_products(float (&d)[Tiles][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+#pragma unroll
+  for (int i = 0; i < Tiles * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+}
+
+// d = a b, or d += a b: a is [64, 16] in the registers of four warps, b [16, 8 Tiles] in shared memory. The descriptor of
+// b: bits 0 to 13 its address, 16 to 29 the step from 8 contracted elements to the next, 32 to 45 from 8 columns to the
+// next, all over 16. 8 of a column are 16 bytes; 8 columns of these follow each other.
+template <int Tiles>
+struct WarpgroupProduct;
+
+#define EJKERNEL_D(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+
+template <>
+struct WarpgroupProduct<4> {
+  static __device__ __forceinline__ void multiply(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "%12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+        : EJKERNEL_D(0), EJKERNEL_D(1), EJKERNEL_D(2), EJKERNEL_D(3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  }
+};
+
+template <>
+struct WarpgroupProduct<8> {
+  static __device__ __forceinline__ void multiply(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+        : EJKERNEL_D(0), EJKERNEL_D(1), EJKERNEL_D(2), EJKERNEL_D(3), EJKERNEL_D(4), EJKERNEL_D(5), EJKERNEL_D(6),
+          EJKERNEL_D(7)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  }
+};
+
+#undef EJKERNEL_D
+
+// Products and bulk copies see what this thread wrote to shared memory.
+__device__ __forceinline__ void fence_shared_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Registers of a thread of this warpgroup, from now on.
+template <int Count>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// __syncthreads() of the first `Threads` threads of a block.
+template <int Threads>
+__device__ __forceinline__ void synchronise_first() {
+  asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
+}
+
+__device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Barriers are there for bulk copies, too.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and makes the phase wait for the bytes of bulk copies, too.
+__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+
+// A bulk copy from device memory. Its bytes arrive at the barrier.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+      "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// The same of a tile of a matrix that a tensor map describes.
+__device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int column, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace ejkernel
