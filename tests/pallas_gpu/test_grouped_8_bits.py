@@ -13,6 +13,7 @@ from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
 
 SHAPE = jax.ShapeDtypeStruct
 EIGHT = jnp.float8_e4m3fn
+DEFAULT = jax.lax.Precision.DEFAULT
 
 
 def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=EIGHT, precision=None):
@@ -29,15 +30,17 @@ def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=
 
 
 CANDIDATES = scaled_spec.candidates(make(width=256), None, "forward")
+BY_COLUMNS, BY_ROWS = scaled_spec.BY_COLUMNS[0], scaled_spec.WIDE[0]
 
 
 @pytest.mark.parametrize(
     ("params", "fields"),
     [
-        (CANDIDATES[0], {}),
-        (CANDIDATES[0], {"blocks": (1, 2)}),
-        (dataclasses.replace(CANDIDATES[0], block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
-        (CANDIDATES[0], {"blocks": (1, 1), "precision": jax.lax.Precision.DEFAULT}),
+        (BY_ROWS, {"blocks": (1, 2)}),
+        (dataclasses.replace(BY_ROWS, block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
+        (BY_ROWS, {"blocks": (1, 1), "precision": DEFAULT}),
+        (BY_COLUMNS, {}),
+        (BY_COLUMNS, {"blocks": (4, 4), "depth": 512}),
     ],
     ids=str,
 )
@@ -56,6 +59,15 @@ def test_columns_share_scales_in_blocks_of_a_product():
     assert scaled_spec.share_scales(blocks[..., 64:], 128) == 0
 
 
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [(dataclasses.replace(BY_COLUMNS, product_n=64), {}), (BY_COLUMNS, {"blocks": (1, 1), "precision": DEFAULT})],
+)
+def test_half_of_the_columns_is_a_product(params, fields):
+    with pytest.raises(ValueError, match="by_columns"):
+        scaled_spec.make_scaled_spec(make(**fields), params)
+
+
 @pytest.mark.parametrize("params", [*CANDIDATES, *scaled_spec.NARROW], ids=str)
 def test_candidates_are_ones_that_the_kernel_can_have(params):
     assert scaled_spec.shared_bytes(params) <= SHARED_MEMORY - scaled_spec.RESERVE
@@ -68,7 +80,7 @@ def test_candidates_are_ones_that_the_kernel_can_have(params):
 )
 def test_tiles_that_are_none_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
-        scaled_spec.make_scaled_spec(make(), dataclasses.replace(CANDIDATES[0], **{name: value}))
+        scaled_spec.make_scaled_spec(make(), dataclasses.replace(BY_ROWS, **{name: value}))
 
 
 @pytest.mark.parametrize(

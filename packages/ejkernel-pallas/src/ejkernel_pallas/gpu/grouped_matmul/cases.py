@@ -33,7 +33,7 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 # As above: empty, smaller than a warpgroup, than a tile, of several tiles, and rows left over.
 EIGHT = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
-EIGHT_PAIRS = GroupedSizes(333, 384, 512, (130, 0, 63, 100, 1))
+EIGHT_PAIRS = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
 EIGHT_SOME = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
 
 
@@ -66,7 +66,7 @@ def _quick_sums(key: jax.Array) -> dict[str, Any]:
 
 def _shared_scales(key: jax.Array) -> dict[str, Any]:
     """Operands with scales of 128 x 128: a kernel need not load one a column."""
-    made = _eight_bits(key, EIGHT_PAIRS, (3, 3))
+    made = _eight_bits(key, EIGHT_PAIRS, (4, 4))
     return {**made, "rhs_scale": jnp.repeat(made["rhs_scale"][..., ::128], 128, axis=-1)}
 
 
@@ -77,7 +77,8 @@ def cases_of_8_bits() -> dict[str, tuple[Case, ...]]:
         ("8 bits in blocks of columns", EIGHT_PAIRS, _shared_scales, scaled, ()),
         ("8 bits, quick sums", EIGHT, _quick_sums, ("precision",), ()),
         ("8 bits in tiles", EIGHT, lambda key: _eight_bits(key, EIGHT, (2, 2)), scaled, ()),
-        ("8 bits in pairs of tiles", EIGHT_PAIRS, lambda key: _eight_bits(key, EIGHT_PAIRS, (1, 3)), scaled, ()),
+        ("8 bits in pairs of tiles", EIGHT_PAIRS, lambda key: _eight_bits(key, EIGHT_PAIRS, (4, 2)), scaled, ()),
+        ("8 bits, a scale a row", EIGHT_PAIRS, lambda key: _eight_bits(key, EIGHT_PAIRS, (1, 4)), scaled, ()),
         (
             "8 bits of some groups",
             EIGHT_SOME,

@@ -17,7 +17,7 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul import gated, scaled
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
-from ejkernel_pallas.gpu.grouped_matmul.tiles import Tile, tile_of
+from ejkernel_pallas.gpu.grouped_matmul.tiles import Tile, single_rows, tile_of
 from ejkernel_pallas.gpu.hopper import clusters, row_gathers
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
@@ -38,7 +38,7 @@ def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
         inner = pl.ds(index * spec.step, spec.step)
         if places is None:
-            _fetch_rows(call, firsts, inner, slot)
+            _fetch_rows(call, tile, firsts, inner, slot)
         else:
             row_gathers.copy_rows(call.operands["lhs"], places, index, shared.a.at[slot * WARPGROUPS])
         if spec.gate:
@@ -46,7 +46,7 @@ def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
         else:
             _fetch_matrix(call, tile, inner, slot)
         if spec.scaling:
-            scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, tile.column, index, done))
+            scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, tile.column, index, done), firsts)
         if places is not None:
             # A step later, so that copies of two steps are in flight.
             pl.when(done > 0)(lambda: gathered(call, done - 1, in_flight=1))
@@ -67,14 +67,20 @@ def _find_rows(call: Call, firsts: list[Any]) -> Any:
     return row_gathers.find_rows(call.operands["indices"], firsts, spec.contracted * spec.dtype.itemsize, lhs.shape[0])
 
 
-def _fetch_rows(call: Call, firsts: list[Any], inner: Any, slot: Any) -> None:
+def _fetch_rows(call: Call, tile: Tile, firsts: list[Any], inner: Any, slot: Any) -> None:
     """Copies a step of each warpgroup's rows, which follow each other."""
-    shared = call.shared
+    shared, single = call.shared, single_rows(call, tile)
     for warpgroup, first in enumerate(firsts):
         # By lines, not by swizzle atoms of eight rows: a group may begin at any row.
         source, target = call.operands["lhs"].at[pl.ds(first, WGMMA_M), inner], slot * WARPGROUPS + warpgroup
         axes = clusters.AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads a half for both
-        plgpu.copy_gmem_to_smem(source, shared.a_lines.at[target], shared.full.at[slot], collective_axes=axes)
+        full = shared.full.at[slot]
+        copy = functools.partial(plgpu.copy_gmem_to_smem, source, shared.a_lines.at[target], full, collective_axes=axes)
+        if single is None or not warpgroup:
+            copy()
+            continue
+        pl.when(~single)(copy)
+        pl.when(single)(functools.partial(plgpu.barrier_arrive, full))
 
 
 def _fetch_matrix(call: Call, tile: Tile, inner: Any, slot: Any) -> None:

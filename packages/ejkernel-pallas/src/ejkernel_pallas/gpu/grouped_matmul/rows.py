@@ -15,6 +15,7 @@ serve. Only groups of fewer than 64 rows store row by row.
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -29,6 +30,7 @@ from ejkernel_pallas.gpu.grouped_matmul.scaled import Part
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     LEAD,
     WARPGROUPS,
+    Scaling,
 )
 from ejkernel_pallas.gpu.grouped_matmul.tiles import Tile, cluster_tiles, split, tile_of
 from ejkernel_pallas.gpu.hopper import arrays, clusters
@@ -52,6 +54,8 @@ class Shared:
         full: The operands of a stage are there.
         free: They have been read.
         columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
+        row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None where
+            no copies bring them.
     """
 
     a: Any
@@ -63,6 +67,7 @@ class Shared:
     free: Any
     b_half: Any = None
     columns: Any = None
+    row_scales: Any = None
 
 
 def rows_kernel(call: Call) -> None:
@@ -110,56 +115,72 @@ def rows_kernel(call: Call) -> None:
 def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
-    tile, spec, shared = tile_of(call, before, count, number), call.spec, call.shared
-    warpgroup = lax.axis_index("warpgroup")
+    rest: list[Any] = []
+    for holds, work in _versions(call, tile_of(call, before, count, number), done):
+        conditions = rest if holds is None else [*rest, holds]
+        if conditions:
+            pl.when(functools.reduce(jnp.logical_and, conditions))(work)
+        else:
+            work()
+        if holds is not None:
+            rest.append(~holds)
+    return number + call.blocks, done + call.spec.steps
 
-    def product(part: Part) -> None:
-        if spec.scaling and not spec.scaling.quick:
-            row = tile.first(part.rows)
-            made = scaled.sums(call, spec.scaling, scaled.Rows(row, done), part)
-            return _write(call, made, row, tile.column + part.start, tile.end)
-        if spec.gate:
-            made = gated.products(call, spec.gate.activation, done, part)
-            return _write(call, made, tile.first(part.rows), tile.column + part.start, tile.end)
-        made = pl.run_scoped(
+
+def _versions(call: Call, tile: Tile, done: Any) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """What a warpgroup does for a tile: the first of these that holds, the last, with None, for all others.
+
+    N of a product is a constant of its code, so a tile has several versions; both warpgroups choose the same.
+    """
+    spec, warpgroup = call.spec, lax.axis_index("warpgroup")
+    size, half = spec.tile.block_n, spec.tile.block_n // 2
+    product, few = functools.partial(_product, call, tile, done), tile.end - tile.row <= WGMMA_M
+    if spec.tile.halves:
+        # Both warpgroups have the only 64 rows, and half of the columns each.
+        yield few, functools.partial(product, Part(I32(0), warpgroup * half, half))
+    if spec.gate and spec.gate.alone:
+        # The first warpgroup has all rows. What the other would make is the same, and takes power.
+        yield few & (warpgroup > 0), functools.partial(_pass, call, done)
+    if spec.splits:
+        yield tile.half >= 0, functools.partial(product, Part(warpgroup, tile.half * half, half, split=True))
+    if spec.tail:
+        # Columns that the output does not have are not multiplied.
+        yield tile.column + size > spec.columns, functools.partial(product, Part(warpgroup, 0, spec.tail))
+    if spec.scaling and spec.scaling.by_columns:
+        yield few, functools.partial(_product_of_columns, call, spec.scaling, tile, done, 1)
+        yield None, functools.partial(_product_of_columns, call, spec.scaling, tile, done, WARPGROUPS)
+    else:
+        yield None, functools.partial(product, Part(warpgroup, 0, size))
+
+
+def _product(call: Call, tile: Tile, done: Any, part: Part) -> None:
+    """A warpgroup's 64 rows and a part of the columns."""
+    spec, shared, row = call.spec, call.shared, tile.first(part.rows)
+    rows = scaled.Rows((part.rows,), (row,), done)
+    if spec.scaling and not spec.scaling.quick:
+        made = scaled.sums(call, spec.scaling, rows, part)
+    elif spec.gate:
+        made = gated.products(call, spec.gate.activation, done, part)
+    else:
+        acc = pl.run_scoped(
             functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
         )
         # The stage of the last product, which no later step of this tile frees.
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
-        row = tile.first(part.rows)
-        if spec.scaling:
-            (made,) = scaled.scaled_tiles(call, spec.scaling, [made], scaled.Rows(row, done), part.start)
-        _write(call, [made], row, tile.column + part.start, tile.end)
+        made = scaled.scaled_tiles(call, spec.scaling, [acc], rows, part.start) if spec.scaling else [acc]
+    _write(call, made, row, tile.column + part.start, tile.end)
 
-    size, half = spec.tile.block_n, spec.tile.block_n // 2
-    # N of a product is a constant of its code, so a tile has up to three versions; both warpgroups choose the same.
-    whole, tail = Part(warpgroup, 0, size), Part(warpgroup, 0, spec.tail)
 
-    others: list[Any] = []
-    if spec.tile.halves:
-        # Both warpgroups have the only 64 rows, and half of the columns each.
-        few = tile.end - tile.row <= WGMMA_M
-        pl.when(few)(lambda: product(Part(I32(0), warpgroup * half, half)))
-        others.append(~few)
-    if spec.gate and spec.gate.alone:
-        # The first warpgroup has all rows. What the other would make is the same, and takes power.
-        idle = (tile.end - tile.row <= WGMMA_M) & (warpgroup > 0)
-        pl.when(idle)(functools.partial(_pass, call, done))
-        others.append(~idle)
-    if spec.splits:
-        split_in_two = functools.reduce(jnp.logical_and, others, tile.half >= 0)
-        pl.when(split_in_two)(lambda: product(Part(warpgroup, tile.half * half, half, split=True)))
-        others.append(tile.half < 0)
-    if spec.tail:
-        # Columns that the output does not have are not multiplied.
-        some = tile.column + size > spec.columns
-        pl.when(functools.reduce(jnp.logical_and, others, some))(lambda: product(tail))
-        others.append(~some)
-    if others:
-        pl.when(functools.reduce(jnp.logical_and, others))(lambda: product(whole))
-    else:
-        product(whole)
-    return number + call.blocks, done + spec.steps
+def _product_of_columns(call: Call, scaling: Scaling, tile: Tile, done: Any, parts: int) -> None:
+    """So many times 64 rows, and the columns of a product."""
+    firsts, size = tuple(tile.first(part) for part in range(parts)), scaling.product_n
+    start = lax.axis_index("warpgroup") * size
+    made = scaled.sums(call, scaling, scaled.Rows(tuple(range(parts)), firsts, done), Part(None, start, size))
+    if parts == 1:
+        return _write(call, made, firsts[0], tile.column + start, tile.end)
+    # The group has more than 64 rows, so that copies serve.
+    pieces = [_pieces(call, [acc], row, tile.column + start) for row, acc in zip(firsts, made, strict=True)]
+    _copy_out(call, [piece for one in pieces for piece in one])
 
 
 def _pass(call: Call, done: Any) -> None:
@@ -249,7 +270,7 @@ def _write(call: Call, tiles: list[Any], row: Any, column: Any, end: Any) -> Non
     """Writes a warpgroup's rows before `end`; tiles lie side by side."""
     tiles = [made.astype(call.spec.out) for made in tiles]
     whole = end - row >= WGMMA_M
-    pl.when(whole)(functools.partial(_copy_out, call, row, column, tiles))
+    pl.when(whole)(lambda: _copy_out(call, _pieces(call, tiles, row, column)))
 
     @pl.when(~whole)
     def _store() -> None:
@@ -258,35 +279,42 @@ def _write(call: Call, tiles: list[Any], row: Any, column: Any, end: Any) -> Non
             store_rows(call.output, made, row, column + number * made.shape[1], end - row)
 
 
-def _copy_out(call: Call, row: Any, column: Any, tiles: list[Any]) -> None:
-    """Writes 64 rows by way of shared memory, part of the columns after part."""
+def _pieces(call: Call, tiles: list[Any], row: Any, column: Any) -> list[tuple[Any, Any, Any]]:
+    """What is copied of tiles that lie side by side: first row, first column, and the numbers, of a slot's columns."""
+    width = call.spec.part
+    parts = [made[:, n : n + width].astype(call.spec.out) for made in tiles for n in range(0, made.shape[1], width)]
+    return [(row, column + number * width, part) for number, part in enumerate(parts)]
+
+
+def _copy_out(call: Call, pieces: list[tuple[Any, Any, Any]]) -> None:
+    """Writes pieces of 64 rows by way of shared memory, one after the other."""
     spec, shared, slots = call.spec, call.shared, call.spec.tile.slots
-    first, width = lax.axis_index("warpgroup") * slots, spec.part
-    parts = [made[:, n : n + width] for made in tiles for n in range(0, made.shape[1], width)]
-    # All at once, if there are slots for all: two barriers in place of two a part.
-    together = len(parts) if len(parts) <= slots else 1
+    first = lax.axis_index("warpgroup") * slots
+    # All at once, if there are slots for all: two barriers in place of two a piece.
+    together = len(pieces) if len(pieces) <= slots else 1
 
     def group(begin: int) -> None:
         # The copies that had the slots have read them: those of the last tile, and all but the last few of this one.
         plgpu.wait_smem_to_gmem(min(begin, slots - together), wait_read_only=True)
         for number in range(begin, begin + together):
-            shared.out[first + number % slots] = parts[number]
+            shared.out[first + number % slots] = pieces[number][2]
         # Fence: copies read by the asynchronous proxy what all threads of the warpgroup wrote by the generic one.
         plgpu.commit_smem()
         for number in range(begin, begin + together):
+            row, column, _ = pieces[number]
             # Columns of the last tile that the output does not have need no copy.
             whole = spec.even or together == 1
-            copy = functools.partial(_copy_part, call, first + number % slots, row, column + number * width)
-            copy() if whole else pl.when(column + number * width < spec.columns)(copy)
+            copy = functools.partial(_copy_piece, call, first + number % slots, row, column)
+            copy() if whole else pl.when(column < spec.columns)(copy)
 
-    for begin in range(0, len(parts), together):
-        # A part without a copy must not write its slot, either: waits count the copies.
+    for begin in range(0, len(pieces), together):
+        # A piece without a copy must not write its slot, either: waits count the copies.
         whole = spec.even or together > 1
         write = functools.partial(group, begin)
-        write() if whole else pl.when(column + begin * width < spec.columns)(write)
+        write() if whole else pl.when(pieces[begin][1] < spec.columns)(write)
 
 
-def _copy_part(call: Call, slot: Any, row: Any, column: Any) -> None:
+def _copy_piece(call: Call, slot: Any, row: Any, column: Any) -> None:
     """Begins to copy a slot to the output."""
     target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column, call.spec.part)]
     plgpu.copy_smem_to_gmem(call.shared.out_lines.at[slot], target)

@@ -18,6 +18,7 @@ from ejkernel_pallas.gpu.grouped_matmul.gated_spec import HopperGated, make_gate
 from ejkernel_pallas.gpu.grouped_matmul.scaled_spec import make_scaled_spec, share_scales
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
+    COPIED_BLOCKS,
     STEP,
     WARPGROUPS,
     GroupedSpec,
@@ -221,9 +222,12 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     scales: dict[str, Any] = {}
     if spec.scaling:
         scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
+        if spec.scaling.copies_rows:
+            scales["row_scales"] = plgpu.SMEM((tile.stages, WARPGROUPS, WGMMA_M, COPIED_BLOCKS), jnp.float32)
     # What fills a stage: rows of each warpgroup, or their gathered rows together; a matrix's columns, which both read,
-    # or their panels; and their scales.
-    copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + len(scales)
+    # or their panels; scales of columns, and those of each warpgroup's rows.
+    of_scales = ("columns" in scales) + WARPGROUPS * ("row_scales" in scales)
+    copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + of_scales
     return {
         "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
         "b": _matrix_stages(spec),

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
-from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Scaling
+from ejkernel_pallas.gpu.grouped_matmul.spec import COPIED_BLOCKS, WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_scalar, load_scales
+from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied, load_scalar, load_scales
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 I32 = jnp.int32
@@ -40,9 +40,10 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A warpgroup's rows: the first of the 64, and steps of all tiles before this one."""
+    """A warpgroup's rows: which parts of 64 of the tile's, the first row of each, and steps of all tiles before it."""
 
-    first: Any
+    parts: tuple[Any, ...]
+    firsts: tuple[Any, ...]
     done: Any
 
 
@@ -62,16 +63,23 @@ class Part(NamedTuple):
     split: bool = False
 
 
-def fetch_scales(call: Call, scaling: Scaling, place: Place) -> None:
-    """Copies the scales of a step's columns."""
+def fetch_scales(call: Call, scaling: Scaling, place: Place, firsts: list[Any]) -> None:
+    """Copies the scales of a step's columns, and those of its rows, from the first ones on, if copies bring them."""
     block, columns = _block(call, scaling.rhs_blocks, place.step), pl.ds(place.column, call.spec.tile.block_n)
-    shared, full = call.shared, call.shared.full.at[lax.rem(place.done, I32(call.spec.tile.stages))]
+    shared, stage = call.shared, lax.rem(place.done, I32(call.spec.tile.stages))
     target = shared.columns.at[_slot(call, place.done)]
-    plgpu.copy_gmem_to_smem(call.operands["rhs_scale"].at[place.matrix, block, columns], target, full)
+    plgpu.copy_gmem_to_smem(call.operands["rhs_scale"].at[place.matrix, block, columns], target, shared.full.at[stage])
+    if not scaling.copies_rows:
+        return
+    few = I32(COPIED_BLOCKS)
+    blocks = pl.ds(lax.div(_block(call, scaling.lhs_blocks, place.step), few) * few, COPIED_BLOCKS)
+    for part, first in enumerate(firsts):
+        source = call.operands["lhs_scale"].at[pl.ds(first, WGMMA_M), blocks]
+        plgpu.copy_gmem_to_smem(source, shared.row_scales.at[stage, part], shared.full.at[stage])
 
 
 def sums(call: Call, scaling: Scaling, rows: Rows, part: Part) -> list[jax.Array]:
-    """Sums of a warpgroup's rows over all steps, for each part of the columns [64, product_n]."""
+    """Sums over all steps: for each part of the columns [64, product_n], or for each part of the rows."""
     if scaling.rhs_blocks == 1:
         made = _walk(call, scaling, rows, part, same=False)
     else:
@@ -84,14 +92,13 @@ def sums(call: Call, scaling: Scaling, rows: Rows, part: Part) -> list[jax.Array
 def _walk(call: Call, scaling: Scaling, rows: Rows, part: Part, *, same: bool) -> list[jax.Array]:
     """Sums without the scales that all blocks share; `same`: the columns of a product share theirs."""
     spec, shared, size = call.spec, call.shared, scaling.product_n
-    # Once: it takes a shuffle, for which every product would wait.
-    warpgroup = lax.axis_index("warpgroup")
+    products = [(row, start) for start in range(0, part.size, size) for row in range(len(rows.parts))]
 
     def load(step: Any) -> tuple[jax.Array, ...]:
-        if scaling.lhs_blocks == 1:
+        if scaling.lhs_blocks == 1 or scaling.copies_rows:
             return ()
-        step = jnp.minimum(step, spec.steps - 1)
-        return (load_scales(call.operands["lhs_scale"], rows.first, _block(call, scaling.lhs_blocks, step)),)
+        block = _block(call, scaling.lhs_blocks, jnp.minimum(step, spec.steps - 1))
+        return tuple(load_scales(call.operands["lhs_scale"], first, block) for first in rows.firsts)
 
     def step(index: Any, carry: Any) -> Any:
         before, of_rows = carry
@@ -101,22 +108,27 @@ def _walk(call: Call, scaling: Scaling, rows: Rows, part: Part, *, same: bool) -
         later = load(index + 1)
         plgpu.barrier_wait(shared.full.at[slot])
         after: list[jax.Array] = []
-        for number, acc in enumerate(before):
-            a = shared.a.at[slot * WARPGROUPS + warpgroup]
-            made = wgmma.issue(a, _matrix(call, part, slot, pl.ds(number * size, size)))
-            factors, columns = list(of_rows), None
+        for (row, start), acc in zip(products, before, strict=True):
+            number = rows.parts[row]
+            if scaling.copies_rows:
+                block = lax.rem(_block(call, scaling.lhs_blocks, index), I32(COPIED_BLOCKS))
+                factors = [load_copied(shared.row_scales.at[slot, number], block)]
+            else:
+                factors = [of_rows[row]] if of_rows else []
+            made = wgmma.issue(shared.a.at[slot * WARPGROUPS + number], _matrix(call, part, slot, pl.ds(start, size)))
+            columns = None
             if scaling.rhs_blocks > 1:
-                columns = shared.columns.at[scales, pl.ds(part.start + number * size, size)]
+                columns = shared.columns.at[scales, pl.ds(part.start + start, size)]
             if same:
                 factors, columns = [*factors, load_scalar(columns)], None
             factor = factors[0] * factors[1] if len(factors) > 1 else next(iter(factors), None)
             made = wgmma.wait(made, in_flight=0)
-            if number == len(before) - 1:
+            if len(after) == len(before) - 1:
                 plgpu.barrier_arrive(shared.free.at[slot])
             after.append(add_scaled(acc, made, factor, columns))
         return tuple(after), later
 
-    zeros = tuple(arrays.full_tile((WGMMA_M, size)) for _ in range(-(-part.size // size)))
+    zeros = tuple(arrays.full_tile((WGMMA_M, size)) for _ in products)
     return list(lax.fori_loop(0, spec.steps, step, (zeros, load(I32(0))))[0])
 
 
@@ -131,14 +143,16 @@ def scaled_tiles(call: Call, scaling: Scaling, accs: list[jax.Array], rows: Rows
     """Sums times the scales that all steps of a tile share; those of columns are where the last step has left them."""
     if scaling.lhs_blocks > 1 and scaling.rhs_blocks > 1:
         return accs
-    last = rows.done + (call.spec.steps - 1)
-    of_rows = load_scales(call.operands["lhs_scale"], rows.first, I32(0)) if scaling.lhs_blocks == 1 else None
+    last, of_rows = rows.done + (call.spec.steps - 1), list[Any]([None] * len(rows.firsts))
+    if scaling.lhs_blocks == 1:
+        of_rows = [load_scales(call.operands["lhs_scale"], first, I32(0)) for first in rows.firsts]
     made: list[jax.Array] = []
     for number, acc in enumerate(accs):
-        columns, size = None, acc.shape[1]
+        # Sums of one part of the columns and all parts of the rows, or the other way round.
+        (across, row), columns, size = divmod(number, len(of_rows)), None, acc.shape[1]
         if scaling.rhs_blocks == 1:
-            columns = call.shared.columns.at[_slot(call, last), pl.ds(start + number * size, size)]
-        made.append(add_scaled(None, acc, of_rows, columns))
+            columns = call.shared.columns.at[_slot(call, last), pl.ds(start + across * size, size)]
+        made.append(add_scaled(None, acc, of_rows[row], columns))
     return made
 
 

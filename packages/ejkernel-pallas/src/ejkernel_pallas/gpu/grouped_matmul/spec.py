@@ -19,6 +19,8 @@ REGISTERS, FETCHING_REGISTERS = 240, 24
 """Of a thread that multiplies, and of one that fetches. A multiprocessor has 65536."""
 GATHERING = (232, 40)
 """The same where rows are gathered: a thread that fetches keeps where eight lines lie."""
+COPIED_BLOCKS = 4
+"""Blocks of contracted elements whose scales of a row are copied together: 16 bytes, the least of a bulk copy."""
 LEAD = 2
 """Products of a tile that run while the tile before is written."""
 RESERVE = 2 * 1024
@@ -90,6 +92,8 @@ class HopperScaled:
         stages: Pipeline stages: steps whose operands are in shared memory.
         slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
         band: Tiles of rows that are gone down before the next column.
+        by_columns: Whether a warpgroup has all rows of a tile, and half of its columns: one product's. Tiles of at most
+            64 rows then take half of the products.
     """
 
     block_n: int
@@ -97,6 +101,7 @@ class HopperScaled:
     stages: int
     slots: int
     band: int
+    by_columns: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,12 +113,20 @@ class Scaling:
         rhs_blocks: Likewise of a column.
         product_n: Columns of a product.
         quick: Whether tensor cores sum over all steps.
+        by_columns: Whether a warpgroup has all rows of a tile, and a product's columns.
     """
 
     lhs_blocks: int
     rhs_blocks: int
     product_n: int
     quick: bool
+    by_columns: bool
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether scales of rows come by bulk copies: a warpgroup with all rows of a tile has many, and no registers
+        for where they lie."""
+        return self.by_columns and self.lhs_blocks > 1 and self.lhs_blocks % COPIED_BLOCKS == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

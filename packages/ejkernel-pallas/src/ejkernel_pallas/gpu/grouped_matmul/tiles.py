@@ -57,6 +57,18 @@ def split(call: Call, tiles: Any) -> Any:
     return jnp.where(2 * rest <= call.blocks, rest, 0)
 
 
+def single_rows(call: Call, tile: Tile) -> Any:
+    """Whether only the first 64 rows of a tile are multiplied, by both warpgroups; None where that is never so."""
+    spec = call.spec
+    if not (spec.scaling and spec.scaling.by_columns):
+        return None
+    # A warpgroup has 64 rows of other tiles: of those that the output does not have all columns of, and of halves.
+    few = tile.end - tile.row <= WGMMA_M
+    if spec.splits:
+        few &= tile.half < 0
+    return few & (tile.column + spec.tile.block_n <= spec.columns) if spec.tail else few
+
+
 class Place(NamedTuple):
     """Where a tile of the output is: tile of rows, first column, and which half of the columns, below zero for both."""
 

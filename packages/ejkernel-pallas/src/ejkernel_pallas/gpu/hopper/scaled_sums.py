@@ -43,21 +43,38 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any, row: Any, block: Any) -> Any:
-        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-        warp, lane = arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
-        first = arith.addi(row.registers.item(), arith.muli(warp, constant(WARP_ROWS)))
-        first = arith.addi(first, arith.divui(lane, constant(QUAD)))
+        first = arith.addi(row.registers.item(), _thread_row())
         values: list[Any] = []
         for half in (0, WARP_ROWS // 2):
             place = arith.minsi(arith.addi(first, constant(half)), constant(rows - 1))
             index = [arith.index_cast(ir.IndexType.get(), x) for x in (place, block.registers.item())]
             values.append(memref.load(scales, index))
-        like = mgpu.FragmentedArray.splat(
-            number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None
-        )
-        return of_rows(like, values)
+        return _of_thread_rows(values)
 
     return load(scales, row, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def load_copied(scales: Any, block: Any) -> jax.Array:
+    """The scales of 64 rows in one of the blocks that a copy has brought, from shared memory.
+
+    Args:
+        scales: Reference to float32 [64, blocks].
+        block: Which of them, int32.
+    """
+
+    line = scales.shape[1] * 4
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
+    )
+    def load(_: Any, scales: Any, block: Any) -> Any:
+        base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales))
+        base = arith.addi(base, arith.muli(block.registers.item(), constant(4)))
+        base = arith.addi(base, arith.muli(_thread_row(), constant(line)))
+        return _of_thread_rows([_float_at(base, half * line) for half in (0, WARP_ROWS // 2)])
+
+    return load(scales, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def load_scalar(scales: Any) -> jax.Array:
@@ -118,6 +135,25 @@ def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
     if total is None:
         return x if last is None else arith.mulf(x, last)
     return arith.addf(x, total) if last is None else math.fma(x, last, total)
+
+
+def _thread_row() -> Any:
+    """The first of the thread's rows among the 64."""
+    thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+    warp, lane = arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
+    return arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(QUAD)))
+
+
+def _of_thread_rows(values: list[Any]) -> Any:
+    """An array [64], from a thread's values."""
+    like = mgpu.FragmentedArray.splat(number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
+    return of_rows(like, values)
+
+
+def _float_at(base: Any, offset: int) -> Any:
+    """A number in shared memory; side effects as in `_pair_at`."""
+    code = f"ld.shared.f32 $0, [$1 + {offset}];"
+    return llvm.inline_asm(ir.F32Type.get(), [base], code, "=f,r", has_side_effects=True)
 
 
 def _thread_columns(columns: Any) -> Any:
