@@ -106,9 +106,9 @@ def sort_by(key: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array]
     return order, inverse, sizes
 
 
-def multiplied(layer: Experts, rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+def multiplied(layer: Experts, rows: jax.Array, matrices: jax.Array, sizes: jax.Array, **options: Any) -> jax.Array:
     """Rows that are sorted by expert, each times its expert's matrix."""
-    return grouped_matmul(rows, matrices, sizes, preferred_element_type=rows.dtype, platform=layer.platform)
+    return grouped_matmul(rows, matrices, sizes, preferred_element_type=rows.dtype, platform=layer.platform, **options)
 
 
 def mlp(layer: Experts, rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -134,10 +134,10 @@ def sums_of(layer: Experts, tokens: jax.Array, to: Routing) -> jax.Array:
 
 
 def rows_of(layer: Experts, tokens: jax.Array, order: jax.Array, places: jax.Array, sizes: jax.Array) -> jax.Array:
-    """What the experts make of the tokens, [R, D]; of arguments as `dispatch` and `mlp` take them."""
+    """What the experts make of the tokens, [R, D]; rows of no expert, which `combine` does not read, are undefined."""
     if not gathers(layer):
         return mlp(layer, dispatch(tokens, order, places), sizes)
-    return multiplied(layer, hidden(layer, tokens, order, places, sizes), layer.down, sizes)
+    return multiplied(layer, hidden(layer, tokens, order, places, sizes), layer.down, sizes, left_over="undefined")
 
 
 def gathers(layer: Experts) -> bool:
@@ -148,7 +148,7 @@ def gathers(layer: Experts) -> bool:
 @jax.custom_vjp
 def hidden(layer: Experts, tokens: jax.Array, order: jax.Array, places: jax.Array, sizes: jax.Array) -> jax.Array:
     """The inner rows, [R, F], in one call. A gradient needs what that call leaves out, so there are three then."""
-    return gated_grouped_matmul(tokens, layer.gate_up, sizes, order // places.shape[1])
+    return gated_grouped_matmul(tokens, layer.gate_up, sizes, order // places.shape[1], left_over="undefined")
 
 
 def _hidden_forward(layer: Experts, tokens: jax.Array, order: jax.Array, places: jax.Array, sizes: jax.Array) -> Any:

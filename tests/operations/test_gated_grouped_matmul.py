@@ -44,6 +44,7 @@ def test_it_refuses_to_be_differentiated():
         ("group_sizes", {"group_sizes": SIZES[:2]}),
         ("indices", {"indices": INDICES.astype(jnp.float32)}),
         ("activation", {"activation": "relu"}),
+        ("left_over", {"left_over": "nan"}),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(match, wrong):

@@ -138,6 +138,21 @@ def test_t25_rows_of_no_group_have_no_gradient():
     np.testing.assert_array_equal(gradients[2][:, 0, 0], [4, 8])
 
 
+def test_undefined_rows_leave_the_others_and_all_gradients_as_they_are():
+    keys = jax.random.split(jax.random.key(0), 3)
+    lhs, rhs, cotangent = (jax.random.normal(k, s) for k, s in zip(keys, ((30, 8), (3, 8, 8), (30, 8)), strict=True))
+    own = (jnp.arange(30) < 25)[:, None]
+
+    def passes(left_over):
+        def run(*x):
+            return grouped_matmul(*x, jnp.array([9, 0, 16]), left_over=left_over)
+
+        output, pullback = jax.vjp(run, lhs, rhs)
+        return jnp.where(own, output, 0), pullback(cotangent)
+
+    transformed.close(passes("undefined"), passes("zero"), 1e-6, 1e-6)
+
+
 def test_t25_memory_is_that_of_the_arguments():
     k, n, groups = 64, 48, 8
     shapes = jax.ShapeDtypeStruct
@@ -243,6 +258,8 @@ LHS, RHS, SIZES = jnp.zeros((8, 6)), jnp.zeros((2, 6, 4)), jnp.array([3, 5])
         ((LHS.astype(jnp.float8_e4m3fn), RHS, SIZES), {}, "lhs: got float8_e4m3fn without lhs_scale, wants"),
         ((LHS, RHS, SIZES), {"lhs_scale": jnp.zeros((8, 4))}, "lhs_scale: got 4 blocks, wants a divisor of the 6"),
         ((LHS, RHS, SIZES), {"lhs_scale": jnp.zeros((7, 1))}, r"lhs_scale: got shape \(7, 1\), wants \[M=8"),
+        ((LHS, RHS, SIZES), {"left_over": "nan"}, "left_over: got .*nan.*, wants one of 'zero', 'undefined'"),
+        ((LHS, RHS, SIZES, None, jnp.zeros((8, 4))), {"left_over": "undefined"}, "left_over: got .* with existing_out"),
         ((LHS, RHS, SIZES), {"preferred_element_type": int}, "preferred_element_type: got .*, wants a floating dtype"),
     ],
 )

@@ -5,7 +5,7 @@ Every row names a token and is multiplied with the matrix of its group; the firs
     y = x_t W_e          t = i_m, e the group of row m          o_m = act(y[:F]) y[F:]
 
 The product is taken as `grouped_matmul` takes it, and gated before it is rounded. A row that names no token, and one of
-no group, is 0.
+no group, is 0; with `left_over="undefined"`, rows of no group are whatever is there.
 
 Source: the gated linear units of Shazeer 2020, arXiv:2002.05202, in the experts of Gale et al. 2022, arXiv:2211.15841.
 """
@@ -36,6 +36,7 @@ class GatedGroupedMatmul:
         indices: [M] int32, the token of every row; outside of 0..T-1 for none. None for row m of token m.
         activation: Of the gate: `"silu"`, or `"gelu"` by its tanh formula.
         precision: Of the product, as `GroupedMatmul` has it.
+        left_over: Likewise.
     """
 
     lhs: jax.Array
@@ -44,6 +45,7 @@ class GatedGroupedMatmul:
     indices: jax.Array | None = None
     activation: str = static("silu")
     precision: lax.Precision | None = static(default=None)
+    left_over: str = static("zero")
 
 
 def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> GroupedMatmul:
@@ -61,6 +63,7 @@ def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> Grouped
         out_dtype=dtype,
         transpose_rhs=False,
         precision=record.precision,
+        left_over=record.left_over,
     )
 
 

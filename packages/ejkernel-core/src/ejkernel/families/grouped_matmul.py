@@ -7,7 +7,8 @@ groups before it. For a row i of group g, among the groups whose matrices are gi
     x_i   = lhs_i * lhs_scale_i          one scale for every row and block of contracted elements
     out_i = x_i w_g + rhs_bias_g + existing_out_i
 
-Every other row is `existing_out_i`, or 0. Sums are taken in float32 (float64 for float64 lhs).
+Every other row is left over: `existing_out_i`, or 0, or with `left_over="undefined"` whatever is there. Sums are taken in
+float32 (float64 for float64 lhs).
 
 Source: the dropless mixture of experts of Gale et al. 2022, arXiv:2211.15841.
 """
@@ -22,6 +23,9 @@ from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+
+LEFT_OVER = ("zero", "undefined")
+"""What rows of no group may be: with `"undefined"`, any numbers, infinities and NaN too."""
 
 
 @arguments
@@ -42,6 +46,7 @@ class GroupedMatmul:
             blocks as `rhs_scale` has, if need be.
         transpose_rhs: Whether the matrices lie with their columns first.
         precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
+        left_over: Of `LEFT_OVER`; `"undefined"` without `existing_out` alone. Gradients of such rows are 0 either way.
     """
 
     lhs: jax.Array
@@ -55,6 +60,7 @@ class GroupedMatmul:
     lhs_scale: jax.Array | None = None
     transpose_rhs: bool = static(False)
     precision: lax.Precision | None = static(default=None)
+    left_over: str = static("zero")
 
 
 def accumulator(record: GroupedMatmul) -> Any:

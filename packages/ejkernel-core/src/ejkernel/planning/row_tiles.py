@@ -7,6 +7,8 @@ recompiled when sizes change, and no row is copied or padded:
     groups      |   0   | 1 |      2         |  rows of no group  |
     tiles of 4  |0000|00|1|2222|2222|22      |----|----|---       |     a tile begins with its group's first row
 
+Rows of no group have tiles unless the record leaves them undefined.
+
 The list takes a few small kernels that compare and sum, one after the other; calls of few rows would feel more of them.
 """
 
@@ -45,7 +47,7 @@ class Segments(NamedTuple):
 
 
 def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
-    """The tiles of a record in the order of rows, every row in one of them: int32 [W + 1, `FIELDS`].
+    """The tiles of a record in the order of rows, every row that is written in one of them: int32 [W + 1, `FIELDS`].
 
     Args:
         record: The record.
@@ -79,4 +81,7 @@ def _segments(record: GroupedMatmul, block: int) -> Segments:
     first = jnp.concatenate((jnp.zeros((1,), jnp.int32), begins, ends[-1:]))
     end = jnp.concatenate((begins[:1], ends, jnp.full((1,), rows, jnp.int32)))
     tiles = -(-(end - first) // block)
+    if record.left_over == "undefined":
+        segment = jnp.arange(tiles.shape[0])
+        tiles = jnp.where((segment > 0) & (segment <= record.rhs.shape[0]), tiles, 0)
     return Segments(first, end, tiles, running_sum(tiles))

@@ -62,13 +62,14 @@ def _float8_product(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
 
 
 def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
-    """The cotangent's rows times the transposed matrix of their group.
+    """The cotangent's rows times the transposed matrix of their group; 0 for left-over rows.
 
     Args:
         record: The canonical arguments.
         cotangent: [M, N] in the dtype in which it is multiplied.
         config: Tile sizes, programs, warps and stages.
     """
+    record = dataclasses.replace(record, left_over="zero")
     spec = _spec(record, config, cotangent.dtype)
     spec = dataclasses.replace(
         spec,

@@ -1,15 +1,16 @@
 """Gated grouped matmul: the first product of an expert layer, with its gather and its activation."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import gated_grouped_matmul as family
+from ejkernel.families.grouped_matmul import LEFT_OVER
 from ejkernel.modules.operations.cases import gated_grouped_matmul as cases
 from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
-from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.shapes import as_precision, check_dtype, check_not_empty, check_shape
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -27,9 +28,11 @@ class GatedGroupedMatmulArguments:
     indices: jax.Array | None = None
     activation: str = static("silu")
     precision: Any = static(None)
+    left_over: str = static("zero")
 
     def __post_init__(self) -> None:
-        settle(self, precision=as_precision("precision", self.precision))
+        left_over = as_choice("left_over", self.left_over, LEFT_OVER)
+        settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
 
 
 @operation(lambda: OP)
@@ -41,6 +44,7 @@ def gated_grouped_matmul(
     *,
     activation: str = "silu",
     precision: Any = None,
+    left_over: Literal["zero", "undefined"] = "zero",
     platform: str | None = None,
     cfg: GatedGroupedMatmulConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -61,9 +65,10 @@ def gated_grouped_matmul(
         indices: [M] int, the token of every row; a number outside of 0..T-1 names none. None for row m of token m.
         activation: `"silu"` (SwiGLU), or `"gelu"` by its tanh formula.
         precision: `jax.lax.Precision`, or its name, of the product; as `grouped_matmul` takes it.
+        left_over: Rows of no group: `"zero"`, or `"undefined"` where nothing reads them, likewise.
 
     Returns:
-        [M, F] in lhs's dtype; 0 for rows of no group and of no token.
+        [M, F] in lhs's dtype; 0 for rows of no group, or what `left_over` says, and for those of no token.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -113,6 +118,7 @@ def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
         indices=None if args.indices is None else args.indices.astype(jnp.int32),
         activation=args.activation,
         precision=args.precision,
+        left_over=args.left_over,
     )
 
 

@@ -1,7 +1,7 @@
 """Grouped matmul: rows that come in groups, each group times a matrix of its own."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from ejkernel.families import grouped_matmul as family
 from ejkernel.families.grouped_matmul import GroupedMatmul as Record
 from ejkernel.modules.operations.cases import grouped_matmul as cases
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
-from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     as_float_dtype,
@@ -51,6 +51,7 @@ class GroupedMatmulArguments:
     rhs_bits: int | None = static(None)
     rhs_group_size: int | None = static(None)
     precision: Any = static(None)
+    left_over: str = static("zero")
     use_v2: bool = static(False)
     use_v3: bool = static(False)
     do_padding: bool = static(True)
@@ -68,6 +69,7 @@ class GroupedMatmulArguments:
             preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
+            left_over=as_choice("left_over", self.left_over, family.LEFT_OVER),
             # Dispatch chooses the kernel and none pads: these mean nothing, and calls with them are one.
             use_v2=as_flag("use_v2", self.use_v2) and False,
             use_v3=as_flag("use_v3", self.use_v3) and False,
@@ -122,6 +124,7 @@ def grouped_matmul(
     rhs_bits: int | None = None,
     rhs_group_size: int | None = None,
     precision: Any = None,
+    left_over: Literal["zero", "undefined"] = "zero",
     use_v2: bool = False,
     use_v3: bool = False,
     do_padding: bool = True,
@@ -170,6 +173,8 @@ def grouped_matmul(
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
             With `DEFAULT`, products of 8 bits may be summed in the fewer digits that Hopper's matrix unit keeps, about
             14 bits.
+        left_over: Left-over rows of the output: `"zero"`, or `"undefined"` for whatever a backend finds cheapest, NaN too,
+            where nothing reads them. GPUs then leave them unwritten. Not with `existing_out`.
         use_v2: Either value; dispatch chooses the kernel.
         use_v3: Either value, likewise.
         do_padding: Either value; no kernel needs rows in multiples of its tiles.
@@ -177,7 +182,8 @@ def grouped_matmul(
         out_shard_callback: Only None; shard the result, or give `mesh`.
 
     Returns:
-        [M, N]. Left-over rows are 0, or `existing_out`; so is their gradient.
+        [M, N]. Left-over rows are 0, or `existing_out`, or undefined as `left_over` says; the gradient of left-over rows
+        of lhs is 0.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -212,6 +218,8 @@ def validate(args: GroupedMatmulArguments) -> None:
         if getattr(args, f"{name}_scale") is None and not _is_factor(dtype):
             raise ValueError(f"{name}: got {dtype} without {name}_scale, wants a floating dtype of 16 bits or more")
     _check_groups(args, sizes)
+    if args.existing_out is not None and args.left_over != "zero":
+        raise ValueError(f"left_over: got {args.left_over!r} with existing_out, which left-over rows are; wants 'zero'")
     shapes = {
         "existing_out": "M N",
         "rhs_scale": "E blocks 1 N",
@@ -295,6 +303,7 @@ def lower(args: GroupedMatmulArguments) -> Record:
         lhs_scale=args.lhs_scale,
         transpose_rhs=args.transpose_rhs,
         precision=args.precision,
+        left_over=args.left_over,
     )
 
 

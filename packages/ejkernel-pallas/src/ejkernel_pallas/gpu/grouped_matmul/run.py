@@ -107,7 +107,8 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
-    record, gradients = pullback.record, dict[str, jax.Array]()
+    # Gradients of left-over rows are 0, whatever the output has there.
+    record, gradients = dataclasses.replace(pullback.record, left_over="zero"), dict[str, jax.Array]()
     cotangent = pullback.cotangent.astype(record.lhs.dtype)
     spec = make_spec(record, params, record.lhs.dtype)
     if "lhs" in pullback.wanted:
