@@ -7,7 +7,7 @@ groups before it. For a row i of group g, among the groups whose matrices are gi
     x_i   = lhs_i * lhs_scale_i          one scale for every row and block of contracted elements
     out_i = x_i w_g + rhs_bias_g + existing_out_i
 
-Every other row is left over: `existing_out_i`, or 0, or with `left_over="undefined"` whatever is there. Sums are taken in
+Every other row is left over: `existing_out_i`, or 0, or with `left_over="undefined"` any numbers. Sums are taken in
 float32 (float64 for float64 lhs).
 
 Source: the dropless mixture of experts of Gale et al. 2022, arXiv:2211.15841.
@@ -199,6 +199,7 @@ FAMILY = Family(
     axes=axes,
     shardable="mn",
     aligned=(),
+    permissions=frozenset({"left_over"}),
     localise=localise,
     reference=reference,
 )

@@ -319,7 +319,7 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
         if bad:
             yield f"head size {', '.join(map(str, bad))} is not in {requires.head_dims}"
     for name in given_fields(record):
-        if name not in requires.handles:
+        if name not in requires.handles | family.permissions:
             yield f"{name} is not handled"
     symbolic = {name: x.shape for name, x in array_fields(record).items() if _is_symbolic(x)}
     if symbolic and not requires.symbolic:

@@ -34,6 +34,8 @@ class Family:
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
         lse: Axis letters of the residuals' lse, which operations with `return_lse` return beside the output; None
             where the residuals have none, or the output has it already.
+        permissions: Optional record fields that allow something and ask for nothing. An implementation need not handle
+            them: what it does without them serves the call too.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Family:
     localise: Callable[[Any, Mapping[str, Any]], Any]
     reference: Callable[[Any], tuple[Any, Any]]
     lse: str | None = None
+    permissions: frozenset[str] = frozenset()
 
     def axes_of(self, record: Any) -> Mapping[str, Any]:
         """The axis letters of a record's fields and of `"output"`."""
@@ -186,8 +189,8 @@ class Requires:
         min_compute_capability: Lowest NVIDIA compute capability.
         dtypes: Names of the accepted dtypes.
         head_dims: Container of accepted head sizes (a set or a range); None accepts all.
-        handles: Optional record fields it honours. A call that gives any other is refused by that name. And
-            `"lse_cotangent"`, where its backward pass honours that of the `Pullback`.
+        handles: Optional record fields it honours. A call that gives any other, but for the family's permissions, is
+            refused by that name. And `"lse_cotangent"`, where its backward pass honours that of the `Pullback`.
         symbolic: Whether sizes may be symbolic, as they can be in `jax.export`.
         extra: Record -> sentences saying why it cannot be served; empty if it can. Never raises, and is not asked
             about symbolic sizes that are not accepted.

@@ -24,7 +24,7 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "gated_grouped_matmul",
             forward="gated_grouped_matmul.passes:forward",
-            requires=triton_requires(handles=("indices", "activation", "precision", "left_over"), extra=_reasons),
+            requires=triton_requires(handles=("indices", "activation", "precision"), extra=_reasons),
             config=ConfigSpace(
                 forward=config.GatedTiles,
                 faces=config.FACES,

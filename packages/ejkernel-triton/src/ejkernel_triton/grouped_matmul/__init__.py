@@ -14,16 +14,7 @@ from ejkernel_triton.grouped_matmul import config
 from ejkernel_triton.grouped_matmul.spec import FLOAT8
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-OPTIONAL = (
-    "group_offset",
-    "existing_out",
-    "rhs_scale",
-    "rhs_bias",
-    "lhs_scale",
-    "transpose_rhs",
-    "precision",
-    "left_over",
-)
+OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
 DTYPES = ("float16", "bfloat16", "float32")

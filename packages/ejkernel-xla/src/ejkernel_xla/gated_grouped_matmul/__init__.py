@@ -8,7 +8,7 @@ IMPLEMENTATIONS = (
         "gated_grouped_matmul",
         forward="passes:forward",
         backward=None,
-        handles=("indices", "activation", "precision", "left_over"),
+        handles=("indices", "activation", "precision"),
         config=NO_CHOICE,
     ),
 )

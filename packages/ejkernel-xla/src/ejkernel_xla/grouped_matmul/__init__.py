@@ -4,16 +4,7 @@ from ejkernel.ops import ConfigSpace
 from ejkernel_xla.grouped_matmul import tiles
 from ejkernel_xla.registration import FLOATS, xla_implementation
 
-OPTIONAL = (
-    "group_offset",
-    "existing_out",
-    "rhs_scale",
-    "rhs_bias",
-    "lhs_scale",
-    "transpose_rhs",
-    "precision",
-    "left_over",
-)
+OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
 
 IMPLEMENTATIONS = (
     xla_implementation(

@@ -173,8 +173,8 @@ def grouped_matmul(
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
             With `DEFAULT`, products of 8 bits may be summed in the fewer digits that Hopper's matrix unit keeps, about
             14 bits.
-        left_over: Left-over rows of the output: `"zero"`, or `"undefined"` for whatever a backend finds cheapest, NaN too,
-            where nothing reads them. GPUs then leave them unwritten. Not with `existing_out`.
+        left_over: Left-over rows of the output: `"zero"`, or `"undefined"`, any numbers and NaN, where nothing reads
+            them. Kernels on GPUs then do not write them. Not with `existing_out`.
         use_v2: Either value; dispatch chooses the kernel.
         use_v3: Either value, likewise.
         do_padding: Either value; no kernel needs rows in multiples of its tiles.
@@ -182,8 +182,8 @@ def grouped_matmul(
         out_shard_callback: Only None; shard the result, or give `mesh`.
 
     Returns:
-        [M, N]. Left-over rows are 0, or `existing_out`, or undefined as `left_over` says; the gradient of left-over rows
-        of lhs is 0.
+        [M, N]. Left-over rows are 0, or `existing_out`, or undefined, as `left_over` says. The gradient of
+        left-over rows of lhs is 0.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.

@@ -8,7 +8,7 @@ from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_pallas.gpu.grouped_matmul import gated_spec, scaled_spec, spec
 from ejkernel_pallas.gpu.requirements import hopper_requires
 
-HANDLES = frozenset({"group_offset", "transpose_rhs", "left_over"})
+HANDLES = frozenset({"group_offset", "transpose_rhs"})
 """Optional fields that the kernels honour."""
 
 
@@ -70,7 +70,7 @@ def implementations() -> tuple[Implementation, ...]:
             backend="gpu",
             forward="ejkernel_pallas.gpu.grouped_matmul.run:gated_forward",
             backward=None,
-            requires=hopper_requires(handles={"indices", "activation", "left_over"}, extra=gated_spec.reasons),
+            requires=hopper_requires(handles={"indices", "activation"}, extra=gated_spec.reasons),
             config=ConfigSpace(
                 heuristic=gated_spec.heuristic,
                 candidates=gated_spec.candidates,

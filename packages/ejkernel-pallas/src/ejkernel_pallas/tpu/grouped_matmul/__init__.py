@@ -11,7 +11,7 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.grouped_matmul import tiles
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
-OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision", "left_over")
+OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
 DTYPES = ("bfloat16", "float32")

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families import gated_grouped_matmul as family
 from ejkernel.modules.operations.cases.tables import normal_like, tagged
 from ejkernel.ops.model import Case
 
@@ -38,7 +39,8 @@ def _case(arguments: type, row: _Row) -> Case:
         sizes = jnp.array(groups, jnp.int32)
         return arguments(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **options)
 
-    return tagged(name, make, (*(() if rows is None else ("indices",)), *options), tags)
+    exercises = {*options, *(() if rows is None else ("indices",))} - family.FAMILY.permissions
+    return tagged(name, make, tuple(sorted(exercises)), tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

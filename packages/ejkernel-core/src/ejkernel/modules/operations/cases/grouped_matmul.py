@@ -99,7 +99,7 @@ _TABLE: tuple[Row[GroupedSizes], ...] = (
         # No row is left over, so that the output is defined.
         GroupedSizes(k=48, groups=(30, 99)),
         lambda k: {"transpose_rhs": True, "left_over": "undefined"},
-        ("transpose_rhs", "left_over"),
+        ("transpose_rhs",),
         ("awkward",),
     ),
     ("8 bits", EIGHT, lambda k: _eight_bits(k, (1, 1), transpose_rhs=True), SCALED, ()),
