@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.grouped_matmul import gated, scaled
+from ejkernel_pallas.gpu.grouped_matmul import dealing, gated, scaled
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.grouped_matmul.tiles import Tile, single_rows, tile_of
@@ -30,6 +30,7 @@ def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     tile, spec, shared = tile_of(call, before, count, number), call.spec, call.shared
     firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
     places = _find_rows(call, firsts) if spec.gathers else None
+    after = dealing.take(call, number)
 
     def step(index: Any, done: Any) -> Any:
         slot = lax.rem(done, I32(spec.tile.stages))
@@ -52,7 +53,8 @@ def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
             pl.when(done > 0)(lambda: gathered(call, done - 1, in_flight=1))
         return done + 1
 
-    return number + call.blocks, lax.fori_loop(0, spec.steps, step, done)
+    last = lax.fori_loop(0, spec.steps, step, done)
+    return dealing.tell(call, after, done), last
 
 
 def gathered(call: Call, done: Any, *, in_flight: int) -> None:

@@ -7,7 +7,8 @@
                                                              |
                      registers -> slots of shared memory -> TMA; overlapped, while the next tile's first products run
 
-A block is persistent: it takes every `blocks`-th tile of the list. Each warpgroup has 64 rows, which need not begin at
+A block is persistent: it takes every `blocks`-th tile of the list, or is dealt the next one when it has copied the last
+(dealing.py). Each warpgroup has 64 rows, which need not begin at
 a multiple of anything, so A is copied for each with a row of its own. In a group's last tile they begin so that they
 end with the group: the rows that are in two tiles are stored twice, with the same bits, and bulk copies of 64 rows
 serve. Only groups of fewer than 64 rows store row by row.
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning.row_tiles import FIELDS
-from ejkernel_pallas.gpu.grouped_matmul import gated, producer, scaled
+from ejkernel_pallas.gpu.grouped_matmul import dealing, gated, producer, scaled
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.scaled import Part
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
@@ -56,6 +57,9 @@ class Shared:
         columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
         row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None where
             no copies bring them.
+        number: Numbers of the tiles that the block is dealt in even and in odd turns, int32 [2]; None without dealing.
+        number_full: They are there.
+        number_free: They have been read.
     """
 
     a: Any
@@ -68,6 +72,9 @@ class Shared:
     b_half: Any = None
     columns: Any = None
     row_scales: Any = None
+    number: Any = None
+    number_full: Any = None
+    number_free: Any = None
 
 
 def rows_kernel(call: Call) -> None:
@@ -80,7 +87,7 @@ def rows_kernel(call: Call) -> None:
     first = lax.axis_index("block")
 
     def every(work: Any, tiles: Any, *state: Any) -> Any:
-        # Every `blocks`-th tile, without a work queue: all tiles of the products have the same number of steps.
+        # From a block's first tile on; `work` says which is its next.
         limit = cluster_tiles(spec, tiles) * spec.across
         if work.func in (producer.fetch_tile, _multiply_tile):
             limit = limit + split(call, tiles)
@@ -124,7 +131,7 @@ def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
             work()
         if holds is not None:
             rest.append(~holds)
-    return number + call.blocks, done + call.spec.steps
+    return dealing.next_number(call, number, done), done + call.spec.steps
 
 
 def _versions(call: Call, tile: Tile, done: Any) -> Iterator[tuple[Any, Callable[[], None]]]:
@@ -214,9 +221,10 @@ def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any
         return acc[...]
 
     made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)).astype(spec.out)
-    done = done + spec.steps
-    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(spec.tile.stages))])
-    return number + call.blocks, done, made, tile.first(warpgroup), tile.column, tile.end
+    last = done + (spec.steps - 1)
+    plgpu.barrier_arrive(shared.free.at[lax.rem(last, I32(spec.tile.stages))])
+    number = dealing.next_number(call, number, done)
+    return number, last + 1, made, tile.first(warpgroup), tile.column, tile.end
 
 
 def _steps(call: Call, done: Any, part: Part, acc: Any) -> Any:

@@ -44,6 +44,7 @@ class HopperGrouped:
         overlap: Whether a tile of 16 bits is written while the first products of the next one run, for which it stays
             in registers.
         halves: Whether tiles of at most 64 rows are multiplied by halves of their columns, one a warpgroup.
+        dealt: Whether blocks take their next tile from a counter, and not every `blocks`-th.
     """
 
     block_n: int
@@ -54,6 +55,7 @@ class HopperGrouped:
     cluster_n: int
     overlap: bool
     halves: bool
+    dealt: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class HopperGroupedBackward(HopperGrouped):
     def of_rhs(self) -> HopperGrouped:
         """The configuration of the kernel that owns matrices."""
         names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in OF_ROWS_ALONE]
-        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, halves=False)
+        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, **dict.fromkeys(OF_ROWS_ALONE, False))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ class HopperScaled:
         band: Tiles of rows that are gone down before the next column.
         by_columns: Whether a warpgroup has all rows of a tile, and half of its columns: one product's. Tiles of at most
             64 rows then take half of the products.
+        dealt: Whether blocks take their next tile from a counter, and not every `blocks`-th.
     """
 
     block_n: int
@@ -103,6 +106,7 @@ class HopperScaled:
     slots: int
     band: int
     by_columns: bool
+    dealt: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +149,7 @@ class Gate:
     alone: bool
 
 
-OF_ROWS_ALONE = ("overlap", "halves")
+OF_ROWS_ALONE = ("overlap", "halves", "dealt")
 """Fields that the kernel that owns matrices does not have."""
 FACES = {"block_n": "block_n", "num_stages": "stages"}
 """Public configuration field -> field of these."""
@@ -165,11 +169,12 @@ class Tile(NamedTuple):
     beside: int = 1
     overlap: bool = False
     halves: bool = False
+    dealt: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """By the names of a configuration."""
-        names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves")
+        names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves", "dealt")
         return dict(zip(names, self, strict=True))
 
 
@@ -180,6 +185,8 @@ OF_ROWS = (
     Tile(256, 4, 2, 8, overlap=True),
     Tile(256, 4, 2, 16, halves=True),
     Tile(256, 4, 2, 4, 2, 1),
+    Tile(256, 4, 2, 16, dealt=True),
+    Tile(256, 4, 2, 16, overlap=True, dealt=True),
 )
 """Tiles of rows.py. The first has passed the whole suite on a chip; the others' values were compared there.
 
@@ -339,6 +346,8 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
         raise ValueError(f"cfg: got {given_values(params)}, wants at least 2 stages, a slot and a band of 1")
     if (params.cluster_m, params.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
         raise ValueError(f"cfg: got {given_values(params)}, wants clusters of 1 by 1, 1 by 2 or 2 by 1 blocks")
+    if params.dealt and params.cluster_m * params.cluster_n > 1:
+        raise ValueError(f"cfg: got {given_values(params)}; tiles that are dealt want no cluster")
     if shared_bytes(params) > SHARED_MEMORY - RESERVE:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return GroupedSpec(

@@ -27,11 +27,33 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
+from ejkernel_pallas.gpu.hopper.registers import constant, i32
+from ejkernel_pallas.gpu.hopper.sizes import THREADS
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split
 
 I32 = jnp.int32
 CACHE = 32 * 2**20
 """Bytes of L2 for what the blocks of a bundle share: their keys and values."""
+# One thread takes a number, by a predicated instruction: behind a branch of one thread the compiler no longer knows that
+# all threads of a warp agree, and keeps what copies are given in registers of each of them. Of an addition it would
+# make one for the whole warp, and wait for its result at once to tell it to the others: hence an increment.
+TAKE = """{
+.reg .pred leads;
+setp.eq.u32 leads, $2, 0;
+mov.b32 $0, 0;
+@leads atom.inc.relaxed.gpu.global.u32 $0, [$1], 0x7fffffff;
+}"""
+TELL = """{
+.reg .pred leads;
+setp.eq.u32 leads, $2, 0;
+@leads st.shared.b32 [$0], $1;
+}"""
+# All threads read the same number. The reduction lets the compiler know, too.
+LEARN = """{
+.reg .b32 number;
+ld.shared.b32 number, [$1];
+redux.sync.max.s32 $0, number, 0xffffffff;
+}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +189,57 @@ def fetch_next(plan: TileSchedule, tile_counter: Any, place: Any) -> None:
             memref.store(arith.addi(before, constant(plan.blocks)), place, [])
 
     add_one(tile_counter, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def take_number(tile_counter: Any) -> jax.Array:
+    """The counter's next number, int32, in the first thread of a warpgroup; nothing waits for it before its use."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def take(_: Any, tile_counter: Any) -> Any:
+        operands = [mgpu.utils.memref_ptr(tile_counter), _thread()]
+        return _number(llvm.inline_asm(i32(), operands, TAKE, "=&r,l,r,~{memory}", has_side_effects=True))
+
+    return take(tile_counter)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def tell_number(place: Any, number: Any) -> None:
+    """Writes the first thread's number to shared memory; threads that arrive at a barrier after this show it."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def tell(_: Any, place: Any, number: Any) -> None:
+        operands = [_address(place), number.registers.item(), _thread()]
+        llvm.inline_asm(None, operands, TELL, "r,r,r,~{memory}", has_side_effects=True)
+
+    tell(place, number)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def learn_number(place: Any) -> jax.Array:
+    """The number in shared memory, int32, which is the same for all threads."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def learn(_: Any, place: Any) -> Any:
+        return _number(llvm.inline_asm(i32(), [_address(place)], LEARN, "=r,r,~{memory}", has_side_effects=True))
+
+    return learn(place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _thread() -> Any:
+    """A thread's number in its warpgroup."""
+    return arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+
+
+def _address(memory: Any) -> Any:
+    return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(memory))
+
+
+def _number(value: Any) -> Any:
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
 def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
