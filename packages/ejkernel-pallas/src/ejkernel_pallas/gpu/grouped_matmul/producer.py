@@ -7,7 +7,8 @@ gated matrix are copied from two places, in panels of 64 columns (gated.py).
 """
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,34 +28,71 @@ I32 = jnp.int32
 def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """Fetches all steps of a tile."""
     number, done = carry
-    tile, spec, shared = tile_of(call, before, count, number), call.spec, call.shared
+    tile, spec = tile_of(call, before, count, number), call.spec
     firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
     places = _find_rows(call, firsts) if spec.gathers else None
     after = dealing.take(call, number)
-
-    def step(index: Any, done: Any) -> Any:
-        slot = lax.rem(done, I32(spec.tile.stages))
-        # `done` counts the steps of all tiles: the ring of stages runs on into the next tile, whose first copies
-        # overlap with the end of this one. The first round finds the stages free.
-        pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-        inner = pl.ds(index * spec.step, spec.step)
-        if places is None:
-            _fetch_rows(call, tile, firsts, inner, slot)
+    rest: list[Any] = []
+    for holds, kind in _kinds(call, tile):
+        conditions = rest if holds is None else [*rest, holds]
+        step = functools.partial(_fetch_step, call, tile, firsts, places, kind)
+        loop = functools.partial(lax.fori_loop, 0, spec.steps, step, done)
+        if conditions:
+            pl.when(functools.reduce(jnp.logical_and, conditions))(lambda loop=loop: (loop(), None)[1])
         else:
-            row_gathers.copy_rows(call.operands["lhs"], places, index, shared.a.at[slot * WARPGROUPS])
-        if spec.gate:
-            gated.fetch_panels(call, tile, inner, slot)
-        else:
-            _fetch_matrix(call, tile, inner, slot)
-        if spec.scaling:
-            scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, tile.column, index, done), firsts)
-        if places is not None:
-            # A step later, so that copies of two steps are in flight.
-            pl.when(done > 0)(lambda: gathered(call, done - 1, in_flight=1))
-        return done + 1
+            loop()
+        if holds is not None:
+            rest.append(~holds)
+    return dealing.tell(call, after, done), done + spec.steps
 
-    last = lax.fori_loop(0, spec.steps, step, done)
-    return dealing.tell(call, after, done), last
+
+class Kind(NamedTuple):
+    """What the steps of a tile fetch.
+
+    Attributes:
+        half: Whether half of the columns.
+        single: Whether the first 64 rows alone.
+    """
+
+    half: bool = False
+    single: bool = False
+
+
+def _kinds(call: Call, tile: Tile) -> Iterator[tuple[Any, Kind]]:
+    """What a tile fetches: the first of these that holds, the last, with None, for all others.
+
+    A loop each: with a branch in a loop, the compiler moves what copies are given to uniform registers at every step.
+    """
+    if call.spec.splits and not call.spec.gate:
+        yield tile.half >= 0, Kind(half=True)
+    single = single_rows(call, tile)
+    if single is not None:
+        yield single, Kind(single=True)
+    yield None, Kind()
+
+
+def _fetch_step(call: Call, tile: Tile, firsts: list[Any], places: Any, kind: Kind, index: Any, done: Any) -> Any:
+    """Fetches a step as soon as its stage is free."""
+    spec, shared = call.spec, call.shared
+    slot = lax.rem(done, I32(spec.tile.stages))
+    # `done` counts the steps of all tiles: the ring of stages runs on into the next tile, whose first copies
+    # overlap with the end of this one. The first round finds the stages free.
+    pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
+    inner = pl.ds(index * spec.step, spec.step)
+    if places is None:
+        _fetch_rows(call, firsts, kind, inner, slot)
+    else:
+        row_gathers.copy_rows(call.operands["lhs"], places, index, shared.a.at[slot * WARPGROUPS])
+    if spec.gate:
+        gated.fetch_panels(call, tile, inner, slot)
+    else:
+        _fetch_matrix(call, tile, kind, inner, slot)
+    if spec.scaling:
+        scaled.fetch_scales(call, spec.scaling, scaled.Place(tile.matrix, tile.column, index, done), firsts)
+    if places is not None:
+        # A step later, so that copies of two steps are in flight.
+        pl.when(done > 0)(lambda: gathered(call, done - 1, in_flight=1))
+    return done + 1
 
 
 def gathered(call: Call, done: Any, *, in_flight: int) -> None:
@@ -69,35 +107,31 @@ def _find_rows(call: Call, firsts: list[Any]) -> Any:
     return row_gathers.find_rows(call.operands["indices"], firsts, spec.contracted * spec.dtype.itemsize, lhs.shape[0])
 
 
-def _fetch_rows(call: Call, tile: Tile, firsts: list[Any], inner: Any, slot: Any) -> None:
+def _fetch_rows(call: Call, firsts: list[Any], kind: Kind, inner: Any, slot: Any) -> None:
     """Copies a step of each warpgroup's rows, which follow each other."""
-    shared, single = call.shared, single_rows(call, tile)
+    shared, full = call.shared, call.shared.full.at[slot]
+    axes = clusters.AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads a half for both
     for warpgroup, first in enumerate(firsts):
+        if kind.single and warpgroup:
+            plgpu.barrier_arrive(full)
+            continue
         # By lines, not by swizzle atoms of eight rows: a group may begin at any row.
         source, target = call.operands["lhs"].at[pl.ds(first, WGMMA_M), inner], slot * WARPGROUPS + warpgroup
-        axes = clusters.AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads a half for both
-        full = shared.full.at[slot]
-        copy = functools.partial(plgpu.copy_gmem_to_smem, source, shared.a_lines.at[target], full, collective_axes=axes)
-        if single is None or not warpgroup:
-            copy()
-            continue
-        pl.when(~single)(copy)
-        pl.when(single)(functools.partial(plgpu.barrier_arrive, full))
+        plgpu.copy_gmem_to_smem(source, shared.a_lines.at[target], full, collective_axes=axes)
 
 
-def _fetch_matrix(call: Call, tile: Tile, inner: Any, slot: Any) -> None:
+def _fetch_matrix(call: Call, tile: Tile, kind: Kind, inner: Any, slot: Any) -> None:
     """Copies a step of the matrix's columns."""
     spec, shared, size = call.spec, call.shared, call.spec.tile.block_n
-    rhs, full, across = call.operands["rhs"], shared.full.at[slot], pl.ds(tile.column, size)
+    begin, target = tile.column, shared.b.at[slot]
+    if kind.half:
+        size //= 2
+        begin, target = begin + tile.half * size, shared.b_half.at[2 * slot]
+    across = pl.ds(begin, size)
     part = (across, inner) if spec.transposed else (inner, across)
-    copy = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b.at[slot], full)
-    if spec.splits:
-        across = pl.ds(tile.column + tile.half * (size // 2), size // 2)
-        part = (across, inner) if spec.transposed else (inner, across)
-        half = functools.partial(plgpu.copy_gmem_to_smem, rhs.at[tile.matrix, *part], shared.b_half.at[2 * slot], full)
-        pl.when(tile.half < 0)(copy)
-        pl.when(tile.half >= 0)(half)
-    elif spec.tile.cluster_m > 1:
+    source = call.operands["rhs"].at[tile.matrix, *part]
+    copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, shared.full.at[slot])
+    if spec.tile.cluster_m > 1:
         # Tiles of one group: each member copies half of the matrix for both. At the seam of two groups each has its
         # own.
         pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.AXIS))
