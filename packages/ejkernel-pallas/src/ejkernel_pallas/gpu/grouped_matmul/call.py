@@ -20,7 +20,7 @@ class Call:
         operands: Arrays in device memory.
         output: The array in device memory that the kernel writes.
         shared: Shared memory and barriers: the `Shared` of the kernel's module.
-        counter: The counter of tiles in device memory, where they are dealt; else None.
+        tile_counter: The counter of tiles in device memory; None where blocks take every `blocks`-th.
         same: Whether the columns of each product share their scales, of blocks of 8-bit matrices; else None.
     """
 
@@ -29,7 +29,7 @@ class Call:
     operands: dict[str, Any]
     output: Any
     shared: Any
-    counter: Any = None
+    tile_counter: Any = None
     same: Any = None
 
     @property

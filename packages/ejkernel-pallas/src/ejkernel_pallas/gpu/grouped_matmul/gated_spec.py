@@ -25,7 +25,6 @@ class HopperGated:
         slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
         band: Tiles of rows that are gone down before the next column.
         alone: Whether one warpgroup alone multiplies tiles of at most 64 rows.
-        dealt: Whether blocks take their next tile from a counter, and not every `blocks`-th.
     """
 
     block_n: int
@@ -33,19 +32,17 @@ class HopperGated:
     slots: int
     band: int
     alone: bool
-    dealt: bool
 
 
 FACES = {"block_n": "block_n", "num_stages": "stages"}
 """Public configuration field -> field of `HopperGated`."""
 
 
-def _tile(n: int, stages: int, slots: int, band: int, *, alone: bool = False, dealt: bool = False) -> HopperGated:
-    return HopperGated(block_n=n, stages=stages, slots=slots, band=band, alone=alone, dealt=dealt)
+def _tile(n: int, stages: int, slots: int, band: int, *, alone: bool = False) -> HopperGated:
+    return HopperGated(block_n=n, stages=stages, slots=slots, band=band, alone=alone)
 
 
 TILES = (_tile(128, 4, 2, 16), _tile(128, 4, 2, 24), _tile(128, 4, 2, 8), _tile(64, 6, 1, 8))
-TILES += (dataclasses.replace(TILES[0], dealt=True),)
 """Tiles, the best first.
 
 On an H200, M65536 K2048 F768 G128, gathered: the first two 0.725 and 0.710 ms in one run, the first and the third 0.698
@@ -89,7 +86,7 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
         raise ValueError(f"cfg: got block_n={params.block_n}, the gated Mosaic GPU kernel wants 64 or 128")
     product = product_of(record)
     # Shared memory has both halves of the columns side by side.
-    tile = HopperGrouped(**spec.Tile(2 * params.block_n, params.stages, params.slots, params.band, dealt=params.dealt).fields)
+    tile = HopperGrouped(**spec.Tile(2 * params.block_n, params.stages, params.slots, params.band).fields)
     made = spec.make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
         made,

@@ -15,35 +15,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.grouped_matmul import dealing, gated, scaled
+from ejkernel_pallas.gpu.grouped_matmul import gated, scaled, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.grouped_matmul.tiles import Tile, single_rows, tile_of
+from ejkernel_pallas.gpu.grouped_matmul.versions import run_first
 from ejkernel_pallas.gpu.hopper import clusters, row_gathers
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 I32 = jnp.int32
-
-
-def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """Fetches all steps of a tile."""
-    number, done = carry
-    tile, spec = tile_of(call, before, count, number), call.spec
-    firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
-    places = _find_rows(call, firsts) if spec.gathers else None
-    after = dealing.take(call, number)
-    rest: list[Any] = []
-    for holds, kind in _kinds(call, tile):
-        conditions = rest if holds is None else [*rest, holds]
-        step = functools.partial(_fetch_step, call, tile, firsts, places, kind)
-        loop = functools.partial(lax.fori_loop, 0, spec.steps, step, done)
-        if conditions:
-            pl.when(functools.reduce(jnp.logical_and, conditions))(lambda loop=loop: (loop(), None)[1])
-        else:
-            loop()
-        if holds is not None:
-            rest.append(~holds)
-    return dealing.tell(call, after, done), done + spec.steps
 
 
 class Kind(NamedTuple):
@@ -58,11 +38,24 @@ class Kind(NamedTuple):
     single: bool = False
 
 
-def _kinds(call: Call, tile: Tile) -> Iterator[tuple[Any, Kind]]:
-    """What a tile fetches: the first of these that holds, the last, with None, for all others.
+def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
+    """Fetches all steps of a tile."""
+    number, done = carry
+    tile, spec = tile_of(call, before, count, number), call.spec
+    firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
+    places = _find_rows(call, firsts) if spec.gathers else None
+    requested = work_queue.request(call, number)
 
-    A loop each: with a branch in a loop, the compiler moves what copies are given to uniform registers at every step.
-    """
+    def fetch(kind: Kind) -> None:
+        lax.fori_loop(0, spec.steps, functools.partial(_fetch_step, call, tile, firsts, places, kind), done)
+
+    # A loop for each kind: with a branch in the loop, what copies are given moves to uniform registers at every step.
+    run_first((holds, functools.partial(fetch, kind)) for holds, kind in _kinds(call, tile))
+    return work_queue.publish(call, requested, done), done + spec.steps
+
+
+def _kinds(call: Call, tile: Tile) -> Iterator[tuple[Any, Kind]]:
+    """The kinds of tiles: the first of these that holds, the last, with None, for all others."""
     if call.spec.splits and not call.spec.gate:
         yield tile.half >= 0, Kind(half=True)
     single = single_rows(call, tile)

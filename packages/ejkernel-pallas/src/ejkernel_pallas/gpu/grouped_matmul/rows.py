@@ -7,11 +7,10 @@
                                                              |
                      registers -> slots of shared memory -> TMA; overlapped, while the next tile's first products run
 
-A block is persistent: it takes every `blocks`-th tile of the list, or is dealt the next one when it has copied the last
-(dealing.py). Each warpgroup has 64 rows, which need not begin at
-a multiple of anything, so A is copied for each with a row of its own. In a group's last tile they begin so that they
-end with the group: the rows that are in two tiles are stored twice, with the same bits, and bulk copies of 64 rows
-serve. Only groups of fewer than 64 rows store row by row.
+A block is persistent: it takes every `blocks`-th tile of the list, or the next one of a counter (work_queue.py). Each
+warpgroup has 64 rows, which need not begin at a multiple of anything, so A is copied for each with a row of its own. In
+a group's last tile they begin so that they end with the group: the rows that are in two tiles are stored twice, with
+the same bits, and bulk copies of 64 rows serve. Only groups of fewer than 64 rows store row by row.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning.row_tiles import FIELDS
-from ejkernel_pallas.gpu.grouped_matmul import dealing, gated, producer, scaled
+from ejkernel_pallas.gpu.grouped_matmul import gated, producer, scaled, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.scaled import Part
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
@@ -34,6 +33,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     Scaling,
 )
 from ejkernel_pallas.gpu.grouped_matmul.tiles import Tile, cluster_tiles, split, tile_of
+from ejkernel_pallas.gpu.grouped_matmul.versions import run_first
 from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
@@ -57,7 +57,7 @@ class Shared:
         columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
         row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None where
             no copies bring them.
-        number: Numbers of the tiles that the block is dealt in even and in odd turns, int32 [2]; None without dealing.
+        number: Numbers of the block's next tiles, after even and after odd ones, int32 [2]; None without a counter.
         number_full: They are there.
         number_free: They have been read.
     """
@@ -87,7 +87,7 @@ def rows_kernel(call: Call) -> None:
     first = lax.axis_index("block")
 
     def every(work: Any, tiles: Any, *state: Any) -> Any:
-        # From a block's first tile on; `work` says which is its next.
+        # A block's first tile has the block's number; `work` gives the number of the next.
         limit = cluster_tiles(spec, tiles) * spec.across
         if work.func in (producer.fetch_tile, _multiply_tile):
             limit = limit + split(call, tiles)
@@ -122,16 +122,8 @@ def rows_kernel(call: Call) -> None:
 def _multiply_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """A warpgroup's part of a tile, from its products to memory."""
     number, done = carry
-    rest: list[Any] = []
-    for holds, work in _versions(call, tile_of(call, before, count, number), done):
-        conditions = rest if holds is None else [*rest, holds]
-        if conditions:
-            pl.when(functools.reduce(jnp.logical_and, conditions))(work)
-        else:
-            work()
-        if holds is not None:
-            rest.append(~holds)
-    return dealing.next_number(call, number, done), done + call.spec.steps
+    run_first(_versions(call, tile_of(call, before, count, number), done))
+    return work_queue.next_number(call, number, done), done + call.spec.steps
 
 
 def _versions(call: Call, tile: Tile, done: Any) -> Iterator[tuple[Any, Callable[[], None]]]:
@@ -151,8 +143,11 @@ def _versions(call: Call, tile: Tile, done: Any) -> Iterator[tuple[Any, Callable
     if spec.splits:
         yield tile.half >= 0, functools.partial(product, Part(warpgroup, tile.half * half, half, split=True))
     if spec.tail:
+        # Where products are scaled, zero is an opaque offset, no row being below 0: addresses that versions have in
+        # common would be held in registers across their loops, and sums would spill.
+        start = jnp.minimum(tile.row, 0) if spec.scaling and not spec.scaling.quick else 0
         # Columns that the output does not have are not multiplied.
-        yield tile.column + size > spec.columns, functools.partial(product, Part(warpgroup, 0, spec.tail))
+        yield tile.column + size > spec.columns, functools.partial(product, Part(warpgroup, start, spec.tail))
     if spec.scaling and spec.scaling.by_columns:
         yield few, functools.partial(_product_of_columns, call, spec.scaling, tile, done, 1)
         yield None, functools.partial(_product_of_columns, call, spec.scaling, tile, done, WARPGROUPS)
@@ -221,10 +216,9 @@ def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any
         return acc[...]
 
     made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)).astype(spec.out)
-    last = done + (spec.steps - 1)
-    plgpu.barrier_arrive(shared.free.at[lax.rem(last, I32(spec.tile.stages))])
-    number = dealing.next_number(call, number, done)
-    return number, last + 1, made, tile.first(warpgroup), tile.column, tile.end
+    done = done + spec.steps
+    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(spec.tile.stages))])
+    return number + call.blocks, done, made, tile.first(warpgroup), tile.column, tile.end
 
 
 def _steps(call: Call, done: Any, part: Part, acc: Any) -> Any:

@@ -12,7 +12,7 @@ from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.row_tiles import find_row_tiles
-from ejkernel_pallas.gpu.grouped_matmul import dealing, matrices, rows
+from ejkernel_pallas.gpu.grouped_matmul import matrices, rows, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.gated_spec import HopperGated, make_gated_spec, product_of
 from ejkernel_pallas.gpu.grouped_matmul.scaled_spec import make_scaled_spec, share_scales
@@ -143,8 +143,8 @@ def _tiles_of_rows(spec: GroupedSpec, operands: dict[str, jax.Array], record: Gr
             if spec.splits and not spec.gate:
                 names["b"], names["b_half"] = buffers["b"]
             shared = rows.Shared(**{**buffers, **names})
-            dealer = counter() if spec.tile.dealt else None
-            rows.rows_kernel(Call(spec, blocks, given, made[0], shared, dealer))
+            tile_counter = counter() if spec.dynamic else None
+            rows.rows_kernel(Call(spec, blocks, given, made[0], shared, tile_counter))
 
         shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
         return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
@@ -235,7 +235,7 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
         "b": _matrix_stages(spec),
         "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
         **scales,
-        **(dealing.scratch() if tile.dealt else {}),
+        **(work_queue.scratch() if spec.dynamic else {}),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "free": _free_barrier(spec),
     }

@@ -44,7 +44,6 @@ class HopperGrouped:
         overlap: Whether a tile of 16 bits is written while the first products of the next one run, for which it stays
             in registers.
         halves: Whether tiles of at most 64 rows are multiplied by halves of their columns, one a warpgroup.
-        dealt: Whether blocks take their next tile from a counter, and not every `blocks`-th.
     """
 
     block_n: int
@@ -55,7 +54,6 @@ class HopperGrouped:
     cluster_n: int
     overlap: bool
     halves: bool
-    dealt: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ class HopperGroupedBackward(HopperGrouped):
     def of_rhs(self) -> HopperGrouped:
         """The configuration of the kernel that owns matrices."""
         names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in OF_ROWS_ALONE]
-        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, **dict.fromkeys(OF_ROWS_ALONE, False))
+        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, halves=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,7 @@ class HopperScaled:
         band: Tiles of rows that are gone down before the next column.
         by_columns: Whether a warpgroup has all rows of a tile, and half of its columns: one product's. Tiles of at most
             64 rows then take half of the products.
-        dealt: Whether blocks take their next tile from a counter, and not every `blocks`-th.
+        dynamic: Whether a counter gives blocks the number of their next tile; else they take every `blocks`-th.
     """
 
     block_n: int
@@ -106,7 +104,7 @@ class HopperScaled:
     slots: int
     band: int
     by_columns: bool
-    dealt: bool
+    dynamic: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +117,7 @@ class Scaling:
         product_n: Columns of a product.
         quick: Whether tensor cores sum over all steps.
         by_columns: Whether a warpgroup has all rows of a tile, and a product's columns.
+        dynamic: Whether a counter gives blocks the number of their next tile.
     """
 
     lhs_blocks: int
@@ -126,6 +125,7 @@ class Scaling:
     product_n: int
     quick: bool
     by_columns: bool
+    dynamic: bool
 
     @property
     def copies_rows(self) -> bool:
@@ -149,7 +149,7 @@ class Gate:
     alone: bool
 
 
-OF_ROWS_ALONE = ("overlap", "halves", "dealt")
+OF_ROWS_ALONE = ("overlap", "halves")
 """Fields that the kernel that owns matrices does not have."""
 FACES = {"block_n": "block_n", "num_stages": "stages"}
 """Public configuration field -> field of these."""
@@ -169,12 +169,11 @@ class Tile(NamedTuple):
     beside: int = 1
     overlap: bool = False
     halves: bool = False
-    dealt: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """By the names of a configuration."""
-        names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves", "dealt")
+        names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves")
         return dict(zip(names, self, strict=True))
 
 
@@ -185,8 +184,6 @@ OF_ROWS = (
     Tile(256, 4, 2, 8, overlap=True),
     Tile(256, 4, 2, 16, halves=True),
     Tile(256, 4, 2, 4, 2, 1),
-    Tile(256, 4, 2, 16, dealt=True),
-    Tile(256, 4, 2, 16, overlap=True, dealt=True),
 )
 """Tiles of rows.py. The first has passed the whole suite on a chip; the others' values were compared there.
 
@@ -265,6 +262,11 @@ class GroupedSpec:
     def gathers(self) -> bool:
         """Whether rows are gathered."""
         return self.gate is not None and self.gate.gathers
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether a counter gives blocks the number of their next tile; else they take every `blocks`-th."""
+        return self.scaling is not None and self.scaling.dynamic
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -346,8 +348,6 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
         raise ValueError(f"cfg: got {given_values(params)}, wants at least 2 stages, a slot and a band of 1")
     if (params.cluster_m, params.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
         raise ValueError(f"cfg: got {given_values(params)}, wants clusters of 1 by 1, 1 by 2 or 2 by 1 blocks")
-    if params.dealt and params.cluster_m * params.cluster_n > 1:
-        raise ValueError(f"cfg: got {given_values(params)}; tiles that are dealt want no cluster")
     if shared_bytes(params) > SHARED_MEMORY - RESERVE:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return GroupedSpec(

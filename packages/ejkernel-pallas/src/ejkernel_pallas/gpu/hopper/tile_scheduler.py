@@ -32,24 +32,26 @@ from ejkernel_pallas.gpu.hopper.sizes import THREADS
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split
 
 I32 = jnp.int32
+_NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 CACHE = 32 * 2**20
 """Bytes of L2 for what the blocks of a bundle share: their keys and values."""
-# One thread takes a number, by a predicated instruction: behind a branch of one thread the compiler no longer knows that
-# all threads of a warp agree, and keeps what copies are given in registers of each of them. Of an addition it would
-# make one for the whole warp, and wait for its result at once to tell it to the others: hence an increment.
-TAKE = """{
+# One thread adds, by a predicated instruction: behind a branch of one thread, what all threads of a warp share is no
+# longer uniform to the compiler, and what copies are given stays in registers of each thread. Of an `atom.add` the
+# compiler makes one addition for the warp, and waits at once to pass its result on to the other threads; not so of an
+# increment.
+FETCH = """{
 .reg .pred leads;
 setp.eq.u32 leads, $2, 0;
 mov.b32 $0, 0;
 @leads atom.inc.relaxed.gpu.global.u32 $0, [$1], 0x7fffffff;
 }"""
-TELL = """{
+STORE = """{
 .reg .pred leads;
 setp.eq.u32 leads, $2, 0;
 @leads st.shared.b32 [$0], $1;
 }"""
-# All threads read the same number. The reduction lets the compiler know, too.
-LEARN = """{
+# All threads load the same number; the result of a reduction over the warp is uniform to the compiler, too.
+LOAD = """{
 .reg .b32 number;
 ld.shared.b32 number, [$1];
 redux.sync.max.s32 $0, number, 0xffffffff;
@@ -191,42 +193,36 @@ def fetch_next(plan: TileSchedule, tile_counter: Any, place: Any) -> None:
     add_one(tile_counter, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def take_number(tile_counter: Any) -> jax.Array:
+def fetch_number(tile_counter: Any) -> jax.Array:
     """The counter's next number, int32, in the first thread of a warpgroup; nothing waits for it before its use."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def take(_: Any, tile_counter: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
+    def add_one(_: Any, tile_counter: Any) -> Any:
         operands = [mgpu.utils.memref_ptr(tile_counter), _thread()]
-        return _number(llvm.inline_asm(i32(), operands, TAKE, "=&r,l,r,~{memory}", has_side_effects=True))
+        return _splat(llvm.inline_asm(i32(), operands, FETCH, "=&r,l,r,~{memory}", has_side_effects=True))
 
-    return take(tile_counter)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return add_one(tile_counter)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def tell_number(place: Any, number: Any) -> None:
-    """Writes the first thread's number to shared memory; threads that arrive at a barrier after this show it."""
+def store_number(place: Any, number: Any) -> None:
+    """Writes the first thread's number to shared memory, for threads that wait for a barrier at which it arrives."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def tell(_: Any, place: Any, number: Any) -> None:
+    def store(_: Any, place: Any, number: Any) -> None:
         operands = [_address(place), number.registers.item(), _thread()]
-        llvm.inline_asm(None, operands, TELL, "r,r,r,~{memory}", has_side_effects=True)
+        llvm.inline_asm(None, operands, STORE, "r,r,r,~{memory}", has_side_effects=True)
 
-    tell(place, number)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    store(place, number)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def learn_number(place: Any) -> jax.Array:
+def load_number(place: Any) -> jax.Array:
     """The number in shared memory, int32, which is the same for all threads."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def learn(_: Any, place: Any) -> Any:
-        return _number(llvm.inline_asm(i32(), [_address(place)], LEARN, "=r,r,~{memory}", has_side_effects=True))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
+    def load(_: Any, place: Any) -> Any:
+        return _splat(llvm.inline_asm(i32(), [_address(place)], LOAD, "=r,r,~{memory}", has_side_effects=True))
 
-    return learn(place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return load(place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _thread() -> Any:
@@ -238,7 +234,7 @@ def _address(memory: Any) -> Any:
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(memory))
 
 
-def _number(value: Any) -> Any:
+def _splat(value: Any) -> Any:
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
