@@ -1,7 +1,8 @@
 """Grouped matmul of rows and matrices of 8 bits on a GPU, against bfloat16 and PyTorch.
 
-    python benchmarks/grouped_matmul_8bit_gpu.py                # three shapes
-    python benchmarks/grouped_matmul_8bit_gpu.py --candidates   # also every configuration in Mosaic GPU
+    python benchmarks/grouped_matmul_8bit_gpu.py                      # three shapes
+    python benchmarks/grouped_matmul_8bit_gpu.py --candidates         # also every configuration in Mosaic GPU
+    python benchmarks/grouped_matmul_8bit_gpu.py --platforms pallas   # without Triton
 
 Normal float8_e4m3fn arrays, matrices with their columns first, bfloat16 output; the rows of groups are drawn from a
 Dirichlet(2) distribution. Scales are one a row and one a column (`rows`), or one for 128 contracted elements of
@@ -136,13 +137,13 @@ def errors(cell: bench.Cell, arrays: tuple[jax.Array, ...], sides: dict[str, ben
     return found
 
 
-def prepare(cell: bench.Cell, candidates: bool) -> dict[str, bench.Side]:
+def prepare(cell: bench.Cell, platforms: list[str], *, candidates: bool) -> dict[str, bench.Side]:
     """Our sides; they are compiled while those of other shapes are prepared."""
     kinds: dict[str, dict[str, Any]] = {
         f"{platform} {kind}{' quick' if quick else ''}": {"kind": kind, "platform": platform}
         | ({"precision": "default"} if quick else {})
         for kind, quick in (("rows", True), ("rows", False), ("squares", False), ("blocks", False))
-        for platform in ("triton", "pallas")
+        for platform in platforms
     }
     shapes = jax.eval_shape(lambda: inputs(cell))
     sides: dict[str, bench.Side] = {
@@ -172,13 +173,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--candidates", action="store_true", help="every configuration in Mosaic GPU, too")
     parser.add_argument("--cells", default="0,1,2", help="numbers of shapes, with commas")
+    parser.add_argument("--platforms", default="triton,pallas", help="ours, with commas")
     options = parser.parse_args()
     if not _report.has_gpu():
         return
     print(_report.heading())
     print(_report.markdown_table(COLUMNS, ()), flush=True)
     cells = [CELLS[int(number)] for number in options.cells.split(",")]
-    for cell, sides in [(cell, prepare(cell, options.candidates)) for cell in cells]:
+    platforms = options.platforms.split(",")
+    for cell, sides in [(cell, prepare(cell, platforms, candidates=options.candidates)) for cell in cells]:
         measure(cell, sides)
 
 
