@@ -30,7 +30,7 @@ def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=
 
 
 CANDIDATES = scaled_spec.candidates(make(width=256), None, "forward")
-BY_COLUMNS, BY_ROWS = scaled_spec.BY_COLUMNS[0], scaled_spec.WIDE[0]
+BY_COLUMNS, BY_ROWS, NARROW = scaled_spec.BY_COLUMNS, scaled_spec.BY_ROWS, scaled_spec.NARROW
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,9 @@ BY_COLUMNS, BY_ROWS = scaled_spec.BY_COLUMNS[0], scaled_spec.WIDE[0]
         (BY_ROWS, {"blocks": (1, 1), "precision": DEFAULT}),
         (BY_COLUMNS, {}),
         (BY_COLUMNS, {"blocks": (4, 4), "depth": 512}),
+        (dataclasses.replace(BY_COLUMNS, dynamic=False), {"blocks": (1, 1)}),
+        (dataclasses.replace(BY_ROWS, dynamic=True), {"blocks": (1, 1), "precision": DEFAULT}),
+        (NARROW, {}),
     ],
     ids=str,
 )
@@ -68,7 +71,22 @@ def test_half_of_the_columns_is_a_product(params, fields):
         scaled_spec.make_scaled_spec(make(**fields), params)
 
 
-@pytest.mark.parametrize("params", [*CANDIDATES, *scaled_spec.NARROW], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({"width": 1536}, BY_COLUMNS),
+        ({"width": 1472}, BY_COLUMNS),
+        ({"width": 1408}, NARROW),
+        ({"width": 1408, "blocks": (1, 1)}, BY_COLUMNS),
+        ({"width": 1408, "blocks": (1, 1), "precision": DEFAULT}, BY_ROWS),
+    ],
+    ids=str,
+)
+def test_what_is_chosen_depends_on_columns_and_scales(fields, params):
+    assert scaled_spec.heuristic(make(**fields), None, "forward") == params
+
+
+@pytest.mark.parametrize("params", [*CANDIDATES, *scaled_spec.QUICK], ids=str)
 def test_candidates_are_ones_that_the_kernel_can_have(params):
     assert scaled_spec.shared_bytes(params) <= SHARED_MEMORY - scaled_spec.RESERVE
     scaled_spec.make_scaled_spec(make(), params)
