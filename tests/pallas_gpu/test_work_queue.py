@@ -79,9 +79,9 @@ def numbers(monkeypatch):
 
 def make_call(dynamic):
     shared = types.SimpleNamespace(
-        number=Places([None] * work_queue.TURNS),
-        number_full=Places(Barrier(1) for _ in range(work_queue.TURNS)),
-        number_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.TURNS)),
+        number=Places([None] * work_queue.SLOTS),
+        number_full=Places(Barrier(1) for _ in range(work_queue.SLOTS)),
+        number_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.SLOTS)),
     )
     spec = types.SimpleNamespace(dynamic=dynamic, steps=STEPS)
     return types.SimpleNamespace(spec=spec, shared=shared, blocks=BLOCKS, tile_counter="counter")

@@ -2,7 +2,7 @@
 
     producer         request | copies of a tile ............... | publish | request | copies of the next tile ...
     HBM                counter + 1
-    shared memory                                                 number[turn mod 2]
+    shared memory                                                 number[tile mod 2]
     consumers        products of a tile ................................. | next_number | products of the next ...
 
 Tiles take unequally long: groups end in tiles of few rows, and the last columns may be half a tile. With a counter (a
@@ -22,7 +22,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 
 I32 = jnp.int32
-TURNS = 2
+SLOTS = 2
 """Numbers in shared memory: consumers may not have read the last one when the producer has the next."""
 
 
@@ -43,35 +43,36 @@ def publish(call: Call, requested: Any, done: Any) -> Any:
     """
     if not call.spec.dynamic:
         return requested
-    shared, turn = call.shared, _turn(call, done)
-    pl.when(done >= TURNS * call.spec.steps)(lambda: plgpu.barrier_wait(shared.number_free.at[turn]))
+    shared, slot = call.shared, _slot(call, done)
+    pl.when(done >= SLOTS * call.spec.steps)(lambda: plgpu.barrier_wait(shared.number_free.at[slot]))
     # The counter starts behind the blocks' first tiles, which are their own numbers.
-    tile_scheduler.store_number(shared.number.at[turn], requested + call.blocks)
-    plgpu.barrier_arrive(shared.number_full.at[turn])
-    # All of the producer's threads read the number, too, and have done so when they arrive here two turns later.
-    plgpu.barrier_wait(shared.number_full.at[turn])
-    return tile_scheduler.load_number(shared.number.at[turn])
+    tile_scheduler.store_number(shared.number.at[slot], requested + call.blocks)
+    plgpu.barrier_arrive(shared.number_full.at[slot])
+    # The producer's threads read it, too: before they arrive for the next number, and so before this slot is written
+    # again.
+    plgpu.barrier_wait(shared.number_full.at[slot])
+    return tile_scheduler.load_number(shared.number.at[slot])
 
 
 def next_number(call: Call, number: Any, done: Any) -> Any:
     """The number of the tile after a consumer's; `done` as in `publish`."""
     if not call.spec.dynamic:
         return number + call.blocks
-    shared, turn = call.shared, _turn(call, done)
-    plgpu.barrier_wait(shared.number_full.at[turn])
-    number = tile_scheduler.load_number(shared.number.at[turn])
-    plgpu.barrier_arrive(shared.number_free.at[turn])
+    shared, slot = call.shared, _slot(call, done)
+    plgpu.barrier_wait(shared.number_full.at[slot])
+    number = tile_scheduler.load_number(shared.number.at[slot])
+    plgpu.barrier_arrive(shared.number_free.at[slot])
     return number
 
 
 def scratch() -> dict[str, Any]:
     """Shared memory and barriers, by the names of `rows.Shared`."""
     return {
-        "number": plgpu.SMEM((TURNS,), jnp.int32),
-        "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
-        "number_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=TURNS),
+        "number": plgpu.SMEM((SLOTS,), jnp.int32),
+        "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
+        "number_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
     }
 
 
-def _turn(call: Call, done: Any) -> Any:
-    return lax.rem(lax.div(done, I32(call.spec.steps)), I32(TURNS))
+def _slot(call: Call, done: Any) -> Any:
+    return lax.rem(lax.div(done, I32(call.spec.steps)), I32(SLOTS))
