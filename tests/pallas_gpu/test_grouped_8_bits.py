@@ -30,7 +30,7 @@ def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=
 
 
 CANDIDATES = scaled_spec.candidates(make(width=256), None, "forward")
-BY_COLUMNS, BY_ROWS, NARROW = scaled_spec.BY_COLUMNS, scaled_spec.BY_ROWS, scaled_spec.NARROW
+BY_COLUMNS, BY_ROWS = scaled_spec.BY_COLUMNS, scaled_spec.BY_ROWS
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,8 @@ BY_COLUMNS, BY_ROWS, NARROW = scaled_spec.BY_COLUMNS, scaled_spec.BY_ROWS, scale
         (BY_COLUMNS, {"blocks": (4, 4), "depth": 512}),
         (dataclasses.replace(BY_COLUMNS, dynamic=False), {"blocks": (1, 1)}),
         (dataclasses.replace(BY_ROWS, dynamic=True), {"blocks": (1, 1), "precision": DEFAULT}),
-        (NARROW, {}),
+        (BY_COLUMNS, {"blocks": (1, 1), "precision": DEFAULT}),
+        (dataclasses.replace(BY_COLUMNS, block_n=128, product_n=64), {}),
     ],
     ids=str,
 )
@@ -63,27 +64,19 @@ def test_columns_share_scales_in_blocks_of_a_product():
 
 
 @pytest.mark.parametrize(
-    ("params", "fields"),
-    [(dataclasses.replace(BY_COLUMNS, product_n=64), {}), (BY_COLUMNS, {"blocks": (1, 1), "precision": DEFAULT})],
-)
-def test_half_of_the_columns_is_a_product(params, fields):
-    with pytest.raises(ValueError, match="by_columns"):
-        scaled_spec.make_scaled_spec(make(**fields), params)
-
-
-@pytest.mark.parametrize(
-    ("fields", "params"),
+    ("params", "by_columns", "quick"),
     [
-        ({"width": 1536}, BY_COLUMNS),
-        ({"width": 1472}, BY_COLUMNS),
-        ({"width": 1408}, NARROW),
-        ({"width": 1408, "blocks": (1, 1)}, BY_COLUMNS),
-        ({"width": 1408, "blocks": (1, 1), "precision": DEFAULT}, BY_ROWS),
+        (BY_COLUMNS, True, False),
+        (BY_ROWS, False, True),
+        # The public field alone sets the columns of a tile.
+        (dataclasses.replace(BY_COLUMNS, block_n=128), False, True),
+        (dataclasses.replace(BY_COLUMNS, block_n=128, product_n=64), True, False),
     ],
     ids=str,
 )
-def test_what_is_chosen_depends_on_columns_and_scales(fields, params):
-    assert scaled_spec.heuristic(make(**fields), None, "forward") == params
+def test_columns_are_divided_where_they_are_two_products(params, by_columns, quick):
+    scaling = scaled_spec.make_scaled_spec(make(blocks=(1, 1), precision=DEFAULT), params).scaling
+    assert (scaling.by_columns, scaling.quick) == (by_columns, quick)
 
 
 @pytest.mark.parametrize("params", [*CANDIDATES, *scaled_spec.QUICK], ids=str)

@@ -93,8 +93,8 @@ class HopperScaled:
         stages: Pipeline stages: steps whose operands are in shared memory.
         slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
         band: Tiles of rows that are gone down before the next column.
-        by_columns: Whether a warpgroup has all rows of a tile, and half of its columns: one product's. Tiles of at most
-            64 rows then take half of the products.
+        by_columns: Whether a warpgroup has all rows of a tile, and half of its columns, where these are two products.
+            Tiles of at most 64 rows then take half of the products, and tensor cores never sum over all steps.
         dynamic: Whether a counter gives blocks the number of their next tile; else they take every `blocks`-th.
     """
 
