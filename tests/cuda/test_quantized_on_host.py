@@ -104,6 +104,18 @@ def test_numbers_of_whole_columns(kernels, m, k, n):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n", "parts"), [(50, 2816, 260, 2), (33, 2048, 40, 1), (20, 2304, 40, 1), (17, 512, 40, 2)]
+)
+def test_numbers_of_warpgroups(kernels, m, k, n, parts):
+    """Shares longer than the ring, rows of scales with and without 8 bytes more than whole 16, and an empty share."""
+    made = MatmulSizes(m=m, k=k, n=n, group_size=64, dtype=jnp.bfloat16, transpose=True)
+    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    want = np.asarray(family.reference(record)[0], np.float32)
+    got = run(kernels, record, QuantizedSplits(splits=parts))
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
+
+
 @pytest.mark.parametrize("transpose", [False, True])
 def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
     made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)

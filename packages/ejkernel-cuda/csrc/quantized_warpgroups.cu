@@ -19,24 +19,29 @@ ffi::Error failed(const char* what, cudaError_t error) {
   return ffi::Error::Internal(std::string(kName) + what + ": " + cudaGetErrorString(error));
 }
 
-// Describes a matrix to the copy engine, whose tiles have `tile_rows` rows of 128 bytes.
-ffi::Error describe(
-    TensorMap* map, const void* matrix, CUtensorMapDataType dtype, int bytes, int rows, int columns, int tile_rows) {
+// A matrix, and its tiles for the copy engine.
+struct Described {
+  CUtensorMapDataType dtype;
+  int bytes, rows, columns, tile_rows, tile_columns;
+  CUtensorMapSwizzle swizzle;
+};
+
+ffi::Error describe(TensorMap* map, const void* matrix, const Described& form) {
   // The library does not link to the driver: whoever starts XLA has loaded it.
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion(
       "cuTensorMapEncodeTiled", reinterpret_cast<void**>(&encode), 12000, cudaEnableDefault, &found);
   if (error != cudaSuccess) return failed("tensor map", error);
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {sizes[0] * bytes};
-  const cuuint32_t tile[2] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(tile_rows)};
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(form.columns), static_cast<cuuint64_t>(form.rows)};
+  const cuuint64_t strides[1] = {sizes[0] * form.bytes};
+  const cuuint32_t tile[2] = {static_cast<cuuint32_t>(form.tile_columns), static_cast<cuuint32_t>(form.tile_rows)};
   const cuuint32_t steps[2] = {1, 1};
   CUtensorMap encoded;
   if (found != cudaDriverEntryPointSuccess ||
-      encode(&encoded, dtype, 2, const_cast<void*>(matrix), sizes, strides, tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) !=
-          CUDA_SUCCESS) {
+      encode(&encoded, form.dtype, 2, const_cast<void*>(matrix), sizes, strides, tile, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, form.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
     return ffi::Error::Internal(std::string(kName) + "the driver makes no tensor map");
   }
   static_assert(sizeof(encoded) == sizeof(*map), "a tensor map has 128 bytes");
@@ -44,17 +49,32 @@ ffi::Error describe(
   return ffi::Error::Success();
 }
 
+struct Operands {
+  const void *x, *words, *scales, *zeros;
+  char* arranged;
+};
+
 template <int Rows>
-ffi::Error launch(cudaStream_t stream, const WarpgroupsCall& call, const void* x, const uint32_t* words) {
+ffi::Error launch(cudaStream_t stream, const Operands& operands, const WarpgroupsCall& call) {
   using L = Warpgroups<Rows>;
+  const int groups = call.k / kGroup;
+  const Described words = {CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, call.n, call.k / 8, L::kTile, 32,
+                           CU_TENSOR_MAP_SWIZZLE_128B};
+  const Described factors = {CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.n / 2, 2 * groups, L::kTile / 2, 2 * kUnitGroups,
+                             CU_TENSOR_MAP_SWIZZLE_NONE};
   Maps maps;
-  const ffi::Error of_x = describe(&maps.x, x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, call.m, call.k, Rows);
-  if (of_x.failure()) return of_x;
-  const ffi::Error of_words =
-      describe(&maps.words, words, CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, call.n, call.k / 8, L::kTile);
-  if (of_words.failure()) return of_words;
+  for (const ffi::Error& described :
+       {describe(&maps.words, operands.words, words), describe(&maps.scales, operands.scales, factors),
+        describe(&maps.zeros, operands.zeros, factors)}) {
+    if (described.failure()) return described;
+  }
+  const auto x = static_cast<const __nv_bfloat16*>(operands.x);
+  const ArrangeCall arrange = {maps.words, x, operands.arranged, call.m, call.k, call.n, call.splits};
+  const dim3 arranging(groups * Rows * 8 / kArrangeThreads);
+  cudaError_t error = launch_early(arrange_kernel<Rows>, arranging, kArrangeThreads, 0, stream, arrange);
+  if (error != cudaSuccess) return failed("launch that puts x in order", error);
   const auto kernel = warpgroups_kernel<L>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
   if (error != cudaSuccess) return failed("shared memory", error);
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -73,13 +93,18 @@ ffi::Error launch(cudaStream_t stream, const WarpgroupsCall& call, const void* x
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
 
+template <int Rows>
+constexpr size_t arranged_bytes(int k) {
+  return size_t(k / kUnit) * XUnit<Rows>::kBytes;
+}
+
 ffi::Error quantized_warpgroups(
     cudaStream_t stream, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::U32> words, ffi::Buffer<ffi::F16> scales,
-    ffi::Buffer<ffi::F16> zeros, ffi::ResultBuffer<ffi::BF16> output, int32_t splits) {
+    ffi::Buffer<ffi::F16> zeros, ffi::ResultBuffer<ffi::BF16> output, ffi::ResultBuffer<ffi::U8> arranged,
+    int32_t splits) {
   if (output->element_count() == 0) return ffi::Error::Success();
   WarpgroupsCall call;
-  call.scales = static_cast<const uint16_t*>(scales.untyped_data());
-  call.zeros = static_cast<const uint16_t*>(zeros.untyped_data());
+  call.x = static_cast<const char*>(arranged->untyped_data());
   call.output = static_cast<__nv_bfloat16*>(output->untyped_data());
   call.m = x.dimensions()[0];
   call.k = x.dimensions()[1];
@@ -89,12 +114,14 @@ ffi::Error quantized_warpgroups(
   // The kernels read what the shapes promise.
   if (call.m > kMostRows || call.k % kUnit || call.n % 4 || words.element_count() != groups * (kGroup / 8) ||
       scales.element_count() != groups || zeros.element_count() != groups ||
-      output->element_count() != size_t(call.m) * call.n || splits < 1 ||
-      splits > kMostSplits) {
+      output->element_count() != size_t(call.m) * call.n ||
+      arranged->element_count() != (call.m <= 32 ? arranged_bytes<32>(call.k) : arranged_bytes<64>(call.k)) ||
+      splits < 1 || splits > kMostSplits) {
     return ffi::Error::InvalidArgument(std::string(kName) + "the shapes of the arrays do not belong together");
   }
-  return call.m <= 32 ? launch<32>(stream, call, x.untyped_data(), words.typed_data())
-                      : launch<64>(stream, call, x.untyped_data(), words.typed_data());
+  const Operands operands = {x.untyped_data(), words.untyped_data(), scales.untyped_data(), zeros.untyped_data(),
+                             static_cast<char*>(arranged->untyped_data())};
+  return call.m <= 32 ? launch<32>(stream, operands, call) : launch<64>(stream, operands, call);
 }
 
 }  // namespace
@@ -112,6 +139,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::F16>>()
         .Arg<ffi::Buffer<ffi::F16>>()
         .Ret<ffi::Buffer<ffi::BF16>>()
+        .Ret<ffi::Buffer<ffi::U8>>()
         .Attr<int32_t>("splits"),
     // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

@@ -118,4 +118,15 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int colu
       : "memory");
 }
 
+// Brings such a tile to the second-level cache.
+__device__ __forceinline__ void prefetch_tile(const void* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+               : "memory");
+}
+
+// Brings the map to where copies find it at once.
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 }  // namespace ejkernel

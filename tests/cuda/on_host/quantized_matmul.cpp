@@ -43,12 +43,24 @@ void launch_for_rows(const QuantizedCall& call) {
 template <int Rows>
 void launch_warpgroups(const QuantizedCall& from) {
   using L = Warpgroups<Rows>;
-  const WarpgroupsCall call = {from.scales, from.zeros, from.output, from.m, from.k, from.n, from.splits};
-  const Matrix x = {reinterpret_cast<const uint32_t*>(from.x), call.m, call.k / 2, Rows, 2};
-  const Matrix words = {from.words, call.n, call.k / 8, L::kTile, 1};
+  const auto describe = [&](TensorMap* map, const void* matrix, int rows, int bytes, int tile_rows, int tile_bytes) {
+    const Matrix own = {static_cast<const char*>(matrix), rows, bytes, tile_rows, tile_bytes};
+    std::memcpy(map, &own, sizeof(own));
+  };
+  const int groups = from.k / kGroup;
   Maps maps;
-  std::memcpy(&maps.x, &x, sizeof(x));
-  std::memcpy(&maps.words, &words, sizeof(words));
+  describe(&maps.words, from.words, from.n, from.k / 2, L::kTile, 128);
+  describe(&maps.scales, from.scales, from.n / 2, groups * 4, L::kTile / 2, 16);
+  describe(&maps.zeros, from.zeros, from.n / 2, groups * 4, L::kTile / 2, 16);
+  // It begins as NaN.
+  std::vector<char> memory(from.k / kUnit * XUnit<Rows>::kBytes + 16, char(0xFF));
+  char* const arranged = reinterpret_cast<char*>((uintptr_t(memory.data()) + 15) / 16 * 16);
+  for (int block = 0; block < groups * Rows * 8 / kArrangeThreads; ++block) {
+    const ArrangeCall call = {maps.words, from.x, arranged, from.m, from.k, from.n, from.splits};
+    device::run_cluster(block, 1, 0, [&] { arrange_kernel<Rows>(call); }, kArrangeThreads);
+  }
+  device::arrays.push_back({arranged, memory.size() - 16});
+  const WarpgroupsCall call = {arranged, from.output, from.m, from.k, from.n, from.splits};
   for (int first = 0; first < (call.n + L::kTile - 1) / L::kTile * call.splits; first += call.splits) {
     device::run_cluster(first, call.splits, L::kBytes, [&] { warpgroups_kernel<L>(call, maps); }, L::kThreads);
   }

@@ -115,25 +115,28 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
   });
 }
 
-// Stands in for a tensor map: a matrix, its numbers a 32-bit word, tiles of 128 bytes with their swizzle.
+// Stands in for a tensor map: a matrix, and its tiles, whose rows have 16 bytes, or 128 with their swizzle.
 struct Matrix {
-  const uint32_t* words;
-  int rows, columns, tile_rows, numbers;
+  const char* numbers;
+  int rows, row_bytes, tile_rows, tile_bytes;
 };
 inline void copy_tile(uint32_t to, const void* map, int column, int row, uint32_t barrier) {
   const Matrix matrix = *static_cast<const Matrix*>(map);
-  column /= matrix.numbers;
-  if (to % 1024) device::complain("a tile is not aligned");
+  const bool wide = matrix.tile_bytes == 128;
+  if (to % (wide ? 1024 : 128) || matrix.row_bytes % 16) device::complain("a tile is not aligned");
+  const int first = column * (wide ? 4 : 2);  // words, or float16
   device::current->block->bulk_copies.push_back([=] {
-    for (int i = 0; i < matrix.tile_rows * 8; ++i) {
-      const int r = i / 8, piece = i % 8;
-      const bool inside = row + r < matrix.rows && column + piece * 4 < matrix.columns;
-      const uint32_t* from = matrix.words + (inside ? int64_t(row + r) * matrix.columns + column + piece * 4 : 0);
-      char* const own = address_of(to + r * 128 + (piece ^ r % 8) * 16);
-      device::perform({own, reinterpret_cast<const char*>(from), inside ? 16 : 0, 16});
+    for (int i = 0; i < matrix.tile_rows * matrix.tile_bytes; i += 16) {
+      const int r = i / matrix.tile_bytes, at = i % matrix.tile_bytes;
+      const bool inside = row + r < matrix.rows && first + at < matrix.row_bytes;
+      const char* from = matrix.numbers + (inside ? int64_t(row + r) * matrix.row_bytes + first + at : 0);
+      char* const own = address_of(to + r * matrix.tile_bytes + (wide ? at ^ r % 8 * 16 : at));
+      device::perform({own, from, inside ? 16 : 0, 16});
     }
-    arrive_bytes(barrier, matrix.tile_rows * 128);
+    arrive_bytes(barrier, matrix.tile_rows * matrix.tile_bytes);
   });
 }
+inline void prefetch_tile(const void*, int, int) {}
+inline void prefetch_map(const void*) {}
 
 }  // namespace ejkernel

@@ -1,11 +1,18 @@
 """The calls of the quantised matmul's kernels (csrc/quantized_matmul.cu and csrc/quantized_warpgroups.cu)."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, columns
 from ejkernel_cuda.library import registered
-from ejkernel_cuda.quantized_matmul.splits import MAX_SPLITS, QuantizedSplits, has_warpgroups, has_whole_columns
+from ejkernel_cuda.quantized_matmul.splits import (
+    MAX_SPLITS,
+    WARPGROUP_UNIT,
+    QuantizedSplits,
+    has_warpgroups,
+    has_whole_columns,
+)
 
 
 def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array, tuple[()]]:
@@ -43,10 +50,22 @@ def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array
 def _warpgroups(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
     """The output, from products of warpgroups."""
     assert record.zeros is not None
+    rows, k = record.x.shape
     call = jax.ffi.ffi_call(
         registered("ejkernel_quantized_warpgroups"),
-        jax.ShapeDtypeStruct((record.x.shape[0], columns(record)), record.x.dtype),
+        (
+            jax.ShapeDtypeStruct((rows, columns(record)), record.x.dtype),
+            # A launch before that of the products writes x there, in their order.
+            jax.ShapeDtypeStruct((arranged_bytes(rows, k),), jnp.uint8),
+        ),
         vmap_method="sequential",
     )
     splits = np.int32(max(1, min(config.splits, MAX_SPLITS)))
-    return call(record.x, record.packed, record.scales, record.zeros, splits=splits)
+    output, _ = call(record.x, record.packed, record.scales, record.zeros, splits=splits)
+    return output
+
+
+def arranged_bytes(rows: int, k: int) -> int:
+    """Bytes of x in the order of the products, and of the sums of its groups (csrc/quantized_warpgroups.cuh)."""
+    padded = 32 if rows <= 32 else 64
+    return k // WARPGROUP_UNIT * padded * (2 * WARPGROUP_UNIT + 32)

@@ -101,5 +101,6 @@ def cost(record: QuantizedMatmul, splits: int) -> float:
 def _warpgroup_cost(record: QuantizedMatmul, splits: int) -> float:
     """The same where a block has a multiprocessor to itself, and all rows."""
     blocks = -(-columns(record) // WARPGROUP_COLUMNS) * splits
-    share = -(-record.x.shape[1] // (splits * WARPGROUP_UNIT)) * WARPGROUP_UNIT
+    pair = 2 * WARPGROUP_UNIT  # shares are multiples of it
+    share = -(-record.x.shape[1] // (splits * pair)) * pair
     return -(-blocks // (RESIDENT[splits] // 2)) * (share + WARPGROUP_OVERHEAD)
