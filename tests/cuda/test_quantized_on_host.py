@@ -62,7 +62,7 @@ def run(kernels, record, config):
     output = np.full((m, n), 0xFFFF, np.uint16)
     arrays = (ctypes.c_void_p * 5)(*(array.ctypes.data for array in (x, words, scales, zeros, output)))
     log_group = record.format.group_size.bit_length() - 1
-    warpgroups = splits.has_warpgroups(record)
+    warpgroups = splits.has_warpgroups(record) or splits.has_row_warpgroups(record)
     numbers = (m, k, n, words.shape[1], scales.shape[1], log_group, record.transpose, warpgroups, config.splits)
     assert kernels(arrays, (ctypes.c_int * len(numbers))(*numbers)) is None
     return np.asarray(output.view(jnp.bfloat16), np.float32)
@@ -116,6 +116,37 @@ def test_numbers_of_warpgroups(kernels, m, k, n, parts):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
 
 
+@pytest.mark.parametrize("m", [8, 16, 32, 48, 64])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_numbers_of_rows_first(kernels, m, parts):
+    """Shares longer than the ring, and ends of the columns and the contracted elements within a block."""
+    made = MatmulSizes(m=m - 1, k=712, n=384, group_size=64, dtype=jnp.bfloat16)
+    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    want = np.asarray(family.reference(record)[0], np.float32)
+    got = run(kernels, record, QuantizedSplits(splits=parts))
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 3e-3
+
+
+@pytest.mark.parametrize("shift", [20, 300, -300])
+def test_zeros_may_be_far_from_the_codes(kernels, shift):
+    made = MatmulSizes(m=9, k=256, n=128, group_size=64, dtype=jnp.bfloat16)
+    given = inputs(jax.random.key(5), made)
+    record = OP.lower(QuantizedMatmulArguments(**{**given, "zeros": given["zeros"] + shift}))
+    want = np.asarray(family.reference(record)[0], np.float32)
+    got = run(kernels, record, QuantizedSplits(splits=1))
+    # Far beyond 120 what is rounded is not the weight alone.
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
+
+
+def test_few_rows_of_wide_matrices_have_other_products(kernels):
+    made = MatmulSizes(m=5, k=72, n=8192, group_size=64, dtype=jnp.bfloat16)
+    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    assert not splits.has_row_warpgroups(record)
+    want = np.asarray(family.reference(record)[0], np.float32)
+    got = run(kernels, record, QuantizedSplits(splits=1))
+    assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2.6e-3
+
+
 @pytest.mark.parametrize("transpose", [False, True])
 def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
     made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)
@@ -124,7 +155,7 @@ def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
     record = OP.lower(QuantizedMatmulArguments(**{**given, "x": given["x"] + 2}))
     want = np.asarray(family.reference(record)[0], np.float32)
     got = run(kernels, record, QuantizedSplits(splits=1))
-    # Rounding of the output, and with rows first that of x times the scale.
+    # Rounding of the output, and with rows first that of the weights.
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
 
 
@@ -161,10 +192,14 @@ def test_it_serves_what_it_is_made_for():
     assert refusals() == refusals(m=64, transpose=True, group_size=128) == []
 
 
-@pytest.mark.parametrize("changes", [{"m": 64}, {"k": 14336, "n": 4096}])
-def test_what_triton_does_faster_is_behind_it(changes):
-    assert any("Triton's tiles are faster" in reason for reason in refusals(**changes))
-    assert refusals(name="cuda_behind_triton", **changes) == refusals(transpose=True, **changes) == []
+@pytest.mark.parametrize("changes", [{"m": 64}, {"k": 14336, "n": 4096}, {"m": 1, "n": 4096}])
+def test_wide_matrices_are_served_first(changes):
+    assert refusals(**changes) == []
+
+
+def test_narrow_ones_are_behind_triton():
+    assert any("Triton's tiles come first" in reason for reason in refusals(n=2048))
+    assert refusals(name="cuda_behind_triton", n=2048) == refusals(transpose=True, n=2048) == []
     ranks = {i.name: i.priority for i in registry().implementations[OP.name]}
     assert ranks["cuda"] > ranks["triton"] > ranks["cuda_behind_triton"] > ranks["xla"]
 
@@ -179,9 +214,12 @@ def test_chips_without_code_are_refused(capability):
     [
         ((1, 16), 4096, 14336, True, 4),
         ((17, 64), 4096, 14336, True, 2),
-        ((1, 16, 32), 4096, 14336, False, 8),
+        ((1, 8), 4096, 14336, False, 8),
+        ((9, 64), 4096, 14336, False, 2),
+        ((1, 32), 14336, 4096, False, 6),
         ((17, 32), 14336, 4096, True, 6),
         ((1, 16, 32), 128, 128, True, 1),
+        ((1, 32), 128, 128, False, 1),
     ],
 )
 def test_splits_fill_the_chip_in_one_wave(rows, k, n, transpose, parts):
@@ -216,9 +254,14 @@ def test_other_calls_have_clusters(changes, possible):
     assert (QuantizedSplits(splits=0) in splits.candidates(record, H200, "forward")) == possible
 
 
-def test_the_call_lowers(monkeypatch):
+@pytest.mark.parametrize(
+    ("m", "transpose", "symbol"),
+    [(8, False, "matmul"), (16, True, "matmul"), (16, False, "rows"), (64, True, "warpgroups")],
+)
+def test_the_call_lowers(monkeypatch, m, transpose, symbol):
     monkeypatch.setattr("ejkernel_cuda.quantized_matmul.forward.registered", lambda symbol: symbol)
     call = functools.partial(forward, config=QuantizedSplits(splits=4))
-    text = jax.jit(call).trace(OP.lower(sizes())).lower(lowering_platforms=("cuda",)).as_text()
-    assert "@ejkernel_quantized_matmul" in text
-    assert "tensor<16x14336xbf16>" in text
+    record = OP.lower(sizes(m=m, transpose=transpose))
+    text = jax.jit(call).trace(record).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"@ejkernel_quantized_{symbol}" in text
+    assert f"tensor<{m}x14336xbf16>" in text

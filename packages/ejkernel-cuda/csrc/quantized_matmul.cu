@@ -41,13 +41,11 @@ ffi::Error launch(cudaStream_t stream, const QuantizedCall& call) {
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
 
-// More rows of x than a block has are more blocks.
-template <template <int> class L, int Most>
-ffi::Error launch_for_rows(cudaStream_t stream, const QuantizedCall& call) {
-  if (call.m <= 8) return launch<L<1>>(stream, call);
-  if (call.m <= 16) return launch<L<2>>(stream, call);
-  if (call.m <= 32 || Most == 4) return launch<L<4>>(stream, call);
-  return launch<L<Most>>(stream, call);
+// With `transpose`. More rows of x than a block has are more blocks.
+ffi::Error launch_transposed(cudaStream_t stream, const QuantizedCall& call) {
+  if (call.m <= 8) return launch<Transposed<1>>(stream, call);
+  if (call.m <= 16) return launch<Transposed<2>>(stream, call);
+  return call.m <= 32 ? launch<Transposed<4>>(stream, call) : launch<Transposed<8>>(stream, call);
 }
 
 // Each block has all contracted elements.
@@ -101,7 +99,7 @@ ffi::Error quantized_matmul(
     return call.m <= 8 ? launch_whole_columns<WholeColumns<1>>(stream, call)
                        : launch_whole_columns<WholeColumns<2>>(stream, call);
   }
-  return transpose ? launch_for_rows<Transposed, 8>(stream, call) : launch_for_rows<RowsFirst, 4>(stream, call);
+  return transpose ? launch_transposed(stream, call) : launch<RowsFirst<1>>(stream, call);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The quantised matmul's layout of `transpose=False`: rows of words are contracted, groups are neighbouring columns.
+// The quantised matmul's layout of `transpose=False`, for up to 8 rows of x: rows of words are contracted, groups are
+// neighbouring columns.
 #pragma once
 
 #include "quantized_call.cuh"

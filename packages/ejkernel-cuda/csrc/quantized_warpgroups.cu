@@ -1,10 +1,8 @@
 // The XLA FFI handler of the quantised matmul of 17 to 64 rows.
-#include <cuda.h>
-
-#include <cstring>
 #include <string>
 
 #include "quantized_warpgroups.cuh"
+#include "tensor_map.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -17,36 +15,6 @@ constexpr int kMostRows = 64;
 
 ffi::Error failed(const char* what, cudaError_t error) {
   return ffi::Error::Internal(std::string(kName) + what + ": " + cudaGetErrorString(error));
-}
-
-// A matrix, and its tiles for the copy engine.
-struct Described {
-  CUtensorMapDataType dtype;
-  int bytes, rows, columns, tile_rows, tile_columns;
-  CUtensorMapSwizzle swizzle;
-};
-
-ffi::Error describe(TensorMap* map, const void* matrix, const Described& form) {
-  // The library does not link to the driver: whoever starts XLA has loaded it.
-  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", reinterpret_cast<void**>(&encode), 12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess) return failed("tensor map", error);
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(form.columns), static_cast<cuuint64_t>(form.rows)};
-  const cuuint64_t strides[1] = {sizes[0] * form.bytes};
-  const cuuint32_t tile[2] = {static_cast<cuuint32_t>(form.tile_columns), static_cast<cuuint32_t>(form.tile_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  CUtensorMap encoded;
-  if (found != cudaDriverEntryPointSuccess ||
-      encode(&encoded, form.dtype, 2, const_cast<void*>(matrix), sizes, strides, tile, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, form.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
-    return ffi::Error::Internal(std::string(kName) + "the driver makes no tensor map");
-  }
-  static_assert(sizeof(encoded) == sizeof(*map), "a tensor map has 128 bytes");
-  std::memcpy(map, &encoded, sizeof(encoded));
-  return ffi::Error::Success();
 }
 
 struct Operands {
@@ -63,10 +31,10 @@ ffi::Error launch(cudaStream_t stream, const Operands& operands, const Warpgroup
   const Described factors = {CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.n / 2, 2 * groups, L::kTile / 2, 2 * kUnitGroups,
                              CU_TENSOR_MAP_SWIZZLE_NONE};
   Maps maps;
-  for (const ffi::Error& described :
+  for (const char* wrong :
        {describe(&maps.words, operands.words, words), describe(&maps.scales, operands.scales, factors),
         describe(&maps.zeros, operands.zeros, factors)}) {
-    if (described.failure()) return described;
+    if (wrong) return ffi::Error::Internal(std::string(kName) + "tensor map: " + wrong);
   }
   const auto x = static_cast<const __nv_bfloat16*>(operands.x);
   const ArrangeCall arrange = {maps.words, x, operands.arranged, call.m, call.k, call.n, call.splits};

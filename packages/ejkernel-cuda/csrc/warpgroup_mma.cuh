@@ -18,6 +18,12 @@ __device__ __forceinline__ void wait_for_products(float (&d)[Tiles][4]) {
   for (int i = 0; i < Tiles * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 
+// The same; accumulators are still written to.
+template <int Pending>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
 // d = a b, or d += a b: a is [64, 16] in the registers of four warps, b [16, 8 Tiles] in shared memory. The descriptor of
 // b: bits 0 to 13 its address, 16 to 29 the step from 8 contracted elements to the next, 32 to 45 from 8 columns to the
 // next, all over 16. 8 of a column are 16 bytes; 8 columns of these follow each other.
@@ -27,6 +33,29 @@ struct WarpgroupProduct;
 #define EJKERNEL_D(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 
 template <>
+struct WarpgroupProduct<1> {
+  static __device__ __forceinline__ void multiply(float (&d)[1][4], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0;}"
+        : EJKERNEL_D(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  }
+};
+
+template <>
+struct WarpgroupProduct<2> {
+  static __device__ __forceinline__ void multiply(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
+        "%12, p, 1, 1, 0;}"
+        : EJKERNEL_D(0), EJKERNEL_D(1)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  }
+};
+
+template <>
 struct WarpgroupProduct<4> {
   static __device__ __forceinline__ void multiply(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b, int add) {
     asm volatile(
@@ -34,6 +63,18 @@ struct WarpgroupProduct<4> {
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
         "%12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
         : EJKERNEL_D(0), EJKERNEL_D(1), EJKERNEL_D(2), EJKERNEL_D(3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  }
+};
+
+template <>
+struct WarpgroupProduct<6> {
+  static __device__ __forceinline__ void multiply(float (&d)[6][4], const uint32_t (&a)[4], uint64_t b, int add) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %29, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, p, 1, 1, 0;}"
+        : EJKERNEL_D(0), EJKERNEL_D(1), EJKERNEL_D(2), EJKERNEL_D(3), EJKERNEL_D(4), EJKERNEL_D(5)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };

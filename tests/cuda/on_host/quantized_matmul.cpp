@@ -1,7 +1,8 @@
-// Runs the kernels of csrc/quantized_matmul.cu and csrc/quantized_warpgroups.cu block by block.
+// Runs the kernels of csrc/quantized_matmul.cu and csrc/quantized_*warpgroups.cu block by block.
 #include "device.h"
 #include "quantized_columns.cuh"
 #include "quantized_matmul.cuh"
+#include "quantized_rows_warpgroups.cuh"
 #include "quantized_warpgroups.cuh"
 
 namespace ejkernel {
@@ -32,26 +33,26 @@ void launch_whole_columns(const QuantizedCall& call) {
   }
 }
 
-template <template <int> class L, int Most>
-void launch_for_rows(const QuantizedCall& call) {
-  if (call.m <= 8) return launch<L<1>>(call);
-  if (call.m <= 16) return launch<L<2>>(call);
-  if (call.m <= 32 || Most == 4) return launch<L<4>>(call);
-  return launch<L<Most>>(call);
+void launch_transposed(const QuantizedCall& call) {
+  if (call.m <= 8) return launch<Transposed<1>>(call);
+  if (call.m <= 16) return launch<Transposed<2>>(call);
+  call.m <= 32 ? launch<Transposed<4>>(call) : launch<Transposed<8>>(call);
+}
+
+void describe(
+    TensorMap* map, const void* matrix, int rows, int row_bytes, int tile_rows, int tile_bytes, int number_bytes) {
+  const Matrix own = {static_cast<const char*>(matrix), rows, row_bytes, tile_rows, tile_bytes, number_bytes};
+  std::memcpy(map, &own, sizeof(own));
 }
 
 template <int Rows>
 void launch_warpgroups(const QuantizedCall& from) {
   using L = Warpgroups<Rows>;
-  const auto describe = [&](TensorMap* map, const void* matrix, int rows, int bytes, int tile_rows, int tile_bytes) {
-    const Matrix own = {static_cast<const char*>(matrix), rows, bytes, tile_rows, tile_bytes};
-    std::memcpy(map, &own, sizeof(own));
-  };
   const int groups = from.k / kGroup;
   Maps maps;
-  describe(&maps.words, from.words, from.n, from.k / 2, L::kTile, 128);
-  describe(&maps.scales, from.scales, from.n / 2, groups * 4, L::kTile / 2, 16);
-  describe(&maps.zeros, from.zeros, from.n / 2, groups * 4, L::kTile / 2, 16);
+  describe(&maps.words, from.words, from.n, from.k / 2, L::kTile, 128, 4);
+  describe(&maps.scales, from.scales, from.n / 2, groups * 4, L::kTile / 2, 16, 2);
+  describe(&maps.zeros, from.zeros, from.n / 2, groups * 4, L::kTile / 2, 16, 2);
   // It begins as NaN.
   std::vector<char> memory(from.k / kUnit * XUnit<Rows>::kBytes + 16, char(0xFF));
   char* const arranged = reinterpret_cast<char*>((uintptr_t(memory.data()) + 15) / 16 * 16);
@@ -63,6 +64,18 @@ void launch_warpgroups(const QuantizedCall& from) {
   const WarpgroupsCall call = {arranged, from.output, from.m, from.k, from.n, from.splits};
   for (int first = 0; first < (call.n + L::kTile - 1) / L::kTile * call.splits; first += call.splits) {
     device::run_cluster(first, call.splits, L::kBytes, [&] { warpgroups_kernel<L>(call, maps); }, L::kThreads);
+  }
+}
+
+template <int Rows>
+void launch_rows(const QuantizedCall& from) {
+  using L = RowsWarpgroups<Rows>;
+  const RowsCall call = {from.scales, from.zeros, from.output, from.m, from.k, from.n, from.splits};
+  RowsMaps maps;
+  describe(&maps.x, from.x, call.m, call.k * 2, Rows, 128, 2);
+  describe(&maps.words, from.words, call.k, call.n / 2, L::kDepth, 128, 4);
+  for (int first = 0; first < (call.n + L::kTile - 1) / L::kTile * call.splits; first += call.splits) {
+    device::run_cluster(first, call.splits, L::kBytes, [&] { rows_warpgroups_kernel<L>(call, maps); }, L::kThreads);
   }
 }
 
@@ -82,11 +95,17 @@ void run(const Arrays& arrays, const Numbers& a) {
                     {static_cast<const char*>(arrays.words), rows * a.row_words * 4},
                     {static_cast<const char*>(arrays.scales), groups},
                     {static_cast<const char*>(arrays.zeros), groups}};
+  if (a.warpgroups && !a.transpose) {
+    if (call.m <= 8) return launch_rows<8>(call);
+    if (call.m <= 16) return launch_rows<16>(call);
+    if (call.m <= 32) return launch_rows<32>(call);
+    return call.m <= 48 ? launch_rows<48>(call) : launch_rows<64>(call);
+  }
   if (a.warpgroups) return call.m <= 32 ? launch_warpgroups<32>(call) : launch_warpgroups<64>(call);
   if (a.splits == 0) {
     return call.m <= 8 ? launch_whole_columns<WholeColumns<1>>(call) : launch_whole_columns<WholeColumns<2>>(call);
   }
-  a.transpose ? launch_for_rows<Transposed, 8>(call) : launch_for_rows<RowsFirst, 4>(call);
+  a.transpose ? launch_transposed(call) : launch<RowsFirst<1>>(call);
 }
 
 }  // namespace

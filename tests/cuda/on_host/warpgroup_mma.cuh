@@ -20,6 +20,11 @@ void wait_for_products(float (&)[Tiles][4]) {
     groups.erase(groups.begin());
   }
 }
+template <int Pending>
+void wait_for_products() {
+  float none[1][4];
+  wait_for_products<Pending>(none);
+}
 inline void fence_shared_stores() {}
 template <int Count>
 void take_registers() {}
@@ -118,13 +123,13 @@ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
 // Stands in for a tensor map: a matrix, and its tiles, whose rows have 16 bytes, or 128 with their swizzle.
 struct Matrix {
   const char* numbers;
-  int rows, row_bytes, tile_rows, tile_bytes;
+  int rows, row_bytes, tile_rows, tile_bytes, number_bytes;
 };
 inline void copy_tile(uint32_t to, const void* map, int column, int row, uint32_t barrier) {
   const Matrix matrix = *static_cast<const Matrix*>(map);
   const bool wide = matrix.tile_bytes == 128;
   if (to % (wide ? 1024 : 128) || matrix.row_bytes % 16) device::complain("a tile is not aligned");
-  const int first = column * (wide ? 4 : 2);  // words, or float16
+  const int first = column * matrix.number_bytes;
   device::current->block->bulk_copies.push_back([=] {
     for (int i = 0; i < matrix.tile_rows * matrix.tile_bytes; i += 16) {
       const int r = i / matrix.tile_bytes, at = i % matrix.tile_bytes;

@@ -16,9 +16,9 @@ SMALLEST_GROUP = 64
 warp's columns."""
 LARGEST = 2**31 - 1
 """Most elements of an array: indices of rows and tiles have 32 bits."""
-FIRST_ROWS, FIRST_COLUMNS = 32, 8192
-"""Rows at most, and columns at least, for which the kernels come before Triton's without `transpose`: more rows are two
-tiles, and fewer columns leave half of an H200 without a block."""
+FIRST_COLUMNS = 4096
+"""Columns from which on the kernels come before Triton's without `transpose`: fewer have not been timed, and leave
+multiprocessors without a block."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -56,11 +56,11 @@ def _layout_reasons(record: Any) -> Iterable[str]:
 
 
 def _first_reasons(record: Any) -> Iterable[str]:
-    """What is served as well, but behind Triton, where that is faster (docs/lab/quantized_matmul_gpu.md)."""
+    """What is served as well, but behind Triton (docs/lab/quantized_matmul_gpu.md)."""
     yield from _reasons(record)
-    rows, width = record.x.shape[0], columns(record)
-    if not record.transpose and (rows > FIRST_ROWS or width < FIRST_COLUMNS):
-        yield f"{rows} rows and {width} columns without transpose: Triton's tiles are faster"
+    width = columns(record)
+    if not record.transpose and width < FIRST_COLUMNS:
+        yield f"{width} columns without transpose, fewer than {FIRST_COLUMNS}: Triton's tiles come first"
 
 
 def _implementation(name: str, priority: int, extra: Callable[[Any], Iterable[str]]) -> Implementation:

@@ -36,6 +36,8 @@ _ROWS: tuple[Row[Any], ...] = (
     _row("int4, warpgroups, 32 rows, transposed", m=20, k=768, n=300, transpose=True),
     _row("int4, warpgroups, 64 rows, transposed", m=50, k=1280, n=260, transpose=True),
     _row("int4, partial step", m=20, k=72, n=128),
+    _row("int4, warpgroups, 32 rows", m=20, k=712, n=640),
+    _row("int4, warpgroups, 64 rows", m=50, k=1032, n=384),
     _row("int4, square", ("zeros", "transpose"), k=128, n=128, transpose=True),
     # Transposed: both implementations serve it, and each claims to handle the argument.
     _row("int4, precision", ("zeros", "precision"), {"precision": jax.lax.Precision.HIGHEST}, k=128, transpose=True),

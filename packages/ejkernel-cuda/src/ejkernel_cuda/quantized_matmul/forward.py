@@ -1,4 +1,4 @@
-"""The calls of the quantised matmul's kernels (csrc/quantized_matmul.cu and csrc/quantized_warpgroups.cu)."""
+"""The calls of the quantised matmul's kernels (csrc/quantized_matmul.cu and csrc/quantized_*warpgroups.cu)."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from ejkernel_cuda.quantized_matmul.splits import (
     MAX_SPLITS,
     WARPGROUP_UNIT,
     QuantizedSplits,
+    has_row_warpgroups,
     has_warpgroups,
     has_whole_columns,
 )
@@ -27,6 +28,8 @@ def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array
     """
     if has_warpgroups(record):
         return _warpgroups(record, config), ()
+    if has_row_warpgroups(record):
+        return _rows_first(record, config), ()
     whole = config.splits == 0 and has_whole_columns(record)
     assert record.zeros is not None  # affine codes have them
     call = jax.ffi.ffi_call(
@@ -63,6 +66,18 @@ def _warpgroups(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
     splits = np.int32(max(1, min(config.splits, MAX_SPLITS)))
     output, _ = call(record.x, record.packed, record.scales, record.zeros, splits=splits)
     return output
+
+
+def _rows_first(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
+    """The same without `transpose`, where x is in order."""
+    assert record.zeros is not None
+    call = jax.ffi.ffi_call(
+        registered("ejkernel_quantized_rows"),
+        jax.ShapeDtypeStruct((record.x.shape[0], columns(record)), record.x.dtype),
+        vmap_method="sequential",
+    )
+    splits = np.int32(max(1, min(config.splits, MAX_SPLITS)))
+    return call(record.x, record.packed, record.scales, record.zeros, splits=splits)
 
 
 def arranged_bytes(rows: int, k: int) -> int:

@@ -30,6 +30,9 @@ WARPGROUP_ROWS, WARPGROUP_UNIT, WARPGROUP_COLUMNS = 17, 256, 256
 columns of a block (csrc/quantized_warpgroups.cuh)."""
 WARPGROUP_OVERHEAD = 768
 """What such a block costs beside its share, in contracted elements."""
+ROWS_FIRST_ROWS, ROWS_FIRST_COLUMNS, ROWS_FIRST_UNIT = 8, 8192, 128
+"""Without `transpose`: rows of x up to which, and columns from which on, other products are faster than those of
+warpgroups, and contracted elements that the blocks of these take at a time (csrc/quantized_rows_warpgroups.cuh)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,15 @@ def has_warpgroups(record: QuantizedMatmul) -> bool:
     return record.transpose and record.format.group_size == 64 and rows >= WARPGROUP_ROWS and k % WARPGROUP_UNIT == 0
 
 
+def has_row_warpgroups(record: QuantizedMatmul) -> bool:
+    """The same without `transpose`, where few columns are faster with them, too."""
+    few = record.x.shape[0] <= ROWS_FIRST_ROWS and columns(record) >= ROWS_FIRST_COLUMNS
+    return not record.transpose and not few
+
+
 def tile(record: QuantizedMatmul) -> tuple[int, int]:
     """Rows of x and columns of a block (csrc/quantized_rows.cuh and csrc/quantized_transposed.cuh)."""
-    most, width = (64, 256) if record.transpose else (32, 512)
+    most, width = (64, 256) if record.transpose else (8, 512)
     return min(most, max(8, 1 << (record.x.shape[0] - 1).bit_length())), width
 
 
@@ -88,7 +97,7 @@ def cost(record: QuantizedMatmul, splits: int) -> float:
     Wave quantisation: as many blocks as the chip holds run at a time, and a partly empty wave takes as long as the
     fullest multiprocessor.
     """
-    if has_warpgroups(record):
+    if has_warpgroups(record) or has_row_warpgroups(record):
         return _warpgroup_cost(record, splits)
     rows, width = tile(record)
     blocks = -(-columns(record) // width) * -(-record.x.shape[0] // rows) * splits
@@ -101,6 +110,6 @@ def cost(record: QuantizedMatmul, splits: int) -> float:
 def _warpgroup_cost(record: QuantizedMatmul, splits: int) -> float:
     """The same where a block has a multiprocessor to itself, and all rows."""
     blocks = -(-columns(record) // WARPGROUP_COLUMNS) * splits
-    pair = 2 * WARPGROUP_UNIT  # shares are multiples of it
-    share = -(-record.x.shape[1] // (splits * pair)) * pair
+    unit = 2 * WARPGROUP_UNIT if record.transpose else ROWS_FIRST_UNIT  # shares are multiples of it
+    share = -(-record.x.shape[1] // (splits * unit)) * unit
     return -(-blocks // (RESIDENT[splits] // 2)) * (share + WARPGROUP_OVERHEAD)
