@@ -47,4 +47,28 @@ cudaError_t launch_early(
   return cudaLaunchKernelEx(&config, kernel, call);
 }
 
+// Launches clusters of `members` blocks of a kernel for Hopper that waits by itself for the launch before.
+template <typename... Given>
+cudaError_t launch_clusters(
+    void (*kernel)(Given...), int clusters, int members, int threads, size_t shared, cudaStream_t stream,
+    const Given&... given) {
+  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(members), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * members));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, given...);
+}
+
 }  // namespace ejkernel

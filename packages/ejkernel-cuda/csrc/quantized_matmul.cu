@@ -18,26 +18,9 @@ ffi::Error failed(const char* what, cudaError_t error) {
 
 template <typename L>
 ffi::Error launch(cudaStream_t stream, const QuantizedCall& call) {
-  constexpr int kBytes = shared_bytes<L>();
-  const auto kernel = quantized_kernel<L>;
-  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return failed("shared memory", error);
-  cudaLaunchConfig_t config = {};
   const int tiles = (call.n + L::kTile - 1) / L::kTile * ((call.m + L::kRows - 1) / L::kRows);
-  config.gridDim = dim3(static_cast<unsigned>(tiles * call.splits));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(call.splits), 1, 1};
-  // The kernel waits by itself for the launch before.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  error = cudaLaunchKernelEx(&config, kernel, call);
+  const cudaError_t error =
+      launch_clusters(quantized_kernel<L>, tiles, call.splits, kThreads, shared_bytes<L>(), stream, call);
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
 

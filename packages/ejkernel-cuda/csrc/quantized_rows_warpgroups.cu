@@ -25,23 +25,9 @@ ffi::Error launch(cudaStream_t stream, const RowsCall& call, const void* x, cons
   const char* wrong = describe(&maps.x, x, rows);
   if (!wrong) wrong = describe(&maps.words, words, codes);
   if (wrong) return failed("tensor map", wrong);
-  const auto kernel = rows_warpgroups_kernel<L>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
-  if (error != cudaSuccess) return failed("shared memory", cudaGetErrorString(error));
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(call.splits), 1, 1};
-  // The kernel waits by itself for the launch before.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((call.n + L::kTile - 1) / L::kTile * call.splits));
-  config.blockDim = dim3(L::kThreads);
-  config.dynamicSmemBytes = L::kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  error = cudaLaunchKernelEx(&config, kernel, call, maps);
+  const int tiles = (call.n + L::kTile - 1) / L::kTile;
+  const cudaError_t error =
+      launch_clusters(rows_warpgroups_kernel<L>, tiles, call.splits, L::kThreads, L::kBytes, stream, call, maps);
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", cudaGetErrorString(error));
 }
 

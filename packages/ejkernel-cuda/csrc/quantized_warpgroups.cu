@@ -41,23 +41,8 @@ ffi::Error launch(cudaStream_t stream, const Operands& operands, const Warpgroup
   const dim3 arranging(groups * Rows * 8 / kArrangeThreads);
   cudaError_t error = launch_early(arrange_kernel<Rows>, arranging, kArrangeThreads, 0, stream, arrange);
   if (error != cudaSuccess) return failed("launch that puts x in order", error);
-  const auto kernel = warpgroups_kernel<L>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
-  if (error != cudaSuccess) return failed("shared memory", error);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(call.splits), 1, 1};
-  // The kernel waits by itself for the launch before.
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((call.n + L::kTile - 1) / L::kTile * call.splits));
-  config.blockDim = dim3(L::kThreads);
-  config.dynamicSmemBytes = L::kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  error = cudaLaunchKernelEx(&config, kernel, call, maps);
+  const int tiles = (call.n + L::kTile - 1) / L::kTile;
+  error = launch_clusters(warpgroups_kernel<L>, tiles, call.splits, L::kThreads, L::kBytes, stream, call, maps);
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
 
