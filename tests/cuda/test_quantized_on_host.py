@@ -105,7 +105,7 @@ def test_numbers_of_whole_columns(kernels, m, k, n):
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "n", "parts"), [(50, 2816, 260, 2), (33, 2048, 40, 1), (20, 2304, 40, 1), (17, 512, 40, 2)]
+    ("m", "k", "n", "parts"), [(50, 2816, 40, 2), (33, 2048, 40, 1), (20, 2304, 40, 1), (17, 512, 40, 2)]
 )
 def test_numbers_of_warpgroups(kernels, m, k, n, parts):
     """Shares longer than the ring, rows of scales with and without 8 bytes more than whole 16, and an empty share."""
