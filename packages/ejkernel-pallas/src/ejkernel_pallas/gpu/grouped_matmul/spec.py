@@ -177,12 +177,18 @@ class Tile(NamedTuple):
         return dict(zip(names, self, strict=True))
 
 
+HALVES = Tile(256, 4, 2, 16, halves=True)
+"""Where groups have few rows: each warpgroup has half of a matrix's columns, and no tile has rows for the other alone.
+
+On an H100, of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83, 0.84, 0.90 and
+0.90, the first of `OF_ROWS` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and 0.88.
+"""
 OF_ROWS = (
     Tile(256, 4, 2, 16),
     Tile(256, 4, 2, 8),
     Tile(256, 4, 2, 16, overlap=True),
     Tile(256, 4, 2, 8, overlap=True),
-    Tile(256, 4, 2, 16, halves=True),
+    HALVES,
     Tile(256, 4, 2, 4, 2, 1),
 )
 """Tiles of rows.py. The first has passed the whole suite on a chip; the others' values were compared there.
@@ -191,12 +197,6 @@ On an H200, M65536 K2048 N1536 G128, forward: 540, 554, 575, 569, 558 and 547 TF
 """
 NARROW = (Tile(128, 5, 4, 8), Tile(128, 5, 4, 8, overlap=True))
 """Where the last tile of 256 columns would have half of them: 540 and 548 TFLOP/s with 1408 columns, instead of 504."""
-FEW = (Tile(256, 4, 2, 16, halves=True),)
-"""Where groups have few rows: each warpgroup has half of a matrix's columns, and no tile has rows for the other alone.
-
-On an H100, of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83, 0.84, 0.90 and
-0.90, the first of `OF_ROWS` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and 0.88.
-"""
 FEW_ROWS = 32
 """Rows of a group in the mean up to which they are few: with 64, K4096 N14336 G8, both take the same time."""
 OF_MATRICES = (
@@ -218,7 +218,7 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128
     of_rows = (*NARROW, *OF_ROWS) if narrow else OF_ROWS
     if average_rows(record) <= FEW_ROWS:
-        of_rows = tuple(dict.fromkeys((*FEW, *of_rows)))
+        of_rows = tuple(dict.fromkeys((HALVES, *of_rows)))
     if direction == "forward":
         return tuple(HopperGrouped(**tile.fields) for tile in of_rows)
     pairs = [(of_rows[0], tile) for tile in OF_MATRICES] + [(tile, OF_MATRICES[0]) for tile in of_rows[1:]]
