@@ -43,32 +43,46 @@ def output_argument() -> str:
     return "out_type" if "out_type" in parameters else "out_shape"
 
 
-def with_aliases(
-    names: Sequence[str], arrays: Sequence[Any], aliases: Mapping[int, int]
-) -> tuple[Sequence[Any], dict[str, Any], dict[int, int]]:
-    """Positional and named arguments of `jax_triton.triton_call`, and its `input_output_aliases`.
+def call_kernel(
+    kernel: Any, arrays: Sequence[Any], outputs: Sequence[Any], aliases: Mapping[int, int], **options: Any
+) -> tuple[Any, ...]:
+    """Calls `jax_triton.triton_call`, whichever way it passes outputs that take over the memory of an input.
 
     jax-triton 0.3 gives a kernel a pointer for an aliased output, 0.4 none: there the output's own parameter takes the
     input's array, and the input's parameter another one, since an array passed twice would be copied.
 
+    jaxlib hands a kernel its buffers in one order, all operands and then all results, and jax-triton 0.4 lists the
+    kernel's parameters as they are declared. The two agree only if aliased outputs are declared before the others, and
+    if their results, which no parameter takes, come last.
+
     Args:
-        names: Parameters of the kernel.
+        kernel: The `triton.jit` function; of its outputs, those that are aliased are declared first.
         arrays: Its inputs.
+        outputs: Shapes and dtypes.
         aliases: Input number -> output number.
+        options: Further arguments of `triton_call`.
+
+    Returns:
+        The outputs, in their order.
 
     Raises:
-        ValueError: All inputs are aliased.
+        ValueError: All inputs are aliased, so there is no other array for their parameters.
     """
     if not aliases or output_argument() == "out_shape":
-        return arrays, {}, dict(aliases)
+        options[output_argument()] = list(outputs)
+        return tuple(triton_call()(*arrays, kernel=kernel, input_output_aliases=dict(aliases), **options))
     others = [x for n, x in enumerate(arrays) if n not in aliases]
     if not others:
         raise ValueError("launch: all inputs are written over, and the kernel reads none")
-    given = [others[0] if n in aliases else x for n, x in enumerate(arrays)]
-    # Numbers count the parameters that get an array: the inputs, then the aliased outputs in their order.
-    ordered = sorted(aliases.items(), key=lambda pair: pair[1])
-    named = {names[len(arrays) + output]: arrays[source] for source, output in ordered}
-    return given, named, {len(arrays) + n: output for n, (_, output) in enumerate(ordered)}
+    inputs = [others[0] if n in aliases else x for n, x in enumerate(arrays)]
+    source_of = {output: source for source, output in sorted(aliases.items(), key=lambda pair: pair[1])}
+    named = {kernel.arg_names[len(arrays) + n]: arrays[source] for n, source in source_of.items()}
+    order = [n for n in range(len(outputs)) if n not in source_of] + list(source_of)
+    # Numbers count the parameters that get an array: the inputs, then the aliased outputs.
+    renumbered = {len(arrays) + n: order.index(output) for n, output in enumerate(source_of)}
+    options["out_type"] = [outputs[n] for n in order]
+    results = triton_call()(*inputs, **named, kernel=kernel, input_output_aliases=renumbered, **options)
+    return tuple(results[order.index(n)] for n in range(len(outputs)))
 
 
 @functools.cache

@@ -97,7 +97,8 @@ def launch(
         inputs: Arrays. None, for an input that the constants say is not there, passes the first array in its place.
         outputs: Shapes and dtypes of what it writes; or, for one that is written in part, the number of the input that
             it starts as, whose memory it takes over. The kernel reads such an input through the output's pointer: what
-            it gets in the input's place may be any array.
+            it gets in the input's place may be any array. Such outputs come before all others (`_compat.call_kernel`
+            says why).
         batch: Number of batch rows.
         grid: Number of programs, in proportion to the batch.
         num_warps: Warps a program.
@@ -106,11 +107,19 @@ def launch(
 
     Returns:
         The outputs.
+
+    Raises:
+        ValueError: An output that takes over an input's memory comes after one that does not.
     """
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "constants": constants}
     # A kernel's signature is fixed, so what a call lacks is another array, which the kernel does not read.
     arrays = tuple(inputs[0] if x is None else x for x in inputs)
     aliases = {x: n for n, x in enumerate(outputs) if isinstance(x, int)}
+    if any(n >= len(aliases) for n in aliases.values()):
+        raise ValueError(
+            f"outputs: got the memory of an input for outputs {sorted(aliases.values())} of {len(outputs)}, wants such "
+            "outputs before all others, as the kernel's parameters too"
+        )
     shapes = [_shape_of(arrays[x]) if isinstance(x, int) else x for x in outputs]
     call = Launch(
         kernel=kernel,
@@ -177,24 +186,21 @@ def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
     capability = current_device().compute_capability
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        options: dict[str, Any] = {_compat.output_argument(): list(call.outputs), **call.constants}
-        options |= _compat.fusion_option()
-        given, named, aliases = _compat.with_aliases(call.kernel.arg_names, arrays, call.aliases)
         with warnings.catch_warnings():
             # jax-triton 0.4 would have references instead, which 0.3 does not know.
             warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-            made = _compat.triton_call()(
-                *given,
-                **named,
-                kernel=call.kernel,
+            return _compat.call_kernel(
+                call.kernel,
+                arrays,
+                call.outputs,
+                call.aliases,
                 grid=(call.grid,),
                 num_warps=call.num_warps,
                 num_stages=call.num_stages,
                 compute_capability=None if capability is None else round(capability * 10),
-                input_output_aliases=aliases,
-                **options,
+                **_compat.fusion_option(),
+                **call.constants,
             )
-        return tuple(made)
 
     return functools.partial(unfused, run) if call.aliases else run
 

@@ -132,13 +132,13 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
     spec, rows = make_spec(record, config), record.query.shape[0]
     inputs, state = _inputs(record), (spec.V, spec.K) if spec.TRANSPOSED else (spec.K, spec.V)
     shape = (rows, spec.SEQUENCES, spec.H, *state) if spec.PACKED else (rows, spec.H, *state)
-    output, final = launch(
+    final, output = launch(
         decode_kernel,
         inputs,
         (
-            Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
             # The number of an input says that the output is written to its memory.
             len(inputs) - 1 if spec.IN_PLACE else Shape(shape, jnp.float32),
+            Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
         ),
         batch=rows,
         grid=rows * spec.SEQUENCES * spec.H * spec.TILES,

@@ -103,8 +103,8 @@ def decode_kernel(
     bounds,
     slots,
     initial,
-    output,
     final,
+    output,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):

@@ -145,13 +145,13 @@ def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, j
     fields = (record.x, record.step, record.decay[None], record.write, record.read, record.skip[None])
     inputs = (*fields, bounds, slots, initial)
     states = (spec.SEQUENCES, spec.E, spec.N) if spec.PACKED else (spec.E, spec.N)
-    output, final = launch(
+    final, output = launch(
         scan_step_kernel,
         inputs,
         (
-            Shape(record.x.shape, record.x.dtype),
             # The number of an input says that the output is written to its memory.
             len(inputs) - 1 if spec.IN_PLACE else Shape((rows, *states), jnp.float32),
+            Shape(record.x.shape, record.x.dtype),
         ),
         batch=rows,
         grid=rows * spec.SEQUENCES * spec.TILES,

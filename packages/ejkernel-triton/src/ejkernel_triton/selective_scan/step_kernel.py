@@ -43,8 +43,8 @@ def scan_step_kernel(
     bounds,
     slots,
     initial,
-    output,
     final,
+    output,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
