@@ -161,6 +161,27 @@ def random(session: nox.Session) -> None:
     pytest(session, "tests/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
 
 
+@nox.session
+def confirm(session: nox.Session) -> None:
+    """Give every conformance test its turn on this machine's GPU, and write evidence; continues an earlier run."""
+    compile_kernels(session)
+    install_all(session, "test")
+    session.install("jax[cuda13]", "jax-triton")
+    command = ("python", "-m", "ejkernel_conformance.confirm")
+    minutes = ("--minutes", "100000")
+    session.run(*command, "run", "--out", ".confirm", *minutes, *session.posargs, success_codes=[0, 1, 2])
+    session.run(*command, "merge", ".confirm/state.jsonl")
+
+
+def compile_kernels(session: nox.Session) -> None:
+    """Compile the CUDA kernels, and put the library where the sources are: evidence is about these."""
+    folder = Path(session.create_tmp()) / "compiled"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.install("--no-deps", "--target", str(folder), part("cuda"))
+    for library in (folder / "ejkernel_cuda").glob("compiled_kernels*"):
+        shutil.copy(library, ROOT / "packages/ejkernel-cuda/src/ejkernel_cuda")
+
+
 def check_third_parties(session: nox.Session) -> None:
     """Install two backends from outside: the suite must pass the honest one and catch the one that lies."""
     session.install("./tests/third_party_plugin", "./tests/third_party_liar")

@@ -1,0 +1,8 @@
+"""The suite on a device, in several processes and as many calls as it takes, and the evidence that it leaves.
+
+    python3 -m ejkernel_conformance.confirm run --out FOLDER [--minutes 9] [--first NAME] [--resume FILE]
+    python3 -m ejkernel_conformance.confirm merge FOLDER/state.jsonl...
+
+`run` gives every test of every implementation that is made for this device its turn, and appends what it finds to a
+state file. A run that ends early is continued by another with `--resume`. `merge` writes the evidence files.
+"""

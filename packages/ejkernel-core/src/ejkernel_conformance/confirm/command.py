@@ -1,0 +1,96 @@
+"""The commands `run` and `merge`."""
+
+import collections
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ejkernel_conformance.confirm import runner
+from ejkernel_conformance.confirm.state import Result, Run, Writer, known_results, read
+
+NAMES = "NAME"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def main() -> None:
+    """Give every conformance test its turn on this machine's device, and write evidence of it."""
+
+
+@main.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for state.jsonl and logs.")
+@click.option("--resume", type=click.Path(path_type=Path, exists=True), multiple=True, help="State of earlier runs.")
+@click.option("--minutes", default=9.0, show_default=True, help="Begin no further test after that.")
+@click.option("--processes", default=max(1, (os.cpu_count() or 2) - 2), show_default=True, help="Worker processes.")
+@click.option("--longest", default=300.0, show_default=True, help="Seconds after which a test counts as failed.")
+@click.option("--first", multiple=True, metavar=NAMES, help="Implementations whose tests come first, in this order.")
+@click.option("--impl", "implementations", multiple=True, metavar=NAMES, help="Run these alone (all of the device).")
+@click.option("--op", "ops", multiple=True, metavar=NAMES, help="Run the tests of these operations alone (all).")
+@click.option("--again", is_flag=True, help="Run tests again that failed in an earlier run.")
+@click.pass_context
+def run(ctx: click.Context, out: Path, resume: tuple[Path, ...], minutes: float, **options: Any) -> None:
+    """Run tests until all have had their turn or the time is up.
+
+    Exits with 0 if every test has had its turn and none failed, with 1 if one failed, and with 2 if some are left.
+    """
+    settings = runner.Settings(
+        processes=options.pop("processes"),
+        until=time.time() + 60 * minutes,
+        longest=options.pop("longest"),
+        logs=runner.default_logs(),
+    )
+    state = out / "state.jsonl"
+    earlier = list(read([*resume, *([state] if state.exists() else [])]))
+    with contextlib.closing(Writer(state)) as writer:
+        this, results = _run(settings, writer, earlier, **options)
+    left = _print_summary(this, results)
+    failed = any(result.outcome == "failed" for result in results.values())
+    ctx.exit(2 if left else 1 if failed else 0)
+
+
+def _run(
+    settings: runner.Settings,
+    writer: Writer,
+    earlier: list[Run],
+    *,
+    first: tuple[str, ...],
+    implementations: tuple[str, ...],
+    ops: tuple[str, ...],
+    again: bool,
+) -> tuple[Run, dict[str, Result]]:
+    """Runs the tests that are left; returns the run and the results of all its tests, earlier ones included."""
+    this = Run({"at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
+    pool = runner.Pool(settings)
+    try:
+        runner.look(this, implementations, ops, settings)
+        known = known_results(this, earlier)
+        if again:
+            known = {name: result for name, result in known.items() if result.outcome != "failed"}
+        click.echo(f"{this.about['device']['kind']}, {this.about['versions']}")
+        click.echo(f"{len(this.tests)} tests, of which {len(known)} have had their turn; logs in {settings.logs}")
+        writer.begin(this)
+        passes = runner.plan_passes((test for test in this.tests if test.id not in known), first)
+        return this, known | pool.run(runner.Queue(passes), writer)
+    finally:
+        pool.end()
+
+
+def _print_summary(this: Run, results: Mapping[str, Result]) -> int:
+    """Prints what became of the tests of each implementation; returns how many are left."""
+    counts: dict[tuple[str, str], collections.Counter[str]] = {}
+    for test in this.tests:
+        outcome = results[test.id].outcome if test.id in results else "left"
+        counts.setdefault((test.implementation, test.family), collections.Counter())[outcome] += 1
+    click.echo(f"\n{'implementation':<20} {'family':<22} {'passed':>7} {'failed':>7} {'refused':>8} {'left':>6}")
+    for (implementation, family), count in sorted(counts.items()):
+        columns = f"{count['passed']:>7} {count['failed']:>7} {count['refused']:>8} {count['left']:>6}"
+        click.echo(f"{implementation:<20} {family:<22} {columns}")
+    for test in this.tests:
+        if test.id in results and results[test.id].outcome == "failed":
+            click.echo(f"FAILED {test.id}: {results[test.id].message.splitlines()[0][:200]}")
+    return sum(count["left"] for count in counts.values())

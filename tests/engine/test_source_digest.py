@@ -1,0 +1,142 @@
+"""`source_digest`: it changes with the code of a kernel and of what that reaches, and with nothing else."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from ejkernel.ops import NO_CHOICE, Implementation, Requires
+from ejkernel.ops import source_digest as module
+from ejkernel.ops.plugins import registry
+from ejkernel.ops.source_digest import source_digest
+
+FILES = {
+    "__init__.py": "",
+    "passes.py": '''"""Docstring."""
+from digested import toolkit
+from digested.toolkit import LIMIT as limit
+from digested.kernels import scan
+
+def forward(record, config):
+    """Docstring."""
+    return load("digested.lazy:later"), toolkit.helper(record), limit
+
+def load(path):
+    return scan.first_kernel, path  # a comment
+''',
+    "toolkit.py": """
+import enum
+
+LIMIT = 3
+def helper(x):
+    return Kind.one if x else _private()
+def _private():
+    return 1
+class Kind(enum.Enum):
+    one = 1
+def of_another_kernel():
+    return 2
+""",
+    "lazy.py": "def later(): return 1\ndef unused(): return 1\n",
+    "kernels/__init__.py": "",
+    "kernels/scan.py": 'def first_kernel(): return registered("handler")\n',
+    "../../csrc/scan.cu": (
+        '#include "scan.cuh"\n'
+        "// comment\n"
+        "int answer() { return 1; }\n"
+        "XLA_FFI_DEFINE_HANDLER_SYMBOL(\n    handler, answer)\n"
+    ),
+    "../../csrc/scan.cuh": '/* comment */ const char* name = "// no comment";\n',
+}
+
+
+def no_reasons(record):
+    return ()
+
+
+REQUIRES = Requires(devices=frozenset({"nvidia"}), dtypes=frozenset({"float32"}), handles=frozenset({"causal"}))
+IMPLEMENTATION = Implementation(
+    family="tiled_attention",
+    name="digested",
+    platform="digested",
+    backend="gpu",
+    forward="digested.passes:forward",
+    requires=REQUIRES,
+    config=NO_CHOICE,
+)
+
+
+@pytest.fixture
+def digest(tmp_path, monkeypatch):
+    """A function that gives the digest of the package's files with some replaced."""
+    package = tmp_path / "src/digested"
+    monkeypatch.syspath_prepend(str(package.parent))
+
+    def of(implementation=IMPLEMENTATION, **replaced):
+        for name, text in FILES.items():
+            path = package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            old, new = replaced.get(path.name.replace(".", "_"), ("", ""))
+            assert old in text
+            path.write_text(text.replace(old, new) if old else text)
+        for cached in ("_parsed", "_read", "_is_module", "_handlers"):
+            getattr(module, cached).cache_clear()
+        return source_digest(implementation)
+
+    yield of
+    for name in [name for name in sys.modules if name.partition(".")[0] == "digested"]:
+        del sys.modules[name]
+    for cached in ("_parsed", "_read", "_is_module", "_handlers"):
+        getattr(module, cached).cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("passes_py", '"""Docstring."""', ""),
+        ("passes_py", '    """Docstring."""\n', ""),
+        ("passes_py", "# a comment", ""),
+        ("passes_py", "(record, config)", "(record,\n      config)"),
+        ("toolkit_py", "return 2", "return 3"),
+        ("toolkit_py", "import enum\n", 'import enum\n__all__ = ["helper"]\n'),
+        ("lazy_py", "def unused(): return 1", "def unused(): return 2"),
+        ("scan_cu", "// comment", "// other"),
+        ("scan_cu", "int answer()", "int  answer()"),
+        ("scan_cuh", "/* comment */", ""),
+    ],
+)
+def test_comments_and_other_kernels_do_not_count(digest, file, old, new):
+    assert digest() == digest(**{file: (old, new)})
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("passes_py", "toolkit.helper(record)", "toolkit.helper(1)"),
+        ("toolkit_py", "LIMIT = 3", "LIMIT = 4"),
+        ("toolkit_py", "return 1\n", "return 5\n"),
+        ("toolkit_py", "one = 1", "one = 2"),
+        ("toolkit_py", "import enum\n", "import enum\nregister()\n"),
+        ("lazy_py", "def later(): return 1", "def later(): return 2"),
+        ("scan_py", "first_kernel(): return", "first_kernel(): yield"),
+        ("scan_cu", "return 1;", "return 2;"),
+        ("scan_cuh", "// no comment", "// another"),
+    ],
+)
+def test_what_a_kernel_reaches_counts(digest, file, old, new):
+    assert digest() != digest(**{file: (old, new)})
+
+
+def test_claims_count(digest):
+    wider = dataclasses.replace(REQUIRES, handles=frozenset({"causal", "bias"}))
+    assert digest() != digest(dataclasses.replace(IMPLEMENTATION, requires=wider))
+
+
+def test_every_kernel_of_this_repository_has_its_sources():
+    found = {i.name: i for listed in registry().implementations.values() for i in listed if i.platform != "xla"}
+    for implementation in found.values():
+        closure = module._Closure(implementation.forward.partition(".")[0])
+        closure.add(*implementation.forward.split(":"))
+        assert len(closure.texts) > 3, implementation.name
+        if implementation.platform == "cuda" and implementation.name != "cudnn":
+            assert any(path.suffix == ".cu" for path in closure.sources), implementation.name
