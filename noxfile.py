@@ -163,7 +163,7 @@ def random(session: nox.Session) -> None:
 
 @nox.session
 def confirm(session: nox.Session) -> None:
-    """Give every conformance test its turn on this machine's GPU, and write evidence; continues an earlier run."""
+    """Run every conformance test on this machine's GPU, and write evidence; continues an earlier run."""
     compile_kernels(session)
     install_all(session, "test")
     session.install("jax[cuda13]", "jax-triton")

@@ -1,4 +1,4 @@
-"""`ejkernel_conformance.confirm`: every test gets its turn, whatever the others do to their process."""
+"""`ejkernel_conformance.confirm`: every test runs, whatever the others do to their process."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def about(digest, jax="0.11.2", kind="NVIDIA H200"):
     return {"device": {"kind": kind}, "versions": {"jax": jax}, "digests": {"family/triton": digest}}
 
 
-def test_a_crash_ends_one_turn_alone(tmp_path):
+def test_a_crash_fails_one_test_alone(tmp_path):
     tests = make_tests("first", "crashes", "after the crash", "loses the device", "after the loss", "is refused")
     results = run(tests, tmp_path)
     assert list(results) == [test.id for test in tests]

@@ -3,6 +3,6 @@
     python3 -m ejkernel_conformance.confirm run --out FOLDER [--minutes 9] [--first NAME] [--resume FILE]
     python3 -m ejkernel_conformance.confirm merge FOLDER/state.jsonl...
 
-`run` gives every test of every implementation that is made for this device its turn, and appends what it finds to a
+`run` runs every test of every implementation that is made for this device, and appends what it finds to a
 state file. A run that ends early is continued by another with `--resume`. `merge` writes the evidence files.
 """

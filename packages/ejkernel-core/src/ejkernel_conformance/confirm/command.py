@@ -19,7 +19,7 @@ NAMES = "NAME"
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 def main() -> None:
-    """Give every conformance test its turn on this machine's device, and write evidence of it."""
+    """Run every conformance test on this machine's device, and write evidence of it."""
 
 
 @main.command()
@@ -34,9 +34,9 @@ def main() -> None:
 @click.option("--again", is_flag=True, help="Run tests again that failed in an earlier run.")
 @click.pass_context
 def run(ctx: click.Context, out: Path, resume: tuple[Path, ...], minutes: float, **options: Any) -> None:
-    """Run tests until all have had their turn or the time is up.
+    """Run tests until all have run or the time is up.
 
-    Exits with 0 if every test has had its turn and none failed, with 1 if one failed, and with 2 if some are left.
+    Exits with 0 if every test has run and none failed, with 1 if one failed, and with 2 if some are left.
     """
     settings = runner.Settings(
         processes=options.pop("processes"),
@@ -72,7 +72,7 @@ def _run(
         if again:
             known = {name: result for name, result in known.items() if result.outcome != "failed"}
         click.echo(f"{this.about['device']['kind']}, {this.about['versions']}")
-        click.echo(f"{len(this.tests)} tests, of which {len(known)} have had their turn; logs in {settings.logs}")
+        click.echo(f"{len(this.tests)} tests, of which {len(known)} have run; logs in {settings.logs}")
         writer.begin(this)
         passes = runner.plan_passes((test for test in this.tests if test.id not in known), first)
         return this, known | pool.run(runner.Queue(passes), writer)

@@ -47,7 +47,7 @@ class Unit:
         name: What they have in common: a case, the candidates of an implementation, or the claims of a family.
         op: The operation; empty for claims.
         family: The family.
-        tests: Those that have not had their turn.
+        tests: Those that have not run.
         long: Whether it takes longer than others: these are begun first, so that none is begun near the end.
     """
 

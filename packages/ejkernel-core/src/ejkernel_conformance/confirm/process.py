@@ -87,7 +87,7 @@ class Process:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # what was not sent reaches nobody
+            with contextlib.suppress(OSError):  # a pipe whose reader has ended
                 assert pipe is not None
                 pipe.close()
 

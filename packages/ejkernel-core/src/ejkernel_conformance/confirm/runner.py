@@ -1,4 +1,4 @@
-"""Handing out tests to processes until all have had their turn, or the time is up."""
+"""Handing out tests to processes until all have run, or the time is up."""
 
 import collections
 import dataclasses
@@ -133,14 +133,14 @@ class _Worker:
             while unit.tests and time.time() < until:
                 if not self._ready and not self._start():
                     return
-                self._take_turns(unit, writer)
+                self._run_unit(unit, writer)
 
     def end(self) -> None:
         """Ends its process."""
         self._process.end()
         self._log.close()
 
-    def _take_turns(self, unit: Unit, writer: Writer) -> None:
+    def _run_unit(self, unit: Unit, writer: Writer) -> None:
         """Runs the tests of a unit that are left, until one ends the process or the time is up."""
         running, began = "", time.time()
         try:
@@ -154,7 +154,7 @@ class _Worker:
         except EndedError as error:
             self._process.end()
             self._ready = False
-            # One that was cut because the time is up gets another turn.
+            # One that was cut because the time is up runs again in the next run.
             if running and time.time() < self._settings.until + GRACE:
                 self._note(unit, writer, running, Result("failed", round(time.time() - began, 2), f"crash: {error}"))
 
