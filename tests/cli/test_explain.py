@@ -85,4 +85,7 @@ def test_mistakes_are_one_line_and_no_traceback(run, mistake):
 
 
 def test_unknown_operations_are_answered_with_the_known_ones(run):
-    assert "no operation 'flash'; there are" in run("explain", "flash", *SMALL, status=2).output
+    assert (
+        "no operation 'flash'; did you mean 'flash_mla' or 'flash_attention'?"
+        in run("explain", "flash", *SMALL, status=2).output
+    )

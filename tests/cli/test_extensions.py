@@ -34,7 +34,8 @@ def command(word):
 
 def test_a_command_is_listed_and_runs(run, adds):
     adds(COMMAND)
-    assert "Say a word." in run("--help").output
+    assert "A command of added; see" in run("--help").output
+    assert "Say a word." in run("extra", "--help").output
     assert run("extra", "--word", "hi").output == "hi from outside\n"
 
 
@@ -43,12 +44,13 @@ def test_a_command_that_does_not_load_says_why_and_leaves_the_others(run, adds):
     assert "No module named 'no_such_toolchain'" in run("extra", "--anything", "at all", status=1).output
     listed = run("--help").output
     assert "explain" in listed
-    assert "the command of added does not load" in listed
+    assert "A command of added" in listed
+    assert "the command 'extra' of added does not load" in run("extra", "--help").output
 
 
 def test_what_is_no_command_is_refused(run, adds):
     adds("command = 3")
-    assert "it is a int, wants click.Command" in run("extra", status=1).output
+    assert "its entry point is of type int, not a click.Command" in run("extra", status=1).output
 
 
 def test_commands_of_the_core_are_not_replaced(run, adds):

@@ -108,7 +108,7 @@ def test_of_two_measurements_the_later_stays_and_none_yields_to_a_prediction(run
 
 
 def test_some_entries_can_be_removed(run, filled):
-    assert "nothing says which" in run("cache", "remove", status=2).output
+    assert "give at least one of --op" in run("cache", "remove", status=2).output
     assert "no such entries" in run("cache", "remove", "--op", "mean_pooling").output
     assert "Aborted" in run("cache", "remove", "--op", "flash_attention", answer="n\n", status=1).output
     assert "removed 1" in run("cache", "remove", "--predicted", "--yes").output

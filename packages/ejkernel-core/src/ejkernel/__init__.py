@@ -8,11 +8,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ejkernel._version import __version__
-from ejkernel.ops.explain import explain
 
 if TYPE_CHECKING:
     from ejkernel import callib, errors, kernel_registry, modules, ops, types, utils, xla_utils
     from ejkernel.errors import EjkernelRuntimeError
+    from ejkernel.ops.explain import explain
     from ejkernel.platforms import Backend, Platform
 
 __all__ = [
@@ -31,7 +31,13 @@ __all__ = [
     "xla_utils",
 ]
 
-_HOMES = {"Backend": "platforms", "EjkernelRuntimeError": "errors", "Platform": "platforms"}
+# Nothing here imports JAX before it is used: `ejkernel --help` imports this module.
+_HOMES = {
+    "Backend": "platforms",
+    "EjkernelRuntimeError": "errors",
+    "Platform": "platforms",
+    "explain": "ops.explain",
+}
 
 
 def __getattr__(name: str) -> Any:

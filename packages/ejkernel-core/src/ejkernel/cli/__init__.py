@@ -1,22 +1,34 @@
-"""The `ejkernel` command. Nothing else in the library imports click, rich or matplotlib."""
+"""The `ejkernel` command. Nothing else in the library imports click, rich or matplotlib.
+
+This module imports neither JAX nor a command, so that `ejkernel --help` is quick.
+"""
 
 import click
 
 from ejkernel._version import __version__
-from ejkernel.cli import bench, cache, demo, doctor, explain, ops, tune
-from ejkernel.cli.extensions import ExtensibleGroup
+from ejkernel.cli.groups import CommandGroup, Lazy
 
 __all__ = ["main"]
 
+COMMANDS = (
+    Lazy("bench", "ejkernel.cli.bench:bench", "Time every implementation that serves a call."),
+    Lazy("cache", "ejkernel.cli.cache:cache", "Manage the store of tuned configurations."),
+    Lazy("demo", "ejkernel.cli.demo:demo", "Run flash attention on this machine and check the result."),
+    Lazy("doctor", "ejkernel.cli.doctor:doctor", "Show versions, devices, backends and problems."),
+    Lazy("explain", "ejkernel.cli.explain:explain", "Show which implementation a call would run, and why."),
+    Lazy("ops", "ejkernel.cli.ops:ops", "List every operation and what its implementations support."),
+    Lazy("tune", "ejkernel.cli.tune:tune", "Measure the configurations of a call and store the fastest."),
+)
 
-@click.group(cls=ExtensibleGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+@click.group(
+    cls=CommandGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="ejkernel")
 def main() -> None:
-    """See which kernel a call runs and why, tune it, time it.
+    """Show which kernel a call runs and why, tune it, and time it.
 
-    OP is an operation such as flash_attention; `ejkernel doctor` lists them.
+    Most commands take OP, the name of an operation such as flash_attention. `ejkernel doctor` lists the operations.
     """
-
-
-for _command in (doctor.doctor, explain.explain, ops.ops, tune.tune, cache.cache, bench.bench, demo.demo):
-    main.add_command(_command)

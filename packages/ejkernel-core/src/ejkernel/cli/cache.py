@@ -1,6 +1,7 @@
 """`ejkernel cache`."""
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +12,12 @@ import msgspec
 
 from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.cli.tables import console, milliseconds, print_table
+from ejkernel.cli.times import parse_time, read_time
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.table import DAMAGED, Entry, Table, decode, encode, leaves
+from ejkernel.ops.config.table import DAMAGED, Entry, OtherFormatError, Table, decode, encode, leaves
+from ejkernel.ops.json_text import malformed
+from ejkernel.ops.plugins import registry
+from ejkernel.suggestion import did_you_mean
 
 STORE = click.option(
     "--store",
@@ -21,48 +26,79 @@ STORE = click.option(
 )
 FILE = click.Path(dir_okay=False, path_type=Path)
 HEADINGS = ("operation", "implementation", "call", "configuration", "ms", "spread", "UTC", "how")
+BEFORE_HELP = (
+    "Only entries older than this: an ISO 8601 date or time in UTC, such as 2026-11-20, or an age, such as 7d or 12h."
+)
 KEY_PARTS = 7  # of `str(ConfigKey)`; a store may hold entries of other versions
+UNKNOWN_TIME = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Filter:
-    """Which entries are meant: those that fit everything that is given.
+    """Selects the stored entries that fit every option which the user gave.
 
     Attributes:
         op: Name of an operation.
         implementation: Name of an implementation.
         device: Device kind.
-        before: Measured or predicted before this ISO 8601 time, UTC.
-        predicted: Only what was predicted and not measured.
+        before: Selects entries that were measured or predicted before this time. An entry without a time is not one.
+        predicted: Whether to select only predictions.
     """
 
     op: str | None = None
     implementation: str | None = None
     device: str | None = None
-    before: str | None = None
+    before: datetime.datetime | None = None
     predicted: bool = False
 
     @property
-    def given(self) -> bool:
-        """Whether anything is."""
-        return self != Filter()
+    def is_empty(self) -> bool:
+        """Whether the user gave no option."""
+        return self == Filter()
 
     def fits(self, key: str, entry: Entry) -> bool:
-        """Whether an entry is meant; keys of other versions have no parts to compare."""
-        parts = key.split(" | ")
-        named: dict[str, str] = dict(zip(("op", "implementation", "direction", "device"), parts, strict=False))
-        wanted = {"op": self.op, "implementation": self.implementation, "device": self.device}
-        same = all(value is None or named.get(name, "").split("@")[0] == value for name, value in wanted.items())
-        old = self.before is None or entry.measured_at < self.before
+        """Whether the filter selects an entry; keys of other versions have no parts to compare."""
+        parts = _key_parts(key)
+        options = {"op": self.op, "implementation": self.implementation, "device": self.device}
+        same = all(value is None or parts.get(name) == value for name, value in options.items())
+        time = read_time(entry.measured_at)
+        old = self.before is None or (time is not None and time < self.before)
         return same and old and (entry.predicted or not self.predicted)
+
+    def check_names(self, entries: Mapping[str, Entry]) -> None:
+        """Refuses an operation or an implementation that neither the store nor an installed backend has.
+
+        Raises:
+            click.UsageError: The name is a typo.
+        """
+        found = registry()
+        parts = [_key_parts(key) for key in entries]
+        known = {
+            "op": {*found.ops, *(one["op"] for one in parts if "op" in one)},
+            "implementation": {
+                *(one.name for serving in found.implementations.values() for one in serving),
+                *(one["implementation"] for one in parts if "implementation" in one),
+            },
+        }
+        for name, names in known.items():
+            value = getattr(self, name)
+            if value is not None and value not in names:
+                what = "operation" if name == "op" else name
+                raise click.UsageError(f"--{name}: there is no {what} {value!r}{did_you_mean(value, names)}")
+
+
+def _key_parts(key: str) -> dict[str, str]:
+    """The operation, implementation, direction and device of a key, without versions."""
+    names = ("op", "implementation", "direction", "device")
+    return {name: part.split("@")[0] for name, part in zip(names, key.split(" | "), strict=False)}
 
 
 def filters(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command the options of a `Filter`, which it gets as keyword arguments."""
     for decorate in (
-        click.option("--predicted", is_flag=True, help="Only what was predicted and not measured."),
-        click.option("--before", metavar="TIME", help="Only entries older than this, such as 2026-11-20, UTC."),
-        click.option("--device", metavar="KIND", help="Only entries of this device kind."),
+        click.option("--predicted", is_flag=True, help="Only predictions, not measurements."),
+        click.option("--before", type=parse_time, metavar="TIME", help=BEFORE_HELP),
+        click.option("--device", metavar="KIND", help="Only entries of this device kind, such as 'NVIDIA H200'."),
         click.option("--implementation", metavar="NAME", help="Only entries of this implementation."),
         click.option("--op", metavar="OP", help="Only entries of this operation."),
     ):
@@ -72,7 +108,7 @@ def filters(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group()
 def cache() -> None:
-    """Look after the store of tuned configurations."""
+    """Manage the store of tuned configurations."""
 
 
 @cache.command()
@@ -89,7 +125,7 @@ def list_entries(store: Path | None, as_json: bool) -> None:
     """List the stored configurations, predicted ones last."""
     opened = PersistentCache(store)
     entries = _all(opened)
-    ordered = sorted(entries.items(), key=lambda item: (item[1].predicted, item[0]))
+    ordered = _ordered(entries)
     if as_json:
         print_json({"path": str(opened.path), "entries": [_plain(key, entry) for key, entry in ordered]})
     elif not entries:
@@ -103,14 +139,19 @@ def list_entries(store: Path | None, as_json: bool) -> None:
 @click.argument("file", type=FILE)
 @STORE
 @filters
-def export(file: Path, store: Path | None, **wanted: Any) -> None:
-    """Write stored configurations to FILE, for `import` elsewhere; adds to what is there."""
-    opened = PersistentCache(store)
-    chosen = {key: entry for key, entry in _all(opened).items() if Filter(**wanted).fits(key, entry)}
-    if not chosen:
+def export(file: Path, store: Path | None, **options: Any) -> None:
+    """Write stored configurations to FILE, which `import` reads on another machine.
+
+    Entries that FILE already has are kept.
+    """
+    opened, chosen = PersistentCache(store), Filter(**options)
+    entries = _all(opened)
+    chosen.check_names(entries)
+    selected = {key: entry for key, entry in entries.items() if chosen.fits(key, entry)}
+    if not selected:
         raise click.ClickException(f"{opened.path} has no such entries")
-    merge_into(file, chosen)
-    click.echo(f"exported {len(chosen)} to {file}")
+    merge_into(file, selected)
+    click.echo(f"exported {len(selected)} to {file}")
 
 
 @cache.command(name="import")
@@ -141,24 +182,33 @@ def merge(target: Path, files: tuple[Path, ...]) -> None:
 @cache.command()
 @STORE
 @filters
-@click.option("--yes", is_flag=True, help="Do not ask.")
-def remove(store: Path | None, yes: bool, **wanted: Any) -> None:
-    """Remove some stored configurations; `clear` removes all."""
-    opened, chosen = PersistentCache(store), Filter(**wanted)
-    if not chosen.given:
-        raise click.UsageError("nothing says which: --op, --implementation, --device, --before or --predicted")
-    keys = [key for key, entry in _all(opened).items() if chosen.fits(key, entry)]
-    if not keys:
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+def remove(store: Path | None, yes: bool, **options: Any) -> None:
+    """Remove some stored configurations.
+
+    Lists the entries that fit all the options, and asks before it removes them. `ejkernel cache clear` removes every
+    entry.
+    """
+    opened, chosen = PersistentCache(store), Filter(**options)
+    if chosen.is_empty:
+        raise click.UsageError("give at least one of --op, --implementation, --device, --before and --predicted")
+    entries = _all(opened)
+    chosen.check_names(entries)
+    selected = {key: entry for key, entry in entries.items() if chosen.fits(key, entry)}
+    if not selected:
         click.echo(f"no such entries in {opened.path}")
         return
+    rows = [_row(*item) for item in _ordered(selected)]
+    title = f"{len(selected)} of {len(entries)} entries of {opened.path} will be removed:"
+    print_table(console(), title, *HEADINGS, rows=rows, right=["ms", "spread"])
     if not yes:
-        click.confirm(f"Remove {len(keys)} from {opened.path}?", abort=True)
+        click.confirm(f"Remove {len(selected)} from {opened.path}?", abort=True)
     for one in (opened, opened.predicted):
-        if one.entries().keys() & set(keys):
-            one.remove(keys)
-    if _all(opened).keys() & set(keys):
+        if one.entries().keys() & selected.keys():
+            one.remove(selected)
+    if _all(opened).keys() & selected.keys():
         raise click.ClickException(f"{opened.path} cannot be written")
-    click.echo(f"removed {len(keys)} from {opened.path}")
+    click.echo(f"removed {len(selected)} from {opened.path}")
 
 
 @cache.command()
@@ -192,8 +242,13 @@ def newest(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
     return found
 
 
-def _rank(entry: Entry) -> tuple[bool, str]:
-    return not entry.predicted, entry.measured_at
+def _rank(entry: Entry) -> tuple[bool, datetime.datetime]:
+    return not entry.predicted, read_time(entry.measured_at) or UNKNOWN_TIME
+
+
+def _ordered(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
+    """Measurements before predictions, and then by key."""
+    return sorted(entries.items(), key=lambda item: (item[1].predicted, item[0]))
 
 
 def read_table(path: Path) -> Mapping[str, Entry]:
@@ -203,11 +258,16 @@ def read_table(path: Path) -> Mapping[str, Entry]:
         click.ClickException: It cannot be read, or is no table.
     """
     try:
-        return decode(path.read_bytes())
-    except DAMAGED as error:
-        raise click.ClickException(f"{path} is no table of configurations: {error}") from error
+        data = path.read_bytes()
     except OSError as error:
-        raise click.ClickException(f"{path} cannot be used: {error}") from error
+        raise click.ClickException(f"{path} cannot be read: {error}") from error
+    try:
+        return decode(data)
+    except DAMAGED as error:
+        reason = malformed(data) or str(error)
+        raise click.ClickException(f"{path} is no table of configurations: {reason}") from error
+    except OtherFormatError as error:
+        raise click.ClickException(f"{path} {error}") from error
 
 
 def merge_into(path: Path, entries: Mapping[str, Entry]) -> int:

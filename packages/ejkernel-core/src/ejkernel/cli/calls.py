@@ -23,6 +23,7 @@ from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.calls_file import read_calls
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
+from ejkernel.suggestion import did_you_mean
 
 WORDS = {"true": True, "false": False, "none": None}
 BARE = 3  # arrays that a single bare shape stands for: query, key and value
@@ -58,8 +59,8 @@ def find_operation(text: str) -> Op:
     """Looks an operation up; dashes are as good as underscores."""
     try:
         return registry().op(text.replace("-", "_"))
-    except ValueError:
-        raise click.BadParameter(f"no operation {text!r}; there are {', '.join(sorted(registry().ops))}") from None
+    except ValueError as error:
+        raise click.BadParameter(str(error).removeprefix("op: ")) from None
 
 
 def complete_operation(ctx: click.Context, parameter: click.Parameter, text: str) -> list[str]:
@@ -196,7 +197,7 @@ class CallSpec:
     def _from_case(self, name: str) -> Call:
         known = {case.name: case for case in self.op.cases}
         if name not in known:
-            raise click.UsageError(f"{self.op.name} has no case {name!r}; it has {', '.join(map(repr, known))}")
+            raise click.UsageError(_no_such(self.op, name, known, "case"))
         make = known[name].make
         abstract = jax.eval_shape(make, jax.random.key(0))
         return Call(op=self.op, label=name, abstract=abstract, platform=self.platform, make=make)
@@ -365,7 +366,7 @@ def _by_name(op: Op, shapes: tuple[Shape, ...]) -> dict[str, Shape]:
 
 
 def _no_such(op: Op, name: str, known: Any, kind: str) -> str:
-    return f"{op.name} has no {kind} {name!r}; it has {', '.join(known)}"
+    return f"{op.name} has no {kind} {name!r}{did_you_mean(name, known) or '; it has ' + ', '.join(known)}"
 
 
 def _label(given: dict[str, Any]) -> str:

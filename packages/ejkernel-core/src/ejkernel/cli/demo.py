@@ -27,7 +27,7 @@ ALLOWED_ELSEWHERE = 2e-2
 @click.option("--length", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens in the sequence.")
 @click.pass_context
 def demo(ctx: click.Context, length: int) -> None:
-    """Run flash attention on this machine.
+    """Run flash attention on this machine and check the result.
 
     Forward and gradient, through plugin discovery, dispatch and the configuration chain, compared with the textbook
     formula. Exits with 1 if they differ.

@@ -28,7 +28,7 @@ from ejkernel.ops.toolchain import lacking, split_requirement
 @AS_JSON
 @click.pass_context
 def doctor(ctx: click.Context, strict: bool, as_json: bool) -> None:
-    """Show backends, devices, versions and what is wrong."""
+    """Show versions, devices, backends and problems."""
     found = registry()
     devices, trouble = _devices()
     if as_json:

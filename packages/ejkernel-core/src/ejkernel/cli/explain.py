@@ -1,29 +1,40 @@
 """`ejkernel explain`."""
 
+import contextlib
+
 import click
 
 from ejkernel.cli.as_json import AS_JSON, plain_decision, print_json
 from ejkernel.cli.calls import CallSpec, one_line_errors, takes_call
 from ejkernel.cli.tables import console, print_decision
+from ejkernel.cli.targets import find_kind
 from ejkernel.ops.call import decide
+from ejkernel.ops.device import target_device
+
+TARGET_HELP = (
+    "Explain the call for a device that need not be in this machine: h200, mi300x, v6e, or a device kind such as "
+    "'NVIDIA H200'. An unknown name lists the known ones."
+)
 
 
 @click.command()
 @takes_call
+@click.option("--target", metavar="NAME", help=TARGET_HELP)
 @AS_JSON
 @click.pass_context
-def explain(ctx: click.Context, spec: CallSpec, as_json: bool) -> None:
-    """Show what a call would run, and why.
+def explain(ctx: click.Context, spec: CallSpec, target: str | None, as_json: bool) -> None:
+    """Show which implementation a call would run, and why.
 
-    The verdict on every implementation, and where the configuration comes from. Runs and measures nothing. Exits with
-    1 if no implementation serves the call.
+    Prints whether each implementation supports the call, with the reasons if it does not, and where the configuration
+    comes from. Runs and measures nothing. The exit status is 1 if no implementation supports the call.
 
     \b
     ejkernel explain flash_attention --shape 1,128,8,64 -o causal=true
-    ejkernel explain flash_attention --shape 1,128,8,64 --kv-shape 1,256,2,64 --dtype bfloat16
+    ejkernel explain flash_attention --shape 1,128,8,64 --kv-shape 1,256,2,64 --dtype bfloat16 --target h200
     """
     call = spec.one()
-    with one_line_errors():
+    device = contextlib.nullcontext() if target is None else target_device(find_kind(target))
+    with one_line_errors(), device:
         decision = decide(call.op, call.abstract, platform=call.platform)
     if as_json:
         print_json(plain_decision(decision))

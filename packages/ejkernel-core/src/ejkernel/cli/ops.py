@@ -26,7 +26,10 @@ without a gradient refuses to be differentiated.
 @click.command()
 @AS_JSON
 def ops(as_json: bool) -> None:
-    """Print what every implementation of every operation serves, as Markdown."""
+    """List every operation and what its implementations support.
+
+    The output is Markdown.
+    """
     if as_json:
         print_json(operations(registry()))
     else:

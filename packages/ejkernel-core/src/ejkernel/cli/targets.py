@@ -1,18 +1,49 @@
-"""The devices that `ejkernel tune --target` can name: those of installed distributions, which are asked only then."""
+"""The devices that `--target` can name: known kinds, and those that installed distributions can predict for."""
 
 import importlib.metadata
 
 import click
 
+from ejkernel.ops.device import KINDS, DeviceInfo, find_device
 from ejkernel.ops.execution.target import GROUP, Target
+from ejkernel.suggestion import did_you_mean
 
 
 def find_target(name: str) -> Target:
-    """Looks a target up.
+    """Looks up a device that an installed distribution can predict times for.
 
     Raises:
-        click.UsageError: No entry point offers it; says which offers what, and which do not load.
+        click.UsageError: No entry point offers it. The message says which targets exist and which do not load.
     """
+    found, problems = _targets()
+    if name in found:
+        return found[name]
+    known = f"there are {', '.join(found)}" if found else "no installed package offers any; ejkernel-pallas does"
+    raise click.UsageError("; ".join([f"--target: got {name!r}, {known}", *problems]))
+
+
+def find_kind(name: str) -> DeviceInfo:
+    """Looks up a device that a call can be explained for.
+
+    Args:
+        name: A known short name, a device kind, or a target that an installed distribution offers.
+
+    Raises:
+        click.UsageError: There is no such device. The message lists the known ones.
+    """
+    found, problems = _targets()
+    if name in found:
+        return found[name].device
+    try:
+        return find_device(name)
+    except ValueError:
+        known = [*KINDS, *(target for target in found if target not in KINDS)]
+        message = f"--target: got {name!r}, there are {', '.join(known)}{did_you_mean(name, known)}"
+        raise click.UsageError("; ".join([message, *problems])) from None
+
+
+def _targets() -> tuple[dict[str, Target], list[str]]:
+    """The targets of installed distributions, and a sentence for each distribution whose targets do not load."""
     found: dict[str, Target] = {}
     problems: list[str] = []
     for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
@@ -21,7 +52,4 @@ def find_target(name: str) -> Target:
         except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
             source = entry_point.dist.name if entry_point.dist else entry_point.value
             problems.append(f"the targets of {source} do not load: {type(error).__name__}: {error}")
-    if name in found:
-        return found[name]
-    offered = f"there are {', '.join(found)}" if found else "no installed package offers any; ejkernel-pallas does"
-    raise click.UsageError("; ".join([f"--target: got {name!r}, {offered}", *problems]))
+    return found, problems

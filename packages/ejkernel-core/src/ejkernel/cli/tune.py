@@ -76,7 +76,7 @@ class Settings:
 @AS_JSON
 @click.pass_context
 def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Path | None, **given: Any) -> None:
-    """Measure a call's configurations and store the best.
+    """Measure the configurations of a call and store the fastest.
 
     What is tuned is the implementation that the call would use; --platform picks another. Candidates are timed
     interleaved. The fastest is stored where it is ahead of the rule's own by more than the spread of the samples, else

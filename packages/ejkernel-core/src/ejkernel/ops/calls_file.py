@@ -22,9 +22,11 @@ import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from ejkernel.ops.json_text import line_number, malformed
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.recording import RecordedCall, get_recorded
+from ejkernel.suggestion import did_you_mean
 
 if TYPE_CHECKING:
     from ejkernel.types import MaskInfo
@@ -71,20 +73,33 @@ def read_calls(path: str | os.PathLike[str]) -> list[WrittenCall]:
     """The calls of a file.
 
     Raises:
-        ValueError: It is no such file, or one of its calls is wrong; says which.
-        OSError: It cannot be read.
+        ValueError: The file is not JSON of this form, or one of its calls is wrong; the message names the line.
+        OSError: The file cannot be read.
     """
-    data: Any = msgspec.json.decode(Path(path).read_bytes())
-    calls: Any = data.get("calls") if isinstance(data, dict) else None
-    if not isinstance(calls, list):
-        raise ValueError(f'{path}: wants {{"calls": [...]}}')
+    data = Path(path).read_bytes()
+    problem = malformed(data)
+    if problem is not None:
+        raise ValueError(f"{path}, {problem}")
+    try:
+        calls = msgspec.json.decode(data, type=_File).calls
+    except msgspec.ValidationError as error:
+        raise ValueError(f'{path}: wants {{"calls": [...]}}; {error}') from error
     found: list[WrittenCall] = []
-    for number, call in enumerate(calls, 1):
+    end = 0
+    for number, text in enumerate(map(bytes, calls), 1):
+        start = data.index(text, end)
+        end = start + len(text)
         try:
-            found.append(_read(call))
+            found.append(_read(msgspec.json.decode(text)))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: call {number}: {error}") from error
+            raise ValueError(f"{path}, line {line_number(data, start)}: call {number}: {error}") from error
     return found
+
+
+class _File(msgspec.Struct):
+    """A file of calls; the text of a call is kept, so that an error can name its line."""
+
+    calls: list[msgspec.Raw]
 
 
 def _written(call: RecordedCall) -> dict[str, Any]:
@@ -125,23 +140,45 @@ def _encoded(name: str, value: Any) -> Any:
     raise ValueError(f"{name}: got a {type(value).__name__}, which cannot be written to a file of calls")
 
 
-def _read(call: Mapping[str, Any]) -> WrittenCall:
+def _read(call: Any) -> WrittenCall:
+    _check_keys(call)
     op = registry().op(call["op"])
-    given = {name: _decoded(value) for name, value in call["arguments"].items()}
-    unknown = sorted(given.keys() - {f.name for f in dataclasses.fields(op.arguments)})
-    if unknown:
-        raise ValueError(f"{op.name} has no argument {', '.join(unknown)}")
-    args = op.arguments(**given)
-    op.validate(args)
+    args = _arguments(op, {name: _decoded(value) for name, value in call["arguments"].items()})
     sizes, specs = call.get("mesh"), call.get("in_specs")
-    mesh = None if sizes is None else AbstractMesh(tuple(sizes.values()), tuple(sizes))
     return WrittenCall(
         op=op,
         args=args,
         platform=call.get("platform"),
-        mesh=mesh,
+        mesh=None if sizes is None else AbstractMesh(tuple(sizes.values()), tuple(sizes)),
         in_specs=None if specs is None else tuple(map(_spec, specs)),
     )
+
+
+def _check_keys(call: Any) -> None:
+    """Refuses a call that is not written as the module says."""
+    if not isinstance(call, dict):
+        raise ValueError(f"got {call!r}, wants an object with the keys op and arguments")
+    named: dict[str, Any] = call
+    for name, kinds, words in _KEYS:
+        value = named.get(name)
+        if not isinstance(value, kinds):
+            raise ValueError(f"{name}: got {value!r}, wants {words}")
+
+
+def _arguments(op: Op, values: dict[str, Any]) -> Any:
+    """The argument record of a call, validated."""
+    fields = dataclasses.fields(op.arguments)
+    known = [f.name for f in fields]
+    unknown = sorted(values.keys() - set(known))
+    if unknown:
+        raise ValueError(f"{op.name} has no argument {', '.join(unknown)}{did_you_mean(unknown[0], known)}")
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"{op.name} needs {', '.join(missing)}")
+    args = op.arguments(**values)
+    op.validate(args)
+    return args
 
 
 def _spec(entries: Any) -> Any:
@@ -179,6 +216,13 @@ def _mask(value: dict[str, Any]) -> "MaskInfo":
     return MaskInfo.tree_unflatten(tuple(tuple(x) if isinstance(x, list) else x for x in value["fixed"]), leaves)
 
 
+_KEYS: tuple[tuple[str, Any, str], ...] = (
+    ("op", str, "the name of an operation"),
+    ("arguments", dict, "an object of the arguments by name"),
+    ("platform", (str, type(None)), "the name of a platform"),
+    ("mesh", (dict, type(None)), "an object of sizes by the name of the axis"),
+    ("in_specs", (list, type(None)), "a list of partition specs"),
+)
 _WORDS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "mask_info": _mask,
     "precision": lambda value: jax.lax.Precision[value["precision"]],

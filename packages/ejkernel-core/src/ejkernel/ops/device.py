@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ejkernel import _compat
+from ejkernel.suggestion import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,18 +38,89 @@ class DeviceInfo:
         return f"{self.kind or self.platform}{capability}"
 
 
+def _nvidia(kind: str, capability: float) -> DeviceInfo:
+    return DeviceInfo(platform="gpu", vendor="nvidia", kind=f"NVIDIA {kind}", compute_capability=capability)
+
+
+def _tpu(kind: str) -> DeviceInfo:
+    return DeviceInfo(platform="tpu", vendor="google", kind=kind)
+
+
+KINDS: dict[str, DeviceInfo] = {
+    "a100": _nvidia("A100-SXM4-80GB", 8.0),
+    "h100": _nvidia("H100 80GB HBM3", 9.0),
+    "h200": _nvidia("H200", 9.0),
+    "b200": _nvidia("B200", 10.0),
+    "mi300x": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
+    "v5e": _tpu("TPU v5 lite"),
+    "v5p": _tpu("TPU v5"),
+    "v6e": _tpu("TPU v6 lite"),
+    "v7x": _tpu("TPU7x"),
+    "cpu": DeviceInfo(platform="cpu", kind="cpu"),
+}
+"""Devices that `target_device` accepts by a short name."""
+
+VENDORS = {"cpu": frozenset({""}), "gpu": frozenset({"nvidia", "amd"}), "tpu": frozenset({"google"})}
+
+
+def find_device(device: Any) -> DeviceInfo:
+    """The device that a short name or a device kind means, or a `DeviceInfo` itself if its fields fit together.
+
+    Args:
+        device: A key of `KINDS`, the `kind` of one of its values, or a description of any other device.
+
+    Raises:
+        ValueError: There is no such kind, or the description contradicts itself.
+    """
+    if isinstance(device, str):
+        by_name = KINDS | {info.kind: info for info in KINDS.values()}
+        found = by_name.get(device) or by_name.get(device.casefold())
+        if found is None:
+            raise ValueError(
+                f"device: got {device!r}, wants one of {', '.join(KINDS)}, or a DeviceInfo for another device"
+                f"{did_you_mean(device, by_name)}"
+            )
+        return found
+    if not isinstance(device, DeviceInfo):
+        raise ValueError(f"device: got {device!r}, wants a DeviceInfo or one of {', '.join(KINDS)}")
+    reason = next(_contradictions(device), None)
+    if reason is not None:
+        raise ValueError(f"device: got {device!r}, {reason}; known kinds are {', '.join(KINDS)}")
+    return device
+
+
+def _contradictions(device: DeviceInfo) -> Generator[str]:
+    """What is wrong with the description of a device; the engine would not match such a device with any kernel."""
+    if device.platform not in VENDORS:
+        yield f"whose platform is not one of {', '.join(VENDORS)}"
+    elif device.vendor not in VENDORS[device.platform]:
+        vendors = " or ".join(sorted(map(repr, VENDORS[device.platform])))
+        yield f"whose vendor is not {vendors}, as it must be on platform {device.platform!r}"
+    if device.vendor == "nvidia" and device.compute_capability is None:
+        yield "which needs compute_capability=, for example 9.0, as every NVIDIA GPU does"
+    if device.vendor != "nvidia" and device.compute_capability is not None:
+        yield "whose compute_capability is not None, which only NVIDIA GPUs have"
+
+
 # Part of the key of every jitted function. Made at import, as the other contexts are: one that joins later makes JAX
 # trace everything again. It touches no device.
 _target: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def target_device(device: DeviceInfo) -> Generator[None]:
+def target_device(device: DeviceInfo | str) -> Generator[None]:
     """Dispatches calls traced inside the block for `device`, which need not be in this machine.
 
-    For ahead-of-time compilation and `jax.export`. The target is part of the jit cache key.
+    For ahead-of-time compilation, `jax.export` and `ejkernel.explain`. The target is part of the jit cache key.
+
+    Args:
+        device: A short name such as `"h200"` or `"v6e"`, JAX's `device_kind` such as `"NVIDIA H200"`, or a
+            `DeviceInfo` for a device that `ejkernel.ops.device.KINDS` does not have.
+
+    Raises:
+        ValueError: There is no such kind, or the `DeviceInfo` contradicts itself; the message lists the kinds.
     """
-    with _target(device):
+    with _target(find_device(device)):
         yield
 
 

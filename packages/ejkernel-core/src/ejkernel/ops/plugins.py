@@ -11,6 +11,7 @@ import pluggy
 
 from ejkernel._version import __version__
 from ejkernel.ops.model import Implementation, Op
+from ejkernel.suggestion import no_such
 
 GROUP = "ejkernel"
 hookspec = pluggy.HookspecMarker(GROUP)
@@ -77,7 +78,9 @@ class Registry:
         for op in self.ops.values():
             if what is op or what is op.function or what == op.name:
                 return op
-        raise ValueError(f"op: no operation {what!r}; there are {', '.join(sorted(self.ops))}")
+        if isinstance(what, str):
+            raise ValueError(f"op: {no_such('operation', what, self.ops)}")
+        raise ValueError(f"op: got {what!r}, wants one of {', '.join(sorted(self.ops))}, its function or its class")
 
 
 @functools.cache

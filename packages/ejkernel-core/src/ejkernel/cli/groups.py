@@ -1,0 +1,128 @@
+"""Groups of commands that are imported only when they run: those of the core, and those that other packages add."""
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import click
+
+from ejkernel.suggestion import did_you_mean
+
+GROUP = "ejkernel.commands"
+
+
+class Lazy(NamedTuple):
+    """A command that is imported when it runs or prints its own help.
+
+    Attributes:
+        name: What the user types.
+        path: `"module:attribute"` of the `click.Command`.
+        summary: The first line of the command's own help, which the group prints without importing the command.
+    """
+
+    name: str
+    path: str
+    summary: str
+
+
+class Offered(NamedTuple):
+    """A command that a package of this repository adds, so that the core can name the package where it is missing.
+
+    Attributes:
+        package: What to install.
+        summary: The first line of the command's own help.
+    """
+
+    package: str
+    summary: str
+
+
+OFFERED = {
+    "profile": Offered("ejkernel-pallas[aot]", "Predict how fast a call's TPU kernels are, without a TPU."),
+}
+
+
+class CommandGroup(click.Group):
+    """A group with the commands of the core and those of every installed distribution that declares some.
+
+    A distribution declares a command by an entry point of the group `ejkernel.commands`: its name is what the user
+    types, its object a `click.Command`. The command is imported when it runs or prints its own help, and never replaces
+    a command of the core.
+    """
+
+    def __init__(self, *args: Any, lazy: Iterable[Lazy] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = {one.name: one for one in lazy}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands, without importing any."""
+        return sorted({*self.lazy, *super().list_commands(ctx), *_entry_points()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name; if it does not load, a command that fails and says why."""
+        if cmd_name in self.lazy:
+            module, _, attribute = self.lazy[cmd_name].path.partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        known = super().get_command(ctx, cmd_name)
+        entry_point = None if known is not None else _entry_points().get(cmd_name)
+        return known if entry_point is None else _load(entry_point)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the user typed; if it does not exist, the error names the package or a similar command."""
+        name, names = args[0], self.list_commands(ctx)
+        if name not in names and not name.startswith("-") and not ctx.resilient_parsing:
+            offered = OFFERED.get(name)
+            if offered is not None:
+                ctx.fail(f"the command {name!r} needs a package that is not installed: pip install '{offered.package}'")
+            ctx.fail(f"there is no command {name!r}{did_you_mean(name, {*names, *OFFERED})}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the name and the summary of each command, without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.summary(ctx, name)) for name in self.list_commands(ctx)])
+
+    def summary(self, ctx: click.Context, name: str) -> str:
+        """One line that says what a command does, or which distribution adds it."""
+        if name in self.lazy:
+            return self.lazy[name].summary
+        command = super().get_command(ctx, name)
+        if command is not None:
+            return command.get_short_help_str(limit=1000)
+        source = _source(_entry_points()[name])
+        offered = OFFERED.get(name)
+        if offered is not None and offered.package.partition("[")[0] == source:
+            return offered.summary
+        return f"A command of {source}; see `{ctx.command_path} {name} --help`."
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    found = importlib.metadata.entry_points(group=GROUP)
+    return {entry_point.name: entry_point for entry_point in sorted(found, key=lambda e: (e.name, e.value))}
+
+
+def _source(entry_point: importlib.metadata.EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else entry_point.value
+
+
+def _load(entry_point: importlib.metadata.EntryPoint) -> click.Command:
+    try:
+        command = entry_point.load()
+    except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
+        return _broken(entry_point, f"{type(error).__name__}: {error}")
+    if not isinstance(command, click.Command):
+        return _broken(entry_point, f"its entry point is of type {type(command).__name__}, not a click.Command")
+    return command
+
+
+def _broken(entry_point: importlib.metadata.EntryPoint, reason: str) -> click.Command:
+    message = f"the command {entry_point.name!r} of {_source(entry_point)} does not load: {reason}"
+
+    def fail() -> None:
+        raise click.ClickException(message)
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(entry_point.name, callback=fail, help=message, context_settings=settings)

@@ -1,0 +1,39 @@
+"""Points in time on the command line and in stored entries."""
+
+import datetime
+import re
+
+import click
+
+AGO = re.compile(r"(\d{1,5})([hdw])", re.ASCII)
+UNITS = {"h": "hours", "d": "days", "w": "weeks"}
+
+
+def parse_time(text: str) -> datetime.datetime:
+    """Reads a point in time that a user typed: a date, a date with a time, or an age such as `7d`.
+
+    Args:
+        text: ISO 8601, in UTC unless it names an offset; or a number of hours, days or weeks ago: `12h`, `7d`, `2w`.
+
+    Raises:
+        click.BadParameter: The text is neither.
+    """
+    ago = AGO.fullmatch(text.strip())
+    if ago is not None:
+        return datetime.datetime.now(datetime.UTC) - datetime.timedelta(**{UNITS[ago[2]]: int(ago[1])})
+    found = read_time(text.strip())
+    if found is None:
+        raise click.BadParameter(
+            f"got {text!r}, wants an ISO 8601 date or time in UTC, such as 2026-11-20 or 2026-11-20T18:30, or an age "
+            "in hours, days or weeks, such as 12h, 7d or 2w"
+        )
+    return found
+
+
+def read_time(text: str) -> datetime.datetime | None:
+    """Reads an ISO 8601 date or time, in UTC unless it names an offset; None if the text is neither."""
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found.replace(tzinfo=datetime.UTC) if found.tzinfo is None else found

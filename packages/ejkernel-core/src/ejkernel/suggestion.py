@@ -1,0 +1,44 @@
+"""Suggests what a user may have meant by a name that does not exist."""
+
+import difflib
+from collections.abc import Iterable
+
+MOST = 3
+SIMILAR = 0.6  # of difflib's ratio, in which equal names have 1
+NEARLY_AS_SIMILAR = 0.1
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: `"; did you mean 'flash_attention'?"`, empty if no known name is similar."""
+    close = similar(name, known)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def no_such(kind: str, name: str, known: Iterable[str]) -> str:
+    """An error message with similar names, or with all of them if none is similar.
+
+    Args:
+        kind: What the name is of, such as `"operation"`.
+        name: What the user gave.
+        known: The names that exist.
+    """
+    names = sorted(set(known))
+    question = did_you_mean(name, names)
+    return f"no {kind} {name!r}{question}" if question else f"no {kind} {name!r}; there are {', '.join(names)}"
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """At most three known names that contain a name or are spelt like it, the most similar first."""
+    typed, names = _folded(name), sorted(set(known))
+    containing = [one for one in names if len(typed) > 2 and typed in _folded(one)]
+    if containing:
+        return sorted(containing, key=len)[:MOST]
+    ratios = {one: difflib.SequenceMatcher(None, typed, _folded(one)).ratio() for one in names}
+    best = max(ratios.values(), default=0.0)
+    close = [one for one in names if ratios[one] >= max(SIMILAR, best - NEARLY_AS_SIMILAR)]
+    return sorted(close, key=lambda one: -ratios[one])[:MOST]
+
+
+def _folded(name: str) -> str:
+    """A name without what users confuse: upper case, dashes and spaces."""
+    return name.casefold().replace("-", "_").replace(" ", "_")
