@@ -59,7 +59,7 @@ def test_a_misspelt_operation_is_suggested(run, command):
 def test_other_misspelt_names_are_suggested(run):
     small = ("explain", "flash_attention", "--shape", "1,8,1,8")
     assert "did you mean 'causal'?" in run(*small, "-o", "casual=true", status=2).output
-    assert "did you mean 'query'?" in run(*small, "--shape", "qeury=1,8,1,8", status=2).output
+    assert "did you mean 'query'?" in run(*small, "--shape", "quer=1,8,1,8", status=2).output
 
 
 @pytest.mark.parametrize(
