@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import AbstractArray
 
+from ejkernel.cli.devices import find_devices
 from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.calls_file import read_calls
 from ejkernel.ops.model import CALL_OPTIONS, Op
@@ -376,6 +377,6 @@ def _label(given: dict[str, Any]) -> str:
 
 def _check_devices() -> None:
     try:
-        jax.devices()
+        find_devices()
     except RuntimeError as error:
         raise click.ClickException(f"JAX found no device: {str(error).splitlines()[0]}") from error

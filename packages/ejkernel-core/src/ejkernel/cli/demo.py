@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from ejkernel._version import __version__
+from ejkernel.cli.devices import find_devices
 from ejkernel.cli.measuring import interleaved, temporary_bytes
 from ejkernel.cli.tables import console, megabytes, milliseconds, print_decision, print_plain, print_table
 from ejkernel.modules import flash_attention
@@ -33,6 +34,7 @@ def demo(ctx: click.Context, length: int) -> None:
     formula. Exits with 1 if they differ.
     """
     out = console()
+    find_devices()
     _introduce(out)
     inputs = _inputs(length)
     query = "x".join(map(str, inputs[0].shape))

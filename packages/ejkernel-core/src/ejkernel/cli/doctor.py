@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import jax
 from rich.console import Console
 
 from ejkernel._version import __version__
 from ejkernel.cli.as_json import AS_JSON, plain_plugin, print_json
+from ejkernel.cli.devices import find_devices
 from ejkernel.cli.tables import console, print_plain, print_table
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.device import DeviceInfo, device_info
@@ -87,7 +87,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _devices() -> tuple[collections.Counter[DeviceInfo], str]:
     """The kinds of devices, with how many there are; and why there are none, if so."""
     try:
-        return collections.Counter(map(device_info, jax.devices())), ""
+        return collections.Counter(map(device_info, find_devices())), ""
     except RuntimeError as error:
         return collections.Counter(), str(error).splitlines()[0]
 

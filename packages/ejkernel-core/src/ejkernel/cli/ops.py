@@ -7,6 +7,7 @@ import click
 import jax
 
 from ejkernel.cli.as_json import AS_JSON, print_json
+from ejkernel.cli.devices import find_devices
 from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.dispatch import made_for
 from ejkernel.ops.model import Case, Implementation, Op, Requires
@@ -30,6 +31,7 @@ def ops(as_json: bool) -> None:
 
     The output is Markdown.
     """
+    find_devices()
     if as_json:
         print_json(operations(registry()))
     else:

@@ -1,0 +1,49 @@
+"""Finding this machine's devices without the messages of libtpu, where it is installed only for its compiler."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+LIBRARY = "TPU_LIBRARY_PATH"  # importing libtpu sets it, and JAX reads it
+DEVICE_NODES = ("accel*", "vfio/[0-9]*")  # in /dev, of a machine with TPUs
+
+
+def find_devices() -> list[Any]:
+    """The devices that JAX finds; every command that needs a device calls this first.
+
+    `pip install 'ejkernel-pallas[aot]'` installs libtpu on machines without a TPU. JAX starts it there too, and libtpu
+    then writes errors about missing metadata to the standard error. So JAX cannot import libtpu while it looks for
+    devices.
+
+    Raises:
+        RuntimeError: JAX finds no device of a platform that `JAX_PLATFORMS` names.
+    """
+    with contextlib.nullcontext() if _may_have_tpu() else _hidden_libtpu():
+        return jax.devices()
+
+
+def _may_have_tpu() -> bool:
+    """Whether JAX was told of a TPU, which it also does itself where it finds one, or the machine has its files."""
+    named = "tpu" in (getattr(jax.config, "jax_platforms", None) or "").split(",")
+    return named or any(next(Path("/dev").glob(pattern), None) is not None for pattern in DEVICE_NODES)
+
+
+@contextlib.contextmanager
+def _hidden_libtpu() -> Generator[None]:
+    """Makes `import libtpu` fail inside the block, and restores what was imported."""
+    missing = object()
+    module, path = sys.modules.get("libtpu", missing), os.environ.pop(LIBRARY, None)
+    sys.modules["libtpu"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        del sys.modules["libtpu"]
+        if module is not missing:
+            sys.modules["libtpu"] = module  # pyright: ignore[reportArgumentType]
+        if path is not None:
+            os.environ[LIBRARY] = path
