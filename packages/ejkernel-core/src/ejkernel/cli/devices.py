@@ -23,7 +23,7 @@ def find_devices() -> list[Any]:
     Raises:
         RuntimeError: JAX finds no device of a platform that `JAX_PLATFORMS` names.
     """
-    with contextlib.nullcontext() if _may_have_tpu() else _hidden_libtpu():
+    with contextlib.nullcontext() if _may_have_tpu() else _without_libtpu():
         return jax.devices()
 
 
@@ -34,7 +34,7 @@ def _may_have_tpu() -> bool:
 
 
 @contextlib.contextmanager
-def _hidden_libtpu() -> Generator[None]:
+def _without_libtpu() -> Generator[None]:
     """Makes `import libtpu` fail inside the block, and restores what was imported."""
     missing = object()
     module, path = sys.modules.get("libtpu", missing), os.environ.pop(LIBRARY, None)
