@@ -6,7 +6,7 @@ head h and KV head `h // (H // Hk)`:
 
     s_ik = softmax_scale * <q_i, k_k>                                float32 accumulation
     s_ik = s_ik + alibi_slopes_h * (k - c_n) + qq_bias[i, k - c_n]   the latter for keys that are queries, k >= c_n
-    s_ik = cap * tanh(s_ik / cap)                                    if logits_soft_cap
+    s_ik = cap * tanh(s_ik / cap)                                    if logits_soft_cap; -inf stays -inf, and masks
     s_ik = -inf                                                      unless allowed(i, k)
     p_ik = exp(s_ik) / (exp(softmax_aux_h) + sum_k exp(s_ik))        the sink joins the denominator only
     o_i  = value_scale * sum_k p_ik * v_k
@@ -31,10 +31,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.families.tiled_attention import soft_capped
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 from ejkernel.planning import paged_cache
 from ejkernel.planning.precision import rounded
+from ejkernel.types.integers import as_int32, fits_int32
 
 Window = tuple[int | None, int | None]
 
@@ -96,6 +98,12 @@ class PagedAttention:
     latent: tuple[int, int] | None = static(default=None)
     shared_prefix: jax.Array | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("block_tables", "kv_lens", "query_start", "kv_starts", "num_seqs", "shared_prefix"):
+            values = getattr(self, name)
+            if hasattr(values, "dtype") and not fits_int32(values.dtype):  # a cast would make pages of what are none
+                object.__setattr__(self, name, as_int32(values))
+
 
 def band(record: PagedAttention) -> Window:
     """(left, right) such that causal and window together allow `-left <= k - p <= right`; None is unbounded."""
@@ -155,7 +163,7 @@ def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, positi
     if record.qq_bias is not None:
         scores = scores + qq_terms(record.qq_bias, (position - context)[:, None], column)[:, None].astype(dtype)
     if record.logits_soft_cap is not None:
-        scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
+        scores = soft_capped(scores, record.logits_soft_cap)
     return scores
 
 

@@ -4,7 +4,7 @@ For a query row i and key j of one batch row and query head h (KV head `h // (H 
 
     s_ij = softmax_scale * <q_i, k_j>                          float32 accumulation at `precision`
     s_ij = s_ij + bias_ij
-    s_ij = cap * tanh(s_ij / cap)                              if logits_soft_cap
+    s_ij = cap * tanh(s_ij / cap)                              if logits_soft_cap; -inf stays -inf, and masks
     s_ij = round s_ij to logits_dtype                          derivative 1
     s_ij = -inf                                                unless allowed(i, j)
     p_ij = exp(s_ij) / (exp(softmax_aux_h) + sum_j exp(s_ij))  the sink joins the denominator only
@@ -32,10 +32,11 @@ from ejkernel.ops.model import Family
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import rounded
+from ejkernel.types.integers import NO_LIMIT
 from ejkernel.types.sparse_masks import Mask
 
 Window = tuple[int | None, int | None]
-FAR = 2**30
+FAR = NO_LIMIT
 
 
 @arguments
@@ -51,7 +52,8 @@ class TiledAttention:
         mask: [B|1, H|1, T|1, S|1] bool, True attends.
         q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
         kv_segment_ids: [B, S] int32.
-        q_positions: [B|1, T] int32 that causal and window compare instead of the query index.
+        q_positions: [B|1, T] int32 that causal and window compare instead of the query index; at most
+            `ejkernel.types.integers.POSITION_LIMIT` from 0, so that differences and sums with a window stay in int32.
         kv_positions: [B|1, S] int32, likewise for keys.
         softmax_aux: [H] float32, one sink logit a head.
         dropout_seed: uint32 scalar.
@@ -226,10 +228,16 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     if record.bias is not None:
         scores = scores + record.bias.astype(accumulate)
     if record.logits_soft_cap is not None:
-        scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
+        scores = soft_capped(scores, record.logits_soft_cap)
     if record.logits_dtype != jnp.float32:
         scores = coarse(record.logits_dtype, scores)
     return scores, _allowed(record)
+
+
+def soft_capped(scores: jax.Array, cap: float) -> jax.Array:
+    """Scores within (-cap, cap); what an additive mask of -inf hides stays hidden, and has gradient 0."""
+    hidden = scores == -jnp.inf
+    return jnp.where(hidden, -jnp.inf, cap * jnp.tanh(jnp.where(hidden, 0, scores) / cap))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.types.integers import as_int32
+
 # The dimensions of every leaf of a MaskInfo. Equal names mean equal sizes; the first leaf to use a name sets its size.
 _LEAF_DIMENSIONS: dict[str, tuple[str, ...]] = {
     "q_segment_ids": ("batch", "q_len"),
@@ -25,6 +27,11 @@ _GIVEN_TOGETHER = (("q_segment_ids", "kv_segment_ids"), ("cu_seqlens_q", "cu_seq
 def is_array(value: Any) -> bool:
     """Tells whether `value` has a shape to check (a leaf may also be a sharding, an axis number or a sentinel)."""
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def has_values(value: Any) -> bool:
+    """Tells whether `value` is an array, traced or not, and not just the shape of one."""
+    return isinstance(value, jax.Array | np.ndarray)
 
 
 def check_leaf_shapes(leaves: Mapping[str, Any]) -> None:
@@ -93,11 +100,16 @@ def check_number(name: str, value: Any, minimum: int) -> None:
 
 
 def integer_array(name: str, value: Any) -> jax.Array:
-    """Returns `value` as int32; raises ValueError for booleans and floats, which are masks and not ids."""
-    array = jnp.asarray(value)
+    """Returns `value` as int32, values beyond it as its ends; raises ValueError for booleans and floats."""
+    return jnp.asarray(as_int32(checked_integers(name, value)))
+
+
+def checked_integers(name: str, value: Any) -> Any:
+    """Returns `value` as an array, NumPy's unless it is JAX's; raises ValueError unless it holds integers."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must hold integers, got {array.dtype} of shape {array.shape}")
-    return array.astype(jnp.int32)
+    return array
 
 
 def per_row(name: str, value: Any, batch_size: int) -> jax.Array:

@@ -77,7 +77,7 @@ def segment_ids_to_cu_seqlens(
         ValueError: `max_segments` is not a static size.
     """
     max_segments = check_static_size("max_segments", max_segments)
-    ids = jnp.asarray(segment_ids).reshape(-1)
+    ids = integer_array("segment_ids", segment_ids).reshape(-1)
     # Negative indices would count from the end, so padding is sent past it, where it is dropped.
     counts = jnp.zeros(max_segments, dtype).at[jnp.where(ids < 0, max_segments, ids)].add(1, mode="drop")
     return lengths_to_cu_seqlens(counts, dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import export
 
 from ejkernel.types import constructors, derived, sharding, transforms
-from ejkernel.types.checks import check_leaf_shapes, is_array
+from ejkernel.types.checks import check_leaf_shapes, has_values, is_array
 from ejkernel.types.cu_seqlens import (
     attention_mask_to_qkv_cu_seqlens,
     cu_seqlens_to_mask,
@@ -21,6 +21,7 @@ from ejkernel.types.cu_seqlens import (
     segment_ids_to_cu_seqlens,
 )
 from ejkernel.types.debug import check_cu_seqlens_values, check_mask_values, get_debug_mode, set_debug_mode
+from ejkernel.types.integers import as_int32, exact_segment_ids
 from ejkernel.types.segments import (
     as_bool_mask,
     mask_to_segment_ids,
@@ -82,7 +83,8 @@ class MaskInfo:
     """Which query attends to which key: an explicit mask, segment ids, or both.
 
     A pair attends if **every** stored part lets it: the explicit mask is True and the segment ids are equal and not
-    negative (a negative id is padding). With nothing stored everything attends. Nothing of size q_len x kv_len is made
+    negative (a negative id is padding, which unsigned dtypes do not have). Ids beyond int32 are renumbered, equal ones
+    alike; positions beyond it become its ends. With nothing stored everything attends. Nothing of size q_len x kv_len is made
     unless asked for: the constructors from ids, lengths and 2-D validity masks store ids alone.
 
     A MaskInfo is an immutable pytree. Arrays are leaves, flags and axis names are static. Everything derived is
@@ -169,10 +171,21 @@ class MaskInfo:
     def __post_init__(self) -> None:
         leaves = {name.removeprefix("_"): getattr(self, name) for name in _LEAVES}
         check_leaf_shapes(leaves)
+        self._narrow_integers()
         if get_debug_mode():
             check_mask_values("attention_mask", self._attention_mask)
             for name in ("cu_seqlens_q", "cu_seqlens_kv"):
                 check_cu_seqlens_values(name, leaves[name])
+
+    def _narrow_integers(self) -> None:
+        """Brings ids and positions of wider dtypes into int32; JAX would wrap 64-bit ones around."""
+        pair = (self._q_segment_ids, self._kv_segment_ids)
+        if all(map(has_values, pair)):
+            for name, ids in zip(("_q_segment_ids", "_kv_segment_ids"), exact_segment_ids(*pair), strict=True):
+                object.__setattr__(self, name, ids)
+        for name in ("q_positions", "kv_positions"):
+            if has_values(getattr(self, name)):
+                object.__setattr__(self, name, as_int32(getattr(self, name)))
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
         """Returns the leaves with their names, and the static fields."""

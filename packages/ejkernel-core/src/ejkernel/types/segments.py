@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel.types.checks import check_rank
+from ejkernel.types.integers import exact_segment_ids
 
 _PAIRWISE_SHAPES = {2: "[q_len, kv_len]", 3: "[batch, q_len, kv_len]", 4: "[batch, heads, q_len, kv_len]"}
 _SEGMENT_SHAPES = {1: "[length]", 2: "[batch, length]", 3: "[batch, heads, length]"}
@@ -58,7 +60,7 @@ def segment_ids_to_positions(segment_ids: ArrayLike, *, pad_value: int = -1) -> 
     Returns:
         [..., length] int32.
     """
-    ids = jnp.asarray(segment_ids)
+    ids = _exact(segment_ids)
     index = jnp.arange(ids.shape[-1], dtype=jnp.int32)
     starts = jnp.concatenate([jnp.ones_like(ids[..., :1], bool), ids[..., 1:] != ids[..., :-1]], axis=-1)
     run_start = jax.lax.cummax(jnp.where(starts, index, 0), axis=ids.ndim - 1)
@@ -134,12 +136,23 @@ def segment_ids_to_mask(
         ValueError: The ids have another rank, or two different ones.
     """
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    q_ids, kv_ids = jnp.asarray(pair[0]), jnp.asarray(pair[1])
+    q_ids, kv_ids = _exact_pair(*pair)
     check_rank("segment_ids", q_ids.shape, _SEGMENT_SHAPES)
     check_rank("kv segment_ids", kv_ids.shape, {q_ids.ndim: _SEGMENT_SHAPES[q_ids.ndim]})
     mask = segment_rule(q_ids, kv_ids).astype(dtype)
     mask = mask[:, None] if q_ids.ndim == 2 else mask
     return ((q_ids >= 0).astype(dtype), (kv_ids >= 0).astype(dtype), mask) if return_separate_masks else mask
+
+
+def _exact(ids: Any) -> jax.Array:
+    return _exact_pair(ids, ids)[0]
+
+
+def _exact_pair(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
+    """Ids as int32; NumPy's as they are, which JAX would wrap around."""
+    q_ids, kv_ids = (x if isinstance(x, jax.Array) else np.asarray(x) for x in (queries, keys))
+    q_ids, kv_ids = exact_segment_ids(q_ids, q_ids if queries is keys else kv_ids)
+    return jnp.asarray(q_ids), jnp.asarray(kv_ids)
 
 
 def segment_ids_to_qkv_masks(

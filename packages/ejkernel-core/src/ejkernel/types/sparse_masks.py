@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.types.integers import NO_LIMIT, bounded
+
 Shape = tuple[int, int]
 
 
@@ -150,7 +152,7 @@ class CausalMask(_Band):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_int("offset", self.offset)
+        object.__setattr__(self, "offset", _as_offset(self.offset))
 
     @property
     def band(self) -> tuple[int | None, int | None]:
@@ -172,14 +174,14 @@ class LocalMask(_Band):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_int("offset", self.offset)
+        object.__setattr__(self, "offset", _as_offset(self.offset))
         window: Any = self.window_size
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ValueError(f"window_size: got {window!r}, wants (left, right)")
         for side in window:
             if side is not None:
                 _check_int("window_size", side, least=0)
-        object.__setattr__(self, "window_size", tuple(window))
+        object.__setattr__(self, "window_size", tuple(map(bounded, window)))
 
     @property
     def band(self) -> tuple[int | None, int | None]:
@@ -201,6 +203,7 @@ class ChunkedCausalMask(Mask):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_int("chunk_size", self.chunk_size, least=1)
+        object.__setattr__(self, "chunk_size", min(self.chunk_size, NO_LIMIT))
 
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         q = query + jnp.arange(sizes[0], dtype=jnp.int32)[:, None]
@@ -391,6 +394,12 @@ def _check_shapes(one: Mask, other: Mask) -> None:
 def _check_int(name: str, value: Any, least: int | None = None) -> None:
     if not _is_int(value) or (least is not None and value < least):
         raise ValueError(f"{name}: got {value!r}, wants an int" + ("" if least is None else f" of at least {least}"))
+
+
+def _as_offset(value: Any) -> int:
+    """An offset of indices, all of which are smaller than `NO_LIMIT`."""
+    _check_int("offset", value)
+    return max(min(int(value), NO_LIMIT), -NO_LIMIT)
 
 
 def _is_int(value: Any) -> bool:

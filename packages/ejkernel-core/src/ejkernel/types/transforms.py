@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel.types.checks import check_choice, check_number, check_static_size, integer_array, per_row
+from ejkernel.types.checks import check_choice, check_number, check_static_size, checked_integers, per_row
+from ejkernel.types.integers import NO_LIMIT, as_int32, bounded, clamp_positions, exact_segment_ids
 from ejkernel.types.segments import segment_rule
 
 if TYPE_CHECKING:
@@ -76,13 +78,14 @@ def apply_sliding_window(
     for side in (left, right):
         if side is not None:
             check_number("sliding_window", side, minimum=0)
+    near, far = (None if side is None else _distance(side) for side in (left, right))
     mask = info.get_or_compute_attention_mask()
     q_place, kv_place = _places(info)
     q_place = q_place + _offset(offset, mask)
-    if left is not None:
-        mask = mask & (kv_place >= q_place - left)
-    if right is not None:
-        mask = mask & (kv_place <= q_place + right)
+    if near is not None:
+        mask = mask & (kv_place >= q_place - near)
+    if far is not None:
+        mask = mask & (kv_place <= q_place + far)
     windowed = _restricted(info, mask, sliding_window_baked_in=True)
     if mode == "decode":
         return _decode_part(windowed, left, right, offset, index)
@@ -113,7 +116,8 @@ def apply_chunked(
     check_number("chunk_size", chunk_size, minimum=1)
     mask = info.get_or_compute_attention_mask()
     q_place, kv_place = _places(info)
-    q_chunk, kv_chunk = q_place // chunk_size, kv_place // chunk_size
+    size = chunk_size if isinstance(chunk_size, jax.Array) else min(int(np.asarray(chunk_size)), NO_LIMIT)
+    q_chunk, kv_chunk = q_place // size, kv_place // size
     mask = mask & (q_chunk == kv_chunk) & (kv_place <= q_place + _offset(offset, mask))
     q_ids, kv_ids = info.get_or_compute_segment_ids()
     return info.replace(
@@ -228,7 +232,8 @@ def create_chunked_attention_mask(
     Raises:
         ValueError: `chunk_size` is not positive.
     """
-    check_static_size("chunk_size", chunk_size, minimum=1)
+    chunk_size = min(check_static_size("chunk_size", chunk_size, minimum=1), NO_LIMIT)
+    offset = max(min(offset, NO_LIMIT), -NO_LIMIT)
     query = jnp.arange(q_len)[:, None]
     key = jnp.arange(q_len if kv_len is None else kv_len)[None, :]
     return ((query // chunk_size == key // chunk_size) & (key <= query + offset)).astype(dtype)
@@ -249,8 +254,8 @@ def _restricted(info: "ejkernel.types.mask.MaskInfo", mask: jax.Array, **fields:
 
 def _places(info: "ejkernel.types.mask.MaskInfo") -> tuple[jax.Array, jax.Array]:
     """The places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
-    q_place = _indices(info.q_len) if info.q_positions is None else info.q_positions
-    kv_place = _indices(info.kv_len) if info.kv_positions is None else info.kv_positions
+    q_place = _indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
+    kv_place = _indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
     return q_place[:, None, :, None], kv_place[:, None, None, :]
 
 
@@ -259,7 +264,14 @@ def _indices(length: int | None) -> jax.Array:
 
 
 def _offset(offset: Any, mask: jax.Array) -> jax.Array:
-    return per_row("offset", offset, mask.shape[0])[:, None, None, None]
+    return clamp_positions(per_row("offset", offset, mask.shape[0]))[:, None, None, None]
+
+
+def _distance(side: Any) -> Any:
+    """A side of a window that leaves int32 neither added to a place nor subtracted from it; None bounds nothing."""
+    if isinstance(side, jax.Array):
+        return jnp.minimum(as_int32(side), NO_LIMIT - 1)
+    return bounded(int(np.asarray(side)))
 
 
 def _width(left: Any, right: Any) -> int:
@@ -310,13 +322,16 @@ def _token_types(
 ) -> tuple[jax.Array, jax.Array]:
     """The types of both sides as segment ids: -1 where a type matches nothing."""
     pair = token_type_ids if isinstance(token_type_ids, tuple | list) else (token_type_ids, token_type_ids)
+    names = ("q", "kv")
+    arrays = [checked_integers(f"{name} token_type_ids", value) for name, value in zip(names, pair, strict=True)]
+    zeros = [jnp.asarray(array == 0) for array in arrays]  # before types beyond int32 are renumbered
     types = []
-    for name, value, length, disabled in zip(("q", "kv"), pair, (info.q_len, info.kv_len), zeros_disabled, strict=True):
-        array = integer_array(f"{name} token_type_ids", value)
+    for name, ids, length, zero in zip(names, exact_segment_ids(*arrays), (info.q_len, info.kv_len), zeros, strict=True):
+        array = jnp.asarray(ids)
         if array.shape != (info.batch_size, length):
             raise ValueError(
                 f"{name} token_type_ids has shape {array.shape}, "
                 f"but [batch={info.batch_size}, length={length}] is wanted"
             )
-        types.append(jnp.where((array < 0) | ((array == 0) & disabled), -1, array))
+        types.append(jnp.where((array < 0) | (zero & zeros_disabled[len(types)]), -1, array))
     return types[0], types[1]

@@ -119,7 +119,7 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bo
         SCALE=record.softmax_scale,
         PLAIN=plain,
         FACTOR=record.softmax_scale * LOG2E if plain else LOG2E,
-        BIASED=record.bias is not None and record.logits_soft_cap is None,
+        BIASED=record.bias is not None,
         LEFT=left,
         RIGHT=right,
         Q_POSITIONS=record.q_positions is not None,

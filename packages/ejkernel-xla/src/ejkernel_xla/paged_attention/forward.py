@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention import PagedAttention, as_computed, band, qq_terms
+from ejkernel.families.tiled_attention import soft_capped
 from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_work import Work, find_work, longest_first, take
 from ejkernel.planning.precision import product_precision
@@ -146,7 +147,7 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
         terms = qq_terms(record.qq_bias, row, column[:, :, None]).astype(scores.dtype)
         scores = scores + terms[:, None, :, :, None]
     if record.logits_soft_cap is not None:
-        scores = record.logits_soft_cap * jnp.tanh(scores / record.logits_soft_cap)
+        scores = soft_capped(scores, record.logits_soft_cap)
     return scores
 
 

@@ -17,7 +17,7 @@ from ejkernel.modules.operations.configuration.attention import BlockSparseAtten
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
 from ejkernel.modules.operations.shared.shapes import (
-    as_count,
+    as_chunk,
     as_flag,
     as_number,
     as_window,
@@ -32,6 +32,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
+from ejkernel.types.integers import clamp_positions
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, band_of
 
 
@@ -60,14 +61,14 @@ class BlockSparseAttentionArguments:
 
     def __post_init__(self) -> None:
         _refuse(self.qkv_layouts, self.sequence_parallelism_mesh_axis_name)
-        scale, cap, chunk = self.softmax_scale, self.logits_soft_cap, self.chunk_size
+        scale, cap = self.softmax_scale, self.logits_soft_cap
         canonical = {
             "return_lse": as_flag("return_lse", self.return_lse),
             "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "mask_builder": _built(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
             "sliding_window": as_window("sliding_window", self.sliding_window),
-            "chunk_size": None if chunk is None else as_count("chunk_size", chunk, least=1),
+            "chunk_size": as_chunk("chunk_size", self.chunk_size),
             "causal": as_flag("causal", self.causal),
             "fused_backward": as_flag("fused_backward", self.fused_backward),
             "purify": as_flag("purify", self.purify),
@@ -288,7 +289,7 @@ def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: i
     mask, batch = args.mask_info or MaskInfo(), args.query.shape[0]
     placed = dataclasses.replace(record, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
     q, k = (
-        jnp.broadcast_to(x.astype(jnp.int32) // size, (batch, x.shape[1])) for x in tiled_attention.positions(placed)
+        jnp.broadcast_to(clamp_positions(x) // size, (batch, x.shape[1])) for x in tiled_attention.positions(placed)
     )
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return q, k

@@ -33,6 +33,7 @@ from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
+from ejkernel.types.integers import clamp_positions, exact_segment_ids
 
 
 @arguments
@@ -269,8 +270,9 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
     """Segment ids of queries and keys, and their positions where indices would not do."""
     mask, (batch, queries), keys = args.mask_info or MaskInfo(), args.query.shape[:2], args.key.shape[1]
     ids = [mask.explicit_q_segment_ids, mask.explicit_kv_segment_ids]
-    ids = [x if x is None else jnp.broadcast_to(x.astype(jnp.int32), (batch, x.shape[1])) for x in ids]
-    places = [x if x is None else x.astype(jnp.int32) for x in (mask.q_positions, mask.kv_positions)]
+    if ids[0] is not None and ids[1] is not None:
+        ids = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in exact_segment_ids(ids[0], ids[1])]
+    places = [x if x is None else clamp_positions(x) for x in (mask.q_positions, mask.kv_positions)]
     explicit = any(x is not None for x in places)
     if args.cum_seqlens_q is not None:
         cum_k = args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k

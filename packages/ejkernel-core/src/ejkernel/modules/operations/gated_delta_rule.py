@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
@@ -19,6 +20,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.integers import exact_ids
 
 
 @arguments
@@ -53,6 +55,8 @@ class GatedDeltaRuleArguments:
                 raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
             object.__setattr__(self, "initial_state", self.seg_ids)
             object.__setattr__(self, "seg_ids", None)
+        if isinstance(self.seg_ids, np.ndarray) and np.issubdtype(self.seg_ids.dtype, np.integer):
+            settle(self, seg_ids=exact_ids("seg_ids", self.seg_ids))  # JAX would wrap 64 bits around
 
 
 @operation(lambda: OP)
@@ -90,7 +94,7 @@ def gated_delta_rule(
         beta: [B, T, H] floating, strength of the correction, 0 to 1 (2 with negative eigenvalues). Differentiable.
         decay: [B, T, H] or [B, T, H, K] floating, log of the decay of a head or of each of its key channels, at most 0;
             -inf forgets. Differentiable.
-        seg_ids: [B, T] int. A token whose id differs from that of the last real token before it starts from a zero
+        seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts from a zero
             state; a row's first segment continues from `initial_state`. Negative ids are padding, which leaves the
             state alone and has output 0. A floating [B, H, K, V] in its place is `initial_state`.
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
@@ -136,7 +140,7 @@ def validate(args: GatedDeltaRuleArguments) -> None:
 
 def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
     """The family's record of a call."""
-    ids = None if args.seg_ids is None else args.seg_ids.astype(jnp.int32)
+    ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
     return delta_rule.delta_record(args, segment_ids=ids, initial_state=args.initial_state)
 
 

@@ -35,8 +35,10 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.integers import NO_LIMIT
 
 BLOCKS = 16
+SMALLEST_BLOCK = 64  # for which every kernel has tiles
 """Blocks a query reads where the call does not say; the paper's number."""
 
 
@@ -137,8 +139,8 @@ def native_sparse_attention(
             whose blocks start over; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced;
             values that are not are checked, for which an eager call waits. Sequences may be empty.
         g_swa: [B, T, H] floating. None leaves the window out.
-        block_size: Tokens a block. Changes the answer, and so is no part of `cfg`.
-        window_size: Tokens of the window.
+        block_size: Tokens a block, any int >= 1. Changes the answer, and so is no part of `cfg`.
+        window_size: Tokens of the window, any int >= 1.
         softmax_scale: Factor on the scores of all branches; None means `D ** -0.5`.
 
     Returns:
@@ -210,7 +212,7 @@ def _check_blocks(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -
 def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
     """The selected-attention record of a call: block means, and the blocks that are listed."""
     scale = args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
-    blocks = find_blocks(args.query.shape, args.block_size, args.cu_seqlens)
+    blocks = find_blocks(args.query.shape, _block_size(args), args.cu_seqlens)
     means = None if args.g_cmp is None else block_means(blocks, args.key)
     selected = 0
     if args.block_indices is None:
@@ -223,7 +225,7 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
         value=args.value,
         block_indices=_indices(args, blocks),
         softmax_scale=scale,
-        block_size=args.block_size,
+        block_size=blocks.size,
         selected_blocks=selected,
         block_starts=None if blocks.ranges is None else blocks.ranges[:, 0],
         compressed_key=means,
@@ -234,8 +236,15 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
         g_slc=args.g_slc,
         g_cmp=args.g_cmp,
         g_swa=args.g_swa,
-        window_size=None if args.g_swa is None else args.window_size,
+        window_size=None if args.g_swa is None else min(args.window_size, NO_LIMIT),
     )
+
+
+def _block_size(args: NativeSparseAttentionArguments) -> int:
+    """Tokens a block, no more than it takes for a block that holds every sequence and that no query is at the end of."""
+    tokens = args.query.shape[1]
+    longest = max(SMALLEST_BLOCK, 1 << tokens.bit_length()) if isinstance(tokens, int) else NO_LIMIT
+    return min(args.block_size, longest)
 
 
 def _indices(args: NativeSparseAttentionArguments, blocks: Blocks) -> jax.Array | None:

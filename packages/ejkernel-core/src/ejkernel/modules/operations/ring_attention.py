@@ -19,7 +19,7 @@ from ejkernel.modules.operations.configs import RingAttentionConfig
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.ring_placement import placement
 from ejkernel.modules.operations.shared.shapes import (
-    as_count,
+    as_chunk,
     as_flag,
     as_number,
     as_window,
@@ -33,6 +33,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
+from ejkernel.types.integers import clamp_positions
 
 
 @arguments
@@ -64,13 +65,13 @@ class RingAttentionArguments:
         axis: Any = self.axis_name
         if not isinstance(axis, str | None):
             raise ValueError(f"axis_name: got {got(axis)}, wants the name of one mesh axis, or None")
-        scale, cap, chunk = self.softmax_scale, self.logits_soft_cap, self.chunk_size
+        scale, cap = self.softmax_scale, self.logits_soft_cap
         canonical = {
             "return_lse": as_flag("return_lse", self.return_lse),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "causal": as_flag("causal", self.causal),
             "sliding_window": as_window("sliding_window", self.sliding_window),
-            "chunk_size": None if chunk is None else as_count("chunk_size", chunk, least=1),
+            "chunk_size": as_chunk("chunk_size", self.chunk_size),
             "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
             "fused_backward": as_flag("fused_backward", self.fused_backward),
         }
@@ -242,7 +243,7 @@ def _chunked(record: Record, info: MaskInfo, size: int) -> Record:
     """The record with chunks for segments, or with segments cut into chunks."""
     rows = record.query.shape[0]
     places = ((info.q_positions, record.query.shape[1]), (info.kv_positions, record.key.shape[1]))
-    chunks = [_indices(record, n)[None] // size if x is None else x.astype(jnp.int32) // size for x, n in places]
+    chunks = [_indices(record, n)[None] // size if x is None else clamp_positions(x) // size for x, n in places]
     chunks = [jnp.broadcast_to(x, (rows, x.shape[1])) for x in chunks]
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
         chunks = _both_ids(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))

@@ -180,7 +180,9 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
         s = s + bias
     if spec.soft_cap is not None:
         t = jnp.tanh(s * (1.0 / spec.soft_cap))
-        s, slope = t * spec.soft_cap, 1.0 - t * t
+        # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+        s = jnp.where(s == -jnp.inf, s, t * spec.soft_cap) if spec.biased else t * spec.soft_cap
+        slope = 1.0 - t * t
     if spec.biased:
         return jnp.where(s == -jnp.inf, s, jnp.maximum(s * spec.log2_scale, LOWEST)), slope
     return s * spec.log2_scale, slope

@@ -60,6 +60,22 @@ def _positioned(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     }
 
 
+def _extreme_positions(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
+    """Positions of tokens among ones at the ends of int32, from where differences and sums would wrap around."""
+    ends = jnp.array([jnp.iinfo(jnp.int32).max, jnp.iinfo(jnp.int32).min, -1])
+    queries, keys = (jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (sizes.b, n)) for n in (sizes.t, sizes.s))
+    queries = queries.at[:, 5::9].set(jax.random.choice(key, ends, (sizes.b, len(range(5, sizes.t, 9)))))
+    return {"mask_info": MaskInfo(q_positions=queries, kv_positions=keys.at[:, 3::11].set(ends[0]))}
+
+
+def _masking_bias(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
+    """A bias that hides pairs, whole rows and a whole column with -inf."""
+    terms, hides = jax.random.split(key)
+    bias = _bias(terms, (1, 2 * sizes.g, sizes.t, sizes.s))["bias"]
+    hidden = jax.random.bernoulli(hides, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
+    return {"bias": jnp.where(hidden, -jnp.inf, bias)}
+
+
 def _bias(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, Any]:
     return {"bias": jax.random.normal(key, shape, jnp.float32).astype(dtype)}
 
@@ -103,6 +119,20 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     ("window of the diagonal", PLAIN, lambda k: {"sliding_window": (0, 0)}, ("sliding_window",), ("awkward",)),
     ("causal window", PLAIN, lambda k: {"sliding_window": (17, 4), "causal": True}, ("causal", "sliding_window"), ()),
     ("bias", PLAIN, lambda k: _bias(k, (2, 4, 63, 63)), ("bias",), ()),
+    (
+        "bias of -inf and soft cap, lse",
+        PLAIN,
+        lambda k: {**_masking_bias(k, PLAIN), **LSE, "logits_soft_cap": 1.5},
+        ("bias", "logits_soft_cap"),
+        ("awkward",),
+    ),
+    (
+        "positions at the ends of int32",
+        PLAIN,
+        lambda k: {**_extreme_positions(k, PLAIN), "sliding_window": (None, 1)},
+        (*_POSITION_FIELDS, "sliding_window"),
+        ("awkward",),
+    ),
     ("bias of keys", CROSS, lambda k: _bias(k, (2, 1, 1, 63)), ("bias",), ("awkward",)),
     ("mask with empty rows, lse", PLAIN, lambda k: {**_masked(k, PLAIN), **LSE}, ("mask",), ("awkward",)),
     ("segments with padding", PLAIN, lambda k: _segmented(PLAIN), _SEGMENT_FIELDS, ()),

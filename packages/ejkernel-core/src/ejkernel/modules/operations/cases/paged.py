@@ -67,6 +67,14 @@ def _biases(key: jax.Array, sizes: PagedSizes) -> Arrays:
     return {**per_head(slopes, "alibi_slopes", sizes), **normal(pairs, jnp.float32, qq_bias=(16, 16))}
 
 
+def _masking_pairs(key: jax.Array) -> dict[str, Any]:
+    """A bias that hides pairs of new tokens with -inf, all of one query's among them."""
+    terms, hides = jax.random.split(key)
+    hidden = jax.random.bernoulli(hides, 0.4, (16, 16)).at[5].set(True)
+    bias = jnp.where(hidden, -jnp.inf, normal(terms, jnp.float32, qq_bias=(16, 16))["qq_bias"])
+    return {"qq_bias": bias, "logits_soft_cap": 1.5, **LSE}
+
+
 def _shared(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """A prefix that ends within a page, and sinks."""
     return {**per_head(key, "softmax_aux", sizes), "shared_prefix": jnp.int32(21)}
@@ -113,6 +121,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
             (),
         ),
         ("biases and soft cap", MIXED, lambda k: {**_biases(k, MIXED), "logits_soft_cap": 1.5}, both, ()),
+        ("qq_bias of -inf and soft cap, lse", MIXED, _masking_pairs, ("qq_bias", "logits_soft_cap"), ("awkward",)),
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("shared prefix, sinks", common, lambda k: _shared(k, common), ("shared_prefix", "softmax_aux"), ()),
         ("model", model, nothing, (), ("bench",)),

@@ -69,7 +69,10 @@ def as_newest(name: str, window: Any) -> tuple[int | None, int | None] | None:
         ValueError: It is none of these.
     """
     pair = as_window(name, window)
-    return (pair[0] - 1, 0) if pair is not None and pair[0] is not None and not isinstance(window, tuple) else pair
+    if window is None or isinstance(window, tuple):
+        return pair
+    # No limit on how old a key may be still leaves out the keys after the query.
+    return (None if pair is None or pair[0] is None else pair[0] - 1, 0)
 
 
 def as_mask_value(name: str, value: Any) -> float | None:

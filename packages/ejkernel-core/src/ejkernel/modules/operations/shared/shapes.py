@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _compat
+from ejkernel.types.integers import bounded
 
 
 def check_shape(name: str, array: Any, axes: str, sizes: dict[str, int], *, broadcast: str = "") -> None:
@@ -165,7 +166,8 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
 
     Args:
         name: Argument name for the message.
-        window: `w >= 1`, meaning (w, w), or (left, right), each >= 0 or None for unbounded.
+        window: `w >= 1`, meaning (w, w), or (left, right), each >= 0 or None for unbounded. A side that no two
+            positions are apart, `ejkernel.types.integers.NO_LIMIT` or more, is unbounded too.
 
     Raises:
         ValueError: It is none of these.
@@ -179,8 +181,17 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
             f"{name}: got {got(window)}, wants an int >= 1, or a tuple (left, right) of ints >= 0 or None; "
             "(0, 0) is the diagonal"
         )
-    left, right = (None if side is None else int(side) for side in pair)
+    left, right = (None if side is None else bounded(int(side)) for side in pair)
     return None if left is None and right is None else (left, right)
+
+
+def as_chunk(name: str, size: Any) -> int | None:
+    """A chunk size that changes results, of positions; None where all positions are one chunk.
+
+    Raises:
+        ValueError: It is neither None nor an int of at least 1.
+    """
+    return None if size is None else bounded(as_count(name, size, least=1))
 
 
 def as_precision(name: str, value: Any) -> lax.Precision | None:

@@ -1,0 +1,164 @@
+"""Integers that callers pass, brought into the range in which int32 arithmetic of kernels is exact.
+
+Kernels compare `q - left <= k <= q + right` in int32. `POSITION_LIMIT` and `NO_LIMIT` are chosen together: positions
+are clamped to `[-2**29, 2**29]`, so that two of them differ by at most `2**30`, a side of `2**30` or more bounds nothing,
+and neither a difference nor a sum of the two leaves int32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+POSITION_LIMIT = 2**29
+"""The largest position, and the smallest with a minus sign; one that is further out counts as the limit itself."""
+
+NO_LIMIT = 2**30
+"""The largest distance of two positions: a window side or a chunk of so much or more is no limit."""
+
+_INT32 = np.iinfo(np.int32)
+
+
+def bounded(value: int | None) -> int | None:
+    """A window side or a chunk size; None where it is so large that it bounds nothing."""
+    return None if value is None or value >= NO_LIMIT else value
+
+
+def fits_int32(dtype: Any) -> bool:
+    """Whether int32 holds every value of an integer dtype."""
+    return np.can_cast(np.dtype(dtype), np.int32)
+
+
+def as_int32(values: Any) -> Any:
+    """Integers as int32; those outside of its range become its nearest end, where a cast would wrap around.
+
+    Args:
+        values: An integer array, traced or not. A NumPy array stays one, since JAX wraps 64-bit integers around.
+    """
+    if isinstance(values, np.ndarray | np.generic):
+        return np.clip(values, *_representable(values.dtype)).astype(np.int32)
+    if values.dtype == jnp.int32:
+        return values
+    if fits_int32(values.dtype):
+        return values.astype(jnp.int32)
+    low, high = _representable(values.dtype)
+    return jnp.clip(values, low, high).astype(jnp.int32)
+
+
+def _representable(dtype: Any) -> tuple[Any, Any]:
+    """The ends of what int32 and another integer dtype both hold, in the latter."""
+    info = np.iinfo(dtype)
+    ends = (max(int(info.min), _INT32.min), min(int(info.max), _INT32.max))
+    return np.dtype(dtype).type(ends[0]), np.dtype(dtype).type(ends[1])
+
+
+def clamp_positions(values: Any) -> jax.Array:
+    """Positions as int32 in `[-POSITION_LIMIT, POSITION_LIMIT]`."""
+    return jnp.clip(jnp.asarray(as_int32(values)), -POSITION_LIMIT, POSITION_LIMIT)
+
+
+def exact_segment_ids(queries: Any, keys: Any) -> tuple[Any, Any]:
+    """Segment ids as int32 that are equal, and negative, exactly where the given ones are.
+
+    Ids that int32 holds keep their values. If one does not (a 64-bit hash, or an unsigned one from 2**31 on), all are
+    numbered anew by their order, over both arrays together. Negative ids are padding, which only signed dtypes have.
+
+    Args:
+        queries: Integer array; a NumPy array that holds 64-bit integers is renumbered on the host.
+        keys: The same, of any shape; may be `queries` itself.
+
+    Raises:
+        ValueError: Only one of the two is on the host and has ids beyond int32; or the ids are traced in `shard_map`,
+            whose shards cannot be numbered alike.
+    """
+    if fits_int32(queries.dtype) and fits_int32(keys.dtype):
+        return _cast(queries), _cast(keys)
+    on_host = [isinstance(ids, np.ndarray) for ids in (queries, keys)]
+    if all(on_host):
+        return _on_host(queries, keys)
+    if any(on_host):
+        queries, keys = (_narrow(name, ids) for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)))
+    for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)):
+        _check_whole(name, ids)
+    return _in_order(queries, keys)
+
+
+def exact_ids(name: str, ids: Any) -> Any:
+    """`exact_segment_ids` of one array.
+
+    Raises:
+        ValueError: As `exact_segment_ids`, with the argument's name.
+    """
+    if not fits_int32(ids.dtype) and not isinstance(ids, np.ndarray):
+        _check_whole(name, ids)
+    return exact_segment_ids(ids, ids)[0]
+
+
+def _cast(ids: Any) -> Any:
+    return ids if ids.dtype == np.int32 else ids.astype(np.int32)
+
+
+def _on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    everything = [np.unique(ids) for ids in (queries, keys)]
+    ends = [int(end) for ids in everything if ids.size for end in (ids[0], ids[-1])]
+    if not ends or max(ends) <= _INT32.max:
+        kept = as_int32(queries), as_int32(keys)
+    else:
+        # Never through one dtype of both: NumPy's of int64 and uint64 is float64.
+        known = sorted({int(one) for ids in everything for one in ids if one >= 0})
+        number = {one: index for index, one in enumerate(known)}
+
+        def renumber(ids: np.ndarray) -> np.ndarray:
+            values, inverse = np.unique(ids, return_inverse=True)
+            return np.array([number.get(int(one), -1) for one in values], np.int32)[inverse].reshape(ids.shape)
+
+        kept = renumber(queries), renumber(keys)
+    return (kept[0], kept[0]) if queries is keys else kept
+
+
+def _narrow(name: str, ids: Any) -> jax.Array:
+    """Ids as a JAX array of the same values.
+
+    Raises:
+        ValueError: JAX would wrap them around.
+    """
+    if isinstance(ids, np.ndarray) and not fits_int32(ids.dtype):
+        array = jnp.asarray(ids)
+        if (np.asarray(array) != ids).any():
+            raise ValueError(
+                f"{name}: got NumPy's {ids.dtype} with ids beyond 32 bits and the other side's on a device, wants both "
+                "as NumPy arrays, or ids that int32 holds"
+            )
+        return array
+    return jnp.asarray(ids)
+
+
+def _check_whole(name: str, ids: Any) -> None:
+    if isinstance(ids, Tracer) and not fits_int32(ids.dtype) and _manual_axes():
+        raise ValueError(
+            f"{name}: got {ids.dtype} in shard_map, wants int32: shards cannot be renumbered alike; make the MaskInfo "
+            "outside of shard_map, or cast ids that int32 holds"
+        )
+
+
+def _manual_axes() -> bool:
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return bool(getattr(mesh, "manual_axes", ()))
+
+
+def _in_order(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Renumbering in JAX: an id's number is its first index among all, sorted."""
+    bits = 64 if any(np.dtype(ids.dtype).itemsize == 8 for ids in (queries, keys)) else 32
+    sides = (queries,) if queries is keys else (queries, keys)
+    unsigned = [jnp.where(ids < 0, 0, ids).astype(f"uint{bits}") for ids in sides]
+    ordered = jnp.sort(jnp.concatenate([ids.reshape(-1) for ids in unsigned]))
+    held = jnp.all(ordered <= _INT32.max)
+    numbers = []
+    for ids, values in zip(sides, unsigned, strict=True):
+        number = jnp.searchsorted(ordered, values, side="left", method="sort").astype(jnp.int32)
+        number = jnp.where(held, lax.convert_element_type(values, jnp.int32), number)
+        numbers.append(jnp.where(ids < 0, -1, number))
+    return numbers[0], numbers[-1]
