@@ -176,9 +176,7 @@ def window_calls():
         "ragged_page_attention_v3": functools.partial(
             m.ragged_page_attention_v3, x, new, new, three, *packed, jnp.array([0, 0, 2]), kv_layout="interleaved"
         ),
-        "mla_decode": functools.partial(
-            m.mla_decode, one_row, latent, None, weights[0], weights[1], jnp.array([5, 9])
-        ),
+        "mla_decode": functools.partial(m.mla_decode, one_row, latent, None, weights[0], weights[1], jnp.array([5, 9])),
     }
     return {name: lambda window, call=call: call(sliding_window=window) for name, call in calls.items()}
 
@@ -229,7 +227,9 @@ def test_blocks_and_windows_of_native_sparse_attention_without_limit(size):
 def test_pools_that_hold_every_token(size):
     x = jax.random.normal(jax.random.key(0), (1, T, 3))
     for packed in (None, jnp.array([0, 2, T])):
-        np.testing.assert_array_equal(m.mean_pooling(x, packed, chunk_size=size), m.mean_pooling(x, packed, chunk_size=100))
+        np.testing.assert_array_equal(
+            m.mean_pooling(x, packed, chunk_size=size), m.mean_pooling(x, packed, chunk_size=100)
+        )
 
 
 @pytest.mark.parametrize("size", HUGE)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.integers import as_int32
+from ejkernel.types.integers import as_array, as_int32
 
 # The dimensions of every leaf of a MaskInfo. Equal names mean equal sizes; the first leaf to use a name sets its size.
 _LEAF_DIMENSIONS: dict[str, tuple[str, ...]] = {
@@ -106,7 +106,7 @@ def integer_array(name: str, value: Any) -> jax.Array:
 
 def checked_integers(name: str, value: Any) -> Any:
     """Returns `value` as an array, NumPy's unless it is JAX's; raises ValueError unless it holds integers."""
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    array = as_array(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must hold integers, got {array.dtype} of shape {array.shape}")
     return array

@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from ejkernel.types.checks import check_rank, check_static_size, checked_integers, integer_array
 from ejkernel.types.cu_seqlens import as_cu_seqlens, cu_seqlens_to_segment_ids
 from ejkernel.types.debug import check_mask_values
-from ejkernel.types.integers import exact_segment_ids
+from ejkernel.types.integers import as_array, exact_segment_ids
 from ejkernel.types.segments import (
     as_bool_mask,
     padding_segment_ids,
@@ -44,7 +43,8 @@ def from_segments(  # noqa: PLR0913 - a public constructor
 
     Args:
         cls: The class.
-        q_segment_ids: [batch, q_len] integers of any dtype; equal ids that are not negative attend, negative is padding.
+        q_segment_ids: [batch, q_len] integers of any dtype; equal ids that are not negative attend, negative is
+            padding.
         kv_segment_ids: [batch, kv_len], default `q_segment_ids`.
         q_positions: [batch or 1, q_len] integers, the place of a query in its sequence.
         kv_positions: [batch or 1, kv_len] integers.
@@ -80,7 +80,7 @@ def from_segments(  # noqa: PLR0913 - a public constructor
 def _segment_ids(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
     arrays = []
     for name, value in (("q_segment_ids", queries), ("kv_segment_ids", keys)):
-        array = value if isinstance(value, jax.Array) else np.asarray(value)
+        array = as_array(value)
         if array.dtype == jnp.bool_:
             raise ValueError(f"{name} is boolean; pass is_attn_mask=True if it is a validity mask, or integer ids")
         arrays.append(arrays[0] if arrays and value is queries else checked_integers(name, array))

@@ -1,7 +1,7 @@
 """Integers that callers pass, brought into the range in which int32 arithmetic of kernels is exact.
 
 Kernels compare `q - left <= k <= q + right` in int32. `POSITION_LIMIT` and `NO_LIMIT` are chosen together: positions
-are clamped to `[-2**29, 2**29]`, so that two of them differ by at most `2**30`, a side of `2**30` or more bounds nothing,
+are clamped to `[-2**29, 2**29]`, so two of them differ by at most `2**30`. A side of `2**30` or more bounds nothing,
 and neither a difference nor a sum of the two leaves int32.
 """
 
@@ -20,6 +20,12 @@ NO_LIMIT = 2**30
 """The largest distance of two positions: a window side or a chunk of so much or more is no limit."""
 
 _INT32 = np.iinfo(np.int32)
+
+
+def as_array(value: Any) -> Any:
+    """A value as an array: NumPy's where it is all on the host, since JAX would wrap 64-bit integers around."""
+    on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    return jnp.asarray(value) if on_device else np.asarray(value)
 
 
 def bounded(value: int | None) -> int | None:

@@ -83,9 +83,11 @@ class MaskInfo:
     """Which query attends to which key: an explicit mask, segment ids, or both.
 
     A pair attends if **every** stored part lets it: the explicit mask is True and the segment ids are equal and not
-    negative (a negative id is padding, which unsigned dtypes do not have). Ids beyond int32 are renumbered, equal ones
-    alike; positions beyond it become its ends. With nothing stored everything attends. Nothing of size q_len x kv_len is made
+    negative (a negative id is padding). With nothing stored everything attends. Nothing of size q_len x kv_len is made
     unless asked for: the constructors from ids, lengths and 2-D validity masks store ids alone.
+
+    Ids and positions are stored as int32. Ids of wider or unsigned dtypes that it does not hold are renumbered, so that
+    equal ones stay equal. Operations compare positions as if those further than `2**29` from 0 were `2**29` from it.
 
     A MaskInfo is an immutable pytree. Arrays are leaves, flags and axis names are static. Everything derived is
     computed anew from the leaves, never stored, and depends on values only through JAX operations, so it works under

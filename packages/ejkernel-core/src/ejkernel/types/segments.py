@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel.types.checks import check_rank
-from ejkernel.types.integers import exact_segment_ids
+from ejkernel.types.integers import as_array, exact_segment_ids
 
 _PAIRWISE_SHAPES = {2: "[q_len, kv_len]", 3: "[batch, q_len, kv_len]", 4: "[batch, heads, q_len, kv_len]"}
 _SEGMENT_SHAPES = {1: "[length]", 2: "[batch, length]", 3: "[batch, heads, length]"}
@@ -150,7 +149,7 @@ def _exact(ids: Any) -> jax.Array:
 
 def _exact_pair(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
     """Ids as int32; NumPy's as they are, which JAX would wrap around."""
-    q_ids, kv_ids = (x if isinstance(x, jax.Array) else np.asarray(x) for x in (queries, keys))
+    q_ids, kv_ids = as_array(queries), as_array(keys)
     q_ids, kv_ids = exact_segment_ids(q_ids, q_ids if queries is keys else kv_ids)
     return jnp.asarray(q_ids), jnp.asarray(kv_ids)
 

@@ -326,7 +326,9 @@ def _token_types(
     arrays = [checked_integers(f"{name} token_type_ids", value) for name, value in zip(names, pair, strict=True)]
     zeros = [jnp.asarray(array == 0) for array in arrays]  # before types beyond int32 are renumbered
     types = []
-    for name, ids, length, zero in zip(names, exact_segment_ids(*arrays), (info.q_len, info.kv_len), zeros, strict=True):
+    for name, ids, length, zero in zip(
+        names, exact_segment_ids(*arrays), (info.q_len, info.kv_len), zeros, strict=True
+    ):
         array = jnp.asarray(ids)
         if array.shape != (info.batch_size, length):
             raise ValueError(

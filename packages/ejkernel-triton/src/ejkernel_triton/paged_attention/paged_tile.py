@@ -152,10 +152,8 @@ def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.const
             )
         if spec.CAP is not None:
             capped = spec.CAP * tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
-            if spec.QQ > 0:  # tanh(-inf) is -1, and what a bias of -inf hides would be attended to
-                scores = tl.where(scores == float("-inf"), scores, capped)
-            else:
-                scores = capped
+            # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+            scores = tl.where(scores == float("-inf"), scores, capped) if spec.QQ > 0 else capped
         return scores * LOG2E
 
 

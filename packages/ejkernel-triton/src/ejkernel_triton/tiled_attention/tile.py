@@ -207,10 +207,9 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
             bounded = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
             # The derivative of the cap, which the backward pass needs, from the tanh that is there.
             slope = 1.0 - bounded * bounded
-            if spec.BIAS is not None:  # tanh(-inf) is -1, and what a bias of -inf hides would be attended to
-                scores = tl.where(scores == float("-inf"), scores, bounded * spec.CAP)
-            else:
-                scores = bounded * spec.CAP
+            capped = bounded * spec.CAP
+            # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+            scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS is not None else capped
         if spec.ROUND == "bfloat16":
             scores = round_bfloat16(scores)
         if spec.ROUND == "float16":

@@ -94,9 +94,9 @@ def gated_delta_rule(
         beta: [B, T, H] floating, strength of the correction, 0 to 1 (2 with negative eigenvalues). Differentiable.
         decay: [B, T, H] or [B, T, H, K] floating, log of the decay of a head or of each of its key channels, at most 0;
             -inf forgets. Differentiable.
-        seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts from a zero
-            state; a row's first segment continues from `initial_state`. Negative ids are padding, which leaves the
-            state alone and has output 0. A floating [B, H, K, V] in its place is `initial_state`.
+        seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts
+            from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
+            leaves the state alone and has output 0. A floating [B, H, K, V] in its place is `initial_state`.
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.

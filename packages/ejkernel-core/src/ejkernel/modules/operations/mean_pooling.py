@@ -129,7 +129,11 @@ def lower(args: MeanPoolingArguments) -> SegmentPooling:
     if rows > 1:
         return dataclasses.replace(whole, lengths=jnp.clip(jnp.diff(bounds), 0, tokens))
     bounds = jnp.clip(bounds, 0, tokens)
-    ranges = jnp.stack([bounds[:-1], bounds[1:]], axis=1) if size is None else chunk_ranges(bounds, min(size, tokens), tokens)
+    ranges = (
+        jnp.stack([bounds[:-1], bounds[1:]], axis=1)
+        if size is None
+        else chunk_ranges(bounds, min(size, tokens), tokens)
+    )
     return dataclasses.replace(whole, ranges=ranges)
 
 

@@ -241,8 +241,8 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
 
 
 def _block_size(args: NativeSparseAttentionArguments) -> int:
-    """Tokens a block, no more than it takes for a block that holds every sequence and that no query is at the end of."""
-    tokens = args.query.shape[1]
+    """Tokens a block; one that is longer than the row is cut to a length that no query is at the end of either."""
+    tokens: Any = args.query.shape[1]
     longest = max(SMALLEST_BLOCK, 1 << tokens.bit_length()) if isinstance(tokens, int) else NO_LIMIT
     return min(args.block_size, longest)
 
