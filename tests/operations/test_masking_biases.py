@@ -11,7 +11,7 @@ from ejkernel.types import MaskInfo
 T, H, G, D = 6, 2, 1, 8
 KEYS = jax.random.split(jax.random.key(0), 4)
 Q, K, V = (jax.random.normal(k, (1, T, n, D)) for k, n in zip(KEYS[:3], (H, G, G), strict=True))
-HIDDEN = jax.random.bernoulli(jax.random.key(1), 0.4, (1, H, T, T)).at[:, :, 2].set(True).at[:, 1, :, 3].set(True)
+MASKED = jax.random.bernoulli(jax.random.key(1), 0.4, (1, H, T, T)).at[:, :, 2].set(True).at[:, 1, :, 3].set(True)
 BIAS = jax.random.normal(KEYS[3], (1, H, T, T))
 
 
@@ -51,7 +51,7 @@ CALLS = [(name, cap) for name in DENSE for cap in ((None,) if name.startswith("s
 
 @pytest.mark.parametrize(("name", "cap"), CALLS)
 def test_a_bias_of_minus_infinity_masks(name, cap):
-    call, hiding = DENSE[name], jnp.where(HIDDEN, -jnp.inf, BIAS)
+    call, hiding = DENSE[name], jnp.where(MASKED, -jnp.inf, BIAS)
     capped = {} if cap is None else {"logits_soft_cap": cap}
 
     def total(query, key, value, bias, **options):
@@ -61,7 +61,7 @@ def test_a_bias_of_minus_infinity_masks(name, cap):
     gradient = jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True)
     got, output = gradient(Q, K, V, hiding)
     np.testing.assert_allclose(output, naive(hiding, cap), rtol=2e-5, atol=2e-5)
-    wants, _ = gradient(Q, K, V, BIAS, mask_info=MaskInfo(_attention_mask=~HIDDEN))
+    wants, _ = gradient(Q, K, V, BIAS, mask_info=MaskInfo(_attention_mask=~MASKED))
     for one, other in zip(got, wants, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
@@ -70,7 +70,7 @@ def test_a_bias_of_minus_infinity_masks(name, cap):
 def test_a_bias_of_minus_infinity_masks_pairs_of_new_tokens(cap):
     queries, cache = Q[0], jnp.concatenate([K[0], V[0]])[:8].reshape(2, 4, G, D)
     context = 8 - T  # keys that are no queries have no bias
-    bias = jnp.where(HIDDEN[0, 0], -jnp.inf, BIAS[0, 0])
+    bias = jnp.where(MASKED[0, 0], -jnp.inf, BIAS[0, 0])
     output, lse = m.unified_attention(
         queries,
         cache,

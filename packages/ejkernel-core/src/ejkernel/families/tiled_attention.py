@@ -235,9 +235,9 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
 
 
 def soft_capped(scores: jax.Array, cap: float) -> jax.Array:
-    """Scores within (-cap, cap); what an additive mask of -inf hides stays hidden, and has gradient 0."""
-    hidden = scores == -jnp.inf
-    return jnp.where(hidden, -jnp.inf, cap * jnp.tanh(jnp.where(hidden, 0, scores) / cap))
+    """Scores within (-cap, cap); what an additive mask of -inf masks stays masked, and has gradient 0."""
+    masked = scores == -jnp.inf
+    return jnp.where(masked, -jnp.inf, cap * jnp.tanh(jnp.where(masked, 0, scores) / cap))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

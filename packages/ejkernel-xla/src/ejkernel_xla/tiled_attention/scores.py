@@ -115,10 +115,10 @@ def score(
     if record.bias is not None:
         scores = scores + load_pairs(record.bias, plan, at, tile).astype(scores.dtype)
     if record.logits_soft_cap is not None:
-        bounded, hidden = jnp.tanh(scores / record.logits_soft_cap), scores == -jnp.inf
+        bounded, masked = jnp.tanh(scores / record.logits_soft_cap), scores == -jnp.inf
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
         if record.bias is not None:  # tanh(-inf) is -1, and what a bias of -inf hides would be attended to
-            scores = jnp.where(hidden, -jnp.inf, scores)
+            scores = jnp.where(masked, -jnp.inf, scores)
     # Rounded as a kernel that keeps its logits in that dtype rounds them, before masks.
     if record.logits_dtype != jnp.float32:
         scores = coarse(record.logits_dtype, scores)

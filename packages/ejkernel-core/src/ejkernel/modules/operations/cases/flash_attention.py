@@ -72,8 +72,8 @@ def _masking_bias(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     """A bias that hides pairs, whole rows and a whole column with -inf."""
     terms, hides = jax.random.split(key)
     bias = _bias(terms, (1, 2 * sizes.g, sizes.t, sizes.s))["bias"]
-    hidden = jax.random.bernoulli(hides, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
-    return {"bias": jnp.where(hidden, -jnp.inf, bias)}
+    masked = jax.random.bernoulli(hides, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
+    return {"bias": jnp.where(masked, -jnp.inf, bias)}
 
 
 def _bias(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, Any]:

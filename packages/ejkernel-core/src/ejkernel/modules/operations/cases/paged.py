@@ -70,8 +70,8 @@ def _biases(key: jax.Array, sizes: PagedSizes) -> Arrays:
 def _masking_pairs(key: jax.Array) -> dict[str, Any]:
     """A bias that hides pairs of new tokens with -inf, all of one query's among them."""
     terms, hides = jax.random.split(key)
-    hidden = jax.random.bernoulli(hides, 0.4, (16, 16)).at[5].set(True)
-    bias = jnp.where(hidden, -jnp.inf, normal(terms, jnp.float32, qq_bias=(16, 16))["qq_bias"])
+    masked = jax.random.bernoulli(hides, 0.4, (16, 16)).at[5].set(True)
+    bias = jnp.where(masked, -jnp.inf, normal(terms, jnp.float32, qq_bias=(16, 16))["qq_bias"])
     return {"qq_bias": bias, "logits_soft_cap": 1.5, **LSE}
 
 
